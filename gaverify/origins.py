@@ -13,11 +13,11 @@ from torch import nn
 from gaverify.children.launching import ended_as_interrupted, working_folder
 from gaverify.collective.launching import load_in_fresh, save_for_fresh
 from gaverify.errors import ProblemError
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.nesting import leaves
 from gaverify.passes.problem import Problem
-from gaverify.passes.task import Task
-from gaverify.preparation import prepare_task, problem_of_spec
+from gaverify.preparation import prepare_experiment, problem_of_spec
 from gaverify.spec import Spec
 from gaverify.verdict.settings import Settings
 
@@ -54,8 +54,8 @@ class LoadedAfresh:
         """Returns the same with the numbers of the problem, which all processes must find."""
         return replace(self, digests=_digests_of(problem))
 
-    def task(self, stack: ExitStack, device: torch.device) -> Task:
-        """Returns the task on a device.
+    def experiment(self, stack: ExitStack, device: torch.device) -> Experiment:
+        """Returns the experiment on a device.
 
         Raises:
             ProblemError: The problem was built with other numbers than in the verification.
@@ -70,7 +70,7 @@ class LoadedAfresh:
                 "seeded inside, or hide the accelerator (CUDA_VISIBLE_DEVICES=) and write device='cpu': then the ranks "
                 "share what was built once"
             )
-        return prepare_task(stack, problem, replace(self.settings, device=device))
+        return prepare_experiment(stack, problem, replace(self.settings, device=device))
 
 
 @contextmanager

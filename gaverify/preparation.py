@@ -1,4 +1,4 @@
-"""Makes what `verify` was given ready to run: problem, task, words as what they mean."""
+"""Makes what `verify` was given ready to run: problem, experiment, words as what they mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gaverify.loading import load_problem
 from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
+from gaverify.passes.experiment import Experiment, TimeLimit
 from gaverify.passes.isolation import (
+    ModelState,
     deterministic,
     eager_when_compiled,
     gradients_kept,
@@ -27,7 +29,7 @@ from gaverify.passes.isolation import (
 from gaverify.passes.precision import DTYPES, convert_weights
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.passes.reference import Fitting
-from gaverify.passes.task import Task, TimeLimit, named_parameters
+from gaverify.passes.user_code import named_parameters
 from gaverify.passes.weighting import check_weighting
 from gaverify.records.comparison import Reference
 from gaverify.spec import OPTIONS, Spec
@@ -116,7 +118,7 @@ def trim_batch(problem: Problem, batch_size: int | None) -> Problem:
     return replace(problem, batch=batch, batch_size=batch_size)
 
 
-def prepare_task(stack: ExitStack, problem: Problem, settings: Settings) -> Task:
+def prepare_experiment(stack: ExitStack, problem: Problem, settings: Settings) -> Experiment:
     """Puts a problem where it shall run, seeded and with nothing left to chance, for as long as `stack` is open."""
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     for context in (
@@ -128,10 +130,11 @@ def prepare_task(stack: ExitStack, problem: Problem, settings: Settings) -> Task
         gradients_kept([p for module in modules for p in module.parameters()]),
     ):
         stack.enter_context(context)
-    task = task_of(stack, problem, modules, settings.steps, settings.device, settings.dtype, settings.autocast)
-    seed_everything(settings.seed)
+    experiment = place_experiment(
+        stack, problem, settings.steps, settings.device, settings.dtype, settings.autocast, seed=settings.seed
+    )
     return replace(
-        task,
+        experiment,
         weighting=settings.weighting,
         ignore_index=settings.ignore_index,
         strategy=settings.strategy,
@@ -140,16 +143,18 @@ def prepare_task(stack: ExitStack, problem: Problem, settings: Settings) -> Task
     )
 
 
-def task_of(
+def place_experiment(
     stack: ExitStack,
     problem: Problem,
-    modules: list[nn.Module],
     steps: int,
     device: Any,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
-) -> Task:
-    """Puts model and batch where they shall run, for as long as `stack` is open."""
+    *,
+    seed: int | None = None,
+) -> Experiment:
+    """Puts model and batch where they shall run, for as long as `stack` is open; seeds all generators there."""
+    modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     target = resolve_device(device)
     lay_on = _devices(modules)
     if any(device.type == "meta" for device in lay_on):
@@ -165,14 +170,15 @@ def task_of(
         problem = replace(problem, batch=batching.fresh(problem.batch, target, dtype), split=split)
     parameters = _parameters(problem)
     where = next(iter(parameters.values())).device
-    return Task(
+    if seed is not None:
+        seed_everything(seed)
+    return Experiment(
         problem=problem,
         parameters=parameters,
         modules=modules,
+        state=ModelState(modules, (problem.loss,)),
         batch_size=size,
         sizes=sizes,
-        weighting="uniform",
-        device=where,
         devices=tuple(dict.fromkeys((where, *_devices(modules)))),
         lay_on=lay_on,
         autocast=autocast,

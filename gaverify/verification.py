@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.causes.investigation import ControlListener, investigate
-from gaverify.causes.shrinking import Shrunk
+from gaverify.causes.confirming import confirm_in_working_precision, confirm_on_batch
+from gaverify.causes.investigation import collect_facts, open_bench, search_causes, watch_state
+from gaverify.causes.part import PartAnswer, examine_part
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.loading.texts import guessed_parts
 from gaverify.passes.devices import resolve_device
+from gaverify.passes.experiment import Experiment, TimeUp
 from gaverify.passes.problem import Loss, Problem, Split
-from gaverify.passes.task import Task
-from gaverify.preparation import Progress, prepare_task, problem_of, problem_of_spec, reporter, settings_of
+from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
 from gaverify.sources import with_excerpts
-from gaverify.verdict.judging import Judgement, judge
+from gaverify.verdict.decision import Decision, decide, decide_by_tolerance, decide_open, needs_gradients
+from gaverify.verdict.measurement import Measurement, measure_strategies
 from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import trace_passes
 
@@ -155,7 +157,7 @@ def _on_ranks_or_alone(
                 if ranks is not None:
                     raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
                 asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
-                return verify_together(asked, member, progress, partial(_verdict, settings, started))
+                return verify_together(asked, member, progress, partial(_make_verdict, settings, started))
     if strategy is not None:
         raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
     if ranks is None:
@@ -175,64 +177,128 @@ def _on_ranks_or_alone(
 def _verify_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
     """Verifies what a fresh coordinator loads, which tells its ranks what it found."""
     problem = origin.problem()
-    return _verify_here(problem, origin.settings, replace(ranks, origin=origin.with_digests(problem).task), progress)
+    return _verify_here(
+        problem, origin.settings, replace(ranks, origin=origin.with_digests(problem).experiment), progress
+    )
 
 
 def _verify_here(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
     """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
     started = time.perf_counter()
     with ExitStack() as stack:
-        task = replace(prepare_task(stack, problem, settings), progress=reporter(progress, settings.steps))
-        judgement, facts = _judge_and_investigate(task, settings, ranks)
-        return _verdict(settings, started, task, judgement, facts)
+        experiment = prepare_experiment(stack, problem, settings)
+        experiment = replace(experiment, progress=reporter(progress, settings.steps))
+        if ranks is not None:
+            from gaverify.collective.flow import judge_on_ranks
+
+            on_ranks = judge_on_ranks(experiment, ranks, diagnose=settings.diagnose, exact=settings.exact)
+            return _make_verdict(settings, started, *on_ranks)
+        measurement, decision, part = _measure_and_decide(experiment, settings)
+        searched_at = time.perf_counter()
+        decision, facts = _find_causes(measurement, decision, part, diagnose=settings.diagnose)
+        measurement.seconds["diagnosis"] = time.perf_counter() - searched_at
+        return _make_verdict(settings, started, measurement, decision, facts)
 
 
-def _verdict(settings: Settings, started: float, task: Task, judgement: Judgement, facts: Facts) -> Verdict:
-    """The answer that was judged, with its findings."""
+def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, PartAnswer]:
+    """Runs both strategies and decides every parameter: in the user's precision, or in float64 where that cannot tell.
+
+    Returns:
+        What was measured, what was decided, and what a part of the batch showed, if one was run.
+    """
+    by_tolerance = settings.rtol is not None and settings.atol is not None
+    # The full batch, then the K micro-batches with the same random draws, in the user's precision.
+    measurement = measure_strategies(experiment, sketched=not by_tolerance and not settings.exact, located=by_tolerance)
+    if settings.rtol is not None and settings.atol is not None:
+        decision = decide_by_tolerance(measurement, settings.rtol, settings.atol)
+    else:
+        decision = decide(measurement, exact=settings.exact)
+    if not settings.trace and not needs_gradients(measurement, decision):
+        measurement.free_gradients()
+    measured_at, part = time.perf_counter(), PartAnswer(decision)
+    # Clearly more than rounding: the first samples in float64 show the same in a fraction of the time and memory.
+    if decision.shows_fault and not settings.exact:
+        part = examine_part(measurement, decision, searches=settings.diagnose)
+        decision = part.decision or decision
+    # What is still open is decided by float64 on all of the batch, which the search for a cause looks on at.
+    if decision.is_open:
+        make_probe = watch_state if settings.diagnose else None
+        decision = decide_open(measurement, decision, exact=settings.exact, make_probe=make_probe)
+    if not settings.trace:
+        measurement.free_gradients()
+    if settings.exact and decision.control_failure:
+        # A kernel has no float64: the answer is what it would have been without `exact`, and says so.
+        failure = decision.control_failure
+        del measurement, decision, part  # their gradients take the memory of the next passes
+        measurement, decision, part = _measure_and_decide(experiment, replace(settings, exact=False))
+        return measurement, replace(decision, control_failure=decision.control_failure or failure), part
+    if not by_tolerance:
+        measurement.seconds["control"] = time.perf_counter() - measured_at
+    return measurement, decision, part
+
+
+def _find_causes(
+    measurement: Measurement, decision: Decision, part: PartAnswer, *, diagnose: bool
+) -> tuple[Decision, Facts]:
+    """Looks for the cause of a divergence, and confirms on all of the batch what a part of it showed.
+
+    Returns:
+        The decision, by float64 on all of the batch where the part was not confirmed; and everything measured.
+    """
+    facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
+    if not diagnose or not facts.compared.divergent or facts.steps < 2:
+        return decision, facts
+    facts = replace(facts, diagnosed=True)
+    try:
+        with limit.searching():
+            if decision.method is Method.FLOAT64_PART and part.facts is not None:
+                confirmed = confirm_in_working_precision(measurement, decision, facts, part.facts)
+                if confirmed is not None:
+                    return decision, confirmed
+                # What the part decided counts no more: float64 decides all of the batch.
+                decision = decide_open(measurement, part.before, make_probe=watch_state)
+                facts = collect_facts(measurement, decision)
+                if not facts.compared.divergent:
+                    return decision, facts
+                facts = replace(facts, diagnosed=True)
+            with open_bench(measurement, decision, facts.compared.total) as bench:
+                if decision.control is not None and part.facts is not None:
+                    confirmed = confirm_on_batch(bench, facts, part.facts)
+                    if confirmed is not None:
+                        return replace(decision, part=part.facts.weights.sizes), confirmed
+                return decision, search_causes(bench, facts)
+    except TimeUp:
+        return decision, replace(facts, stopped_after=limit.seconds)
+
+
+def _make_verdict(
+    settings: Settings, started: float, measurement: Measurement, decision: Decision, facts: Facts
+) -> Verdict:
+    """The answer: what was decided, with the findings that the rules make of the facts."""
     findings = with_excerpts(findings_for(facts))
-    outcome = judgement.outcome(findings)
+    outcome = decision.outcome(findings)
     if outcome is Outcome.EQUIVALENT and facts.blind:
         outcome = Outcome.INCONCLUSIVE
+    parameters = measurement.experiment.parameters
     rows = tuple(  # one without a gradient on either side was measured without knowing its shape
-        row._replace(shape=tuple(task.parameters[row.name].shape)) if row.why is NotCompared.UNUSED else row
-        for row in judgement.rows
+        row._replace(shape=tuple(parameters[row.name].shape)) if row.why is NotCompared.UNUSED else row
+        for row in decision.rows
     )
-    steps_shown = trace_passes(task, judgement, settings.optimizer, settings.lr) if settings.trace else None
+    steps_shown = trace_passes(measurement, settings.optimizer, settings.lr) if settings.trace else None
     return Verdict(
         outcome=outcome,
         parameters=rows,
         findings=findings,
-        run=run_info(task, judgement, settings),
-        method=judgement.method,
-        resolution=judgement.resolution,
-        timings={**judgement.timings, "total": time.perf_counter() - started},
+        run=run_info(measurement, decision, settings),
+        method=decision.method,
+        resolution=decision.resolution,
+        timings={**measurement.seconds, "total": time.perf_counter() - started},
         trace=steps_shown,
-        control_failure=judgement.control_failure,
+        control_failure=decision.control_failure,
         ranks=facts.ranks,
-        few_samples=judgement.few if judgement.method == Method.FEW_SAMPLES else None,
+        few_samples=decision.few if decision.method == Method.FEW_SAMPLES else None,
         modules=facts.forward.modules,
     )
-
-
-def _judge_and_investigate(task: Task, settings: Settings, ranks: Ranks | None) -> tuple[Judgement, Facts]:
-    if ranks is not None:
-        from gaverify.collective.flow import judge_on_ranks
-
-        return judge_on_ranks(task, ranks, diagnose=settings.diagnose, exact=settings.exact)
-    listener, part = ControlListener(), Shrunk(searches=settings.diagnose)
-    judgement = judge(
-        task,
-        rtol=settings.rtol,
-        atol=settings.atol,
-        keep_gradients=settings.trace,
-        exact=settings.exact,
-        listener=listener if settings.diagnose else None,
-        part=part,
-    )
-    begun = time.perf_counter()
-    facts = investigate(task, judgement, diagnose=settings.diagnose, listener=listener, part_facts=part.part_facts)
-    judgement.timings["diagnosis"] = time.perf_counter() - begun
-    return judgement, facts
 
 
 def assert_equivalent(

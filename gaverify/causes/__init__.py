@@ -1,1 +1,1 @@
-"""Control experiments, one per file: a judged task → what was measured, as plain records."""
+"""Control experiments, one per file: a judged experiment → what was measured, as plain records."""

@@ -17,11 +17,8 @@ import torch
 
 from gaverify.causes import counts, operations, proof, state, weights
 from gaverify.causes.bench import Bench
-from gaverify.passes.batching import draw_batch, micro_batch_sizes
-from gaverify.passes.gradients import PassProbe, full_batch_gradients
-from gaverify.passes.isolation import ModelState, generator_states, seed_torch
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
-from gaverify.passes.task import micro_batch_of
 from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
 from gaverify.records.facts import Facts, Weights
 from gaverify.thresholds import MOVED_SHARES
@@ -111,9 +108,9 @@ def _have_meaning(weight_facts: Weights) -> bool:
 
 def _ask_on_another_batch(bench: Bench, seed: int, ask: Callable[[Bench], T]) -> T | None:
     """Asks on a second batch; from the second seed on at weights far from these, where a loss picks other samples."""
-    parameters = list(bench.task.parameters.values())
+    parameters = list(bench.experiment.parameters.values())
     with move_weights(parameters, [MOVED_SHARES[-1]] * len(parameters), seed) if seed > _SEEDS[0] else nullcontext():
-        moved_bench = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
+        moved_bench = replace(bench, experiment=bench.experiment.with_current_state())
         return bench.possible(lambda: ask(_make_second_batch(moved_bench, seed)))
 
 
@@ -135,12 +132,12 @@ def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts
 
 def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     """The one operation that explains everything in another batch, where no weights do; None where there is none."""
-    sketches, accumulated = second.sketch_micro_batches(second.full_batch())
+    sketches, accumulated = second.sketch_micro_batches(second.experiment.full_batch())
     fit = fit_runs([sketches])
     difference_left = second.against_full_batch(lambda _: accumulated.gradients)
     second_bench, weight_facts = (
         replace(second, total=difference_left),
-        Weights(accumulated.weights, facts.weights.weighting, second.task.sizes),
+        Weights(accumulated.weights, facts.weights.weighting, second.experiment.sizes),
     )
     facts = replace(facts, weights=replace(weight_facts, fit=fit), left=difference_left, cleared=False)
     if difference_left <= second_bench.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
@@ -157,39 +154,26 @@ def _mark_run(run: ControlRun, second_run: ControlRun | None) -> ControlRun:
 
 
 def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
-    """The bench with another batch: of one that only the user's split can cut, the samples behind its first part."""
-    task, problem = bench.task, bench.task.problem
-    if problem.split is None:
-        problem = replace(problem, batch=draw_batch(problem.batch, task.batch_size, seed))
-    else:
-        size = task.batch_size - task.sizes[0]
-        batch = micro_batch_of(task, task.sizes[0], task.batch_size, "a second batch")
-        problem = replace(problem, batch=batch, batch_size=size)
-        task = replace(task, batch_size=size, sizes=micro_batch_sizes(size, task.steps))
-    task = replace(task, problem=problem)
-    task.progress("a second batch")
-    if not bench.record.count:  # what draws nothing needs no run whose draws are recorded
-        return replace(bench, task=task, earlier=None)
-    restore = generator_states()
-    seed_torch(seed)
-    try:
-        full, record = full_batch_gradients(task, bench.state, lift=bench.lift)
-    finally:
-        restore()
-    return replace(bench, task=task, record=record, earlier=keep_sketch(full))
+    """The bench with another batch, and the draws that belong to it."""
+    second = bench.experiment.with_seed(seed)
+    second.progress("a second batch")
+    if not second.draws.count:  # what draws nothing needs no run whose draws are recorded
+        return replace(bench, experiment=second, earlier=None)
+    second, full = second.record(seed=seed)
+    return replace(bench, experiment=second, earlier=keep_sketch(full))
 
 
 def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
     if weight_facts.counts:
-        earlier = second.earlier or keep_sketch(second.full_batch())
+        earlier = second.earlier or keep_sketch(second.experiment.full_batch())
         second = replace(second, earlier=earlier)
-        fixed = second.task.weighting in _FIXED and second.task.sizes == weight_facts.sizes
-        plain = None if fixed else second.run_micro_batches(earlier.full)
+        fixed = second.experiment.weighting in _FIXED and second.experiment.sizes == weight_facts.sizes
+        plain = None if fixed else second.experiment.micro_batches(earlier.full)
         window_counts = counts.find_counts(second, weight_facts.used if plain is None else plain.weights)
         if window_counts is not None:
             return window_counts.control
-        plain = plain or second.run_micro_batches(earlier.full)
+        plain = plain or second.experiment.micro_batches(earlier.full)
         difference_left = second.against_full_batch(lambda _: plain.gradients)
         # rounding: nothing counts otherwise there; a micro-batch that holds nothing to count has no mean either
         is_conclusive = difference_left > second.rounding and all(map(math.isfinite, plain.micro_losses))
@@ -200,13 +184,10 @@ def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | No
     if weighting is None and are_ones(weight_facts.fit.weights, weight_facts.fit.residual):
         weighting = "none"
     if weighting is not None:
-        repair_bench, probe = replace(second, task=replace(second.task, weighting=weighting)), None
-    else:
-        repair_bench, probe = (
-            second,
-            _Times(next(c / w for c, w in zip(weight_facts.fit.weights, weight_facts.used, strict=True) if w)),
-        )
-    return repair_bench.run_repair("with these weights", probe)
+        second = replace(second, experiment=replace(second.experiment, weighting=weighting))
+        return second.run_repair("with these weights")
+    factor = next(c / w for c, w in zip(weight_facts.fit.weights, weight_facts.used, strict=True) if w)
+    return second.run_repair("with these weights", _Times(factor))
 
 
 class _Times(PassProbe):

@@ -126,13 +126,13 @@ class _Trial:
 
 
 def _try_parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
-    named = trial.bench.task.parameters.items()
+    named = trial.bench.experiment.parameters.items()
     hooked = [(name.rpartition(".")[0], registries) for name, p in named if any(registries := gradient_hooks_of(p))]
     return _try_hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
 
 
 def _try_module_hooks(trial: _Trial) -> BackwardCulprit | None:
-    named = trial.bench.task.named_modules()
+    named = trial.bench.experiment.named_modules()
     hooked = [(path, registries) for path, module in named if any(registries := backward_hooks_of(module))]
     return _try_hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
 
@@ -154,7 +154,7 @@ def _try_hooks(
     if needed is None:
         return None
     (path, _), run = needed
-    module = dict(trial.bench.task.named_modules()).get(path)
+    module = dict(trial.bench.experiment.named_modules()).get(path)
     kind = type(module).__name__ if module is not None else ""
     return BackwardCulprit(place, Operation(name, path, kind), run)
 
@@ -170,8 +170,8 @@ def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
 
 
 def _try_constants(trial: _Trial) -> BackwardCulprit | None:
-    task = trial.bench.task
-    probe = ConstantsHeld(task)
+    experiment = trial.bench.experiment
+    probe = ConstantsHeld(experiment)
     constants_run = trial.run("what the forward cuts out of the graph held constant", probe)
     if constants_run is None or not constants_run.rounding:
         return None
@@ -179,7 +179,7 @@ def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     def control(some: Sequence[Frame]) -> ControlRun | None:
         if len(some) == len(probe.frames):
             return constants_run
-        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(task, some))
+        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(experiment, some))
 
     needed = trial.find_needed(probe.frames, control)
     return needed and BackwardCulprit(
@@ -190,13 +190,13 @@ def _try_constants(trial: _Trial) -> BackwardCulprit | None:
 def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     """Compares the gradients at the boundaries of modules and custom functions."""
     listener, bench = GradientListener(trial.bench), trial.bench
-    bench.run_micro_batches(bench.full_batch(listener), listener)
+    bench.experiment.micro_batches(bench.experiment.full_batch(listener), listener)
     call = _diverging_call(listener)
     if call is None:
         if not _starts_in_the_loss(listener):
             return None
         return BackwardCulprit(BackwardPlace.LOSS, _loss_function(bench), None)
-    task = bench.task
+    experiment = bench.experiment
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
         what = {
@@ -204,13 +204,13 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
             f"gradients passed through `{kind}` unchanged": GradientsPassed,
             f"the full batch's gradients in the place of what `{kind}` computes": GradientsHeld,
         }
-        runs = (trial.run(words, probe_type(task, position)) for words, probe_type in what.items())
+        runs = (trial.run(words, probe_type(experiment, position)) for words, probe_type in what.items())
         control = next((run for run in runs if run is not None), None)
         operation = locate_operation("backward", frame, listener.paths.get(call), kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
-    module = dict(task.named_modules())[path]
-    control = trial.run(f"the output of `{path or '(root)'}` held constant", OutputHeld(task, module))
+    module = dict(experiment.named_modules())[path]
+    control = trial.run(f"the output of `{path or '(root)'}` held constant", OutputHeld(experiment, module))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 
@@ -234,7 +234,7 @@ def _starts_in_the_loss(listener: GradientListener) -> bool:
 
 
 def _loss_function(bench: Bench) -> Operation:
-    code = getattr(bench.task.problem.loss, "__code__", None)
+    code = getattr(bench.experiment.problem.loss, "__code__", None)
     if code is None:
         return Operation("backward of the loss")
     return Operation("backward of the loss", file=display_path(code.co_filename), line=code.co_firstlineno)

@@ -8,8 +8,7 @@ So every control here changes the full batch and the micro-batches alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -17,18 +16,13 @@ import torch
 
 from gaverify.causes.rows import ControlFailed
 from gaverify.errors import GaverifyError
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import (
     Gradients,
     PassProbe,
     PassResult,
-    accumulated_gradients,
-    forward_pass,
-    full_batch_gradients,
 )
-from gaverify.passes.isolation import ModelState
-from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
-from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
@@ -45,24 +39,20 @@ FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where control runs happen: the task in the deciding precision, its state, its draws.
+    """Where control runs happen: an experiment in the deciding precision, and what its runs are held against."""
 
-    `neutral` has what is neutralised in every run; `failures` notes which question could not be asked, and why;
-    `earlier` is a pass of the full batch that was made before, with nothing neutralised; `total` is the relative
-    difference that is looked into; `floor` is what rounding was measured to leave of it below float32, 0 elsewhere.
-    `live` is the bench with the draws as they are, where this one holds them constant.
-    """
-
-    task: Task
-    state: ModelState
-    record: DrawRecord
-    lift: bool
-    neutral: tuple[PassProbe, ...] = ()
+    experiment: Experiment
+    """What is run; its probes are what is neutralised in every run."""
     failures: dict[str, str] = field(default_factory=dict)
+    """Question → why it could not be asked."""
     earlier: Earlier | None = None
+    """A pass of the full batch that was made before, with nothing neutralised."""
     total: float = math.inf
+    """The relative difference that is looked into."""
     floor: float = 0.0
+    """What rounding was measured to leave of it below float32; 0 elsewhere."""
     live: Bench | None = None
+    """The bench with the draws as they are, where this one holds them constant."""
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
@@ -81,46 +71,33 @@ class Bench:
 
     def without(self, *probes: PassProbe) -> Bench:
         """The bench with more neutralised."""
-        return replace(self, neutral=(*self.neutral, *probes))
+        return replace(self, experiment=self.experiment.with_probes(*probes))
 
     def with_weights(self, weights: Sequence[float]) -> Bench:
         """The bench with other micro-batch weights."""
-        return replace(self, task=replace(self.task, weighting=list(weights)))
-
-    def with_probe(self, probe: PassProbe | None) -> PassProbe | None:
-        """Returns `probe` together with what has been neutralised already."""
-        probes = (*self.neutral, *((probe,) if probe is not None else ()))
-        return Composed(probes) if probes else None
+        return replace(self, experiment=self.experiment.with_weights(weights))
 
     @property
     def rounding(self) -> float:
         """The relative difference that rounding explains: of a small difference no more than a small part of it."""
-        if self.exact:
+        if self.experiment.is_float64:
             return CAPPED_UNITS * U32
         if self.floor:
             return self.floor
         return min(COMPUTED_FLOAT32, max(SAME_IN_FLOAT32, SMALL_PART * self.total))
 
-    @property
-    def exact(self) -> bool:
-        """Whether the runs are in float64."""
-        double = (torch.float64, torch.complex128)
-        return self.lift or all(p.dtype in double for p in self.task.parameters.values())
-
-    def run(
-        self, what: str, probe: PassProbe | None = None, *, fit: bool = False, kind: ControlKind = ControlKind.HELD
-    ) -> ControlRun:
+    def run(self, what: str, *probes: PassProbe, fit: bool = False, kind: ControlKind = ControlKind.HELD) -> ControlRun:
         """Runs both strategies and returns what difference is left, with the weights that fit on request."""
-        self.task.progress(f"control: {what}")
-        full = self.full_batch(probe)
+        self.experiment.progress(f"control: {what}")
+        full = self.experiment.full_batch(*probes)
         if not _any(full.gradients):
             raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
         right = None
         if fit:
-            sketches, accumulated = self.sketch_micro_batches(full, probe)
+            sketches, accumulated = self.sketch_micro_batches(full, *probes)
             right = fit_runs([sketches])
         else:
-            accumulated = self.run_micro_batches(full, probe)
+            accumulated = self.experiment.micro_batches(full, *probes)
         rows = measure(accumulated.gradients, full.gradients)
         difference_left = _total(rows)
         reached = frozenset(row.name for row in rows if row.reference > 0)
@@ -129,21 +106,20 @@ class Bench:
     def run_repair(
         self,
         what: str,
-        probe: PassProbe | None = None,
+        *probes: PassProbe,
         kind: ControlKind = ControlKind.HELD,
-        *,
         fit: bool = False,
         exactly: bool = True,
     ) -> ControlRun:
         """Runs the micro-batches with one probe more, against the full batch, which stays as it is."""
-        self.task.progress(f"control: {what}")
+        self.experiment.progress(f"control: {what}")
         sketches: list[Sketches] = []
 
         def accumulate(full: PassResult) -> Gradients:
             if not fit:
-                return self.run_micro_batches(full, probe).gradients
+                return self.experiment.micro_batches(full, *probes).gradients
             target_sketch = self.earlier.gradient if self.earlier is not None and full is self.earlier.full else None
-            pass_sketches, accumulated = self.sketch_micro_batches(full, probe, target_sketch)
+            pass_sketches, accumulated = self.sketch_micro_batches(full, *probes, target=target_sketch)
             sketches.append(pass_sketches)
             return accumulated.gradients
 
@@ -151,20 +127,6 @@ class Bench:
         return ControlRun(
             what, difference_left, difference_left <= self.rounding, fit_runs(sketches) if fit else None, kind
         )
-
-    def full_batch(self, probe: PassProbe | None = None) -> PassResult:
-        """Runs the full batch, with one probe more."""
-        probe = self.with_probe(probe)
-        return full_batch_gradients(self.task, self.state, self.record, lift=self.lift, probe=probe)[0]
-
-    def run_micro_batches(self, full: PassResult, probe: PassProbe | None = None) -> PassResult:
-        """Runs the micro-batches, with one probe more."""
-        probe = self.with_probe(probe)
-        return accumulated_gradients(self.task, self.state, self.record, full, lift=self.lift, probe=probe)
-
-    def forward(self, probe: PassProbe, k: int | None = None) -> torch.Tensor:
-        """Runs one forward, of the full batch where `k` is None, and returns its loss."""
-        return forward_pass(self.task, self.state, self.record, k, lift=self.lift, probe=self.with_probe(probe))
 
     def against_full_batch(self, accumulate: Callable[[PassResult], Gradients], *, exactly: bool = True) -> float:
         """Returns how far what a repair accumulates is from the gradient of the full batch, which it leaves as it is.
@@ -176,18 +138,18 @@ class Bench:
             exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
         """
         earlier, accumulated = self.earlier, None
-        if earlier is not None and not self.neutral and earlier.comparable:
+        if earlier is not None and not self.experiment.probes and earlier.comparable:
             accumulated = accumulate(earlier.full)
             difference_left = earlier.difference(accumulated)
             if difference_left <= self.rounding or not exactly:
                 return difference_left
-        full = self.full_batch()
+        full = self.experiment.full_batch()
         if not _any(full.gradients):
             raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
         return relative_difference(accumulated if accumulated is not None else accumulate(full), full.gradients)
 
     def sketch_micro_batches(
-        self, full: PassResult, probe: PassProbe | None = None, target: torch.Tensor | None = None
+        self, full: PassResult, *probes: PassProbe, target: torch.Tensor | None = None
     ) -> tuple[Sketches, PassResult]:
         """Accumulates once more, with a sketch of every micro-batch's gradient; `target` is the full batch's, if known.
 
@@ -196,17 +158,8 @@ class Bench:
         if target is not None:
             full.gradients = dict.fromkeys(full.gradients)
         target = sketch(list(full.gradients.values())) if target is None else target
-        # one backward over the sum would not tell the shares apart
-        task, sums = replace(self.task, strategy="accumulate"), Sums(self.task)
-        accumulated = accumulated_gradients(
-            task,
-            self.state,
-            self.record,
-            full,
-            lift=self.lift,
-            after_backward=sums.note,
-            probe=self.with_probe(probe),
-        )
+        sums = Sums(self.experiment)
+        accumulated = self.experiment.with_backwards_apart().micro_batches(full, *probes, after_backward=sums.note)
         return sums.shares(target, accumulated.weights), accumulated
 
 
@@ -225,25 +178,6 @@ def _total(measured: Sequence[Difference]) -> float:
     if any(math.isnan(row.difference) for row in rows) or not any(row.reference > 0 for row in rows):
         return math.inf
     return relative_total((row.difference, row.reference) for row in rows)
-
-
-class Composed(PassProbe):
-    """Several probes at once; the last one's backward is used."""
-
-    def __init__(self, probes: Sequence[PassProbe]) -> None:
-        self._probes = tuple(probes)
-
-    @contextmanager
-    def around(self, k: int | None) -> Iterator[None]:
-        """Enters all of them, the first outermost."""
-        with ExitStack() as stack:
-            for probe in self._probes:
-                stack.enter_context(probe.around(k))
-            yield
-
-    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
-        """Leaves the backward to the last probe."""
-        self._probes[-1].backward(k, loss, weight)
 
 
 _FEW = 5  # things that are released one by one from the start; of more, halves are released first

@@ -13,11 +13,11 @@ from dataclasses import replace
 from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.trace.first_divergence import trace_divergences
-from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, State, Weights
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.decision import Decision
+from gaverify.verdict.measurement import Measurement
 from gaverify.verdict.sketches import Sketches, fit_runs, keep_sketch
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
@@ -25,20 +25,22 @@ _MANY = 1 << 14  # samples, from which on float32's sums over them leave more th
 _Confirm = Callable[[Bench, Facts, Facts], Facts]
 
 
-def confirm_in_working_precision(task: Task, judgement: Judgement, facts: Facts, part_facts: Facts) -> Facts | None:
+def confirm_in_working_precision(
+    measurement: Measurement, decision: Decision, facts: Facts, part_facts: Facts
+) -> Facts | None:
     """Returns the facts of the whole batch with the cause that its part showed; None where it is not confirmed there.
 
     Args:
-        task: The whole batch's.
-        judgement: With its passes.
+        measurement: Of the whole batch.
+        decision: By its part.
         facts: What they showed.
         part_facts: What the search showed in the part.
     """
-    if _confirm_of(part_facts) is None or task.batch_size > _MANY:
+    if _confirm_of(part_facts) is None or measurement.experiment.batch_size > _MANY:
         return None
-    few, total = judgement.few, facts.compared.total
+    few, total = decision.few, facts.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
-    bench = Bench(task, judgement.state, judgement.record, False, earlier=judgement.earlier, total=total, floor=floor)
+    bench = Bench(measurement.experiment, earlier=measurement.sketch, total=total, floor=floor)
     return confirm_on_batch(bench, facts, part_facts)
 
 
@@ -91,7 +93,7 @@ def _confirm_of(part_facts: Facts) -> _Confirm | None:
 
 def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
-    earlier = bench.earlier or keep_sketch(bench.full_batch())
+    earlier = bench.earlier or keep_sketch(bench.experiment.full_batch())
     shares = earlier.shares
     if shares is None and part_facts.weights.blamed:
         shares = bench.sketch_micro_batches(earlier.full, target=earlier.gradient)[0]
@@ -171,11 +173,11 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         return replace(
             facts, weights=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
         )
-    if not bench.exact and fit is not None and bench.earlier is not None:
+    if not bench.experiment.is_float64 and fit is not None and bench.earlier is not None:
         fit = _translate_fit(fit, bench.earlier.shares, facts.weights, part_facts.weights, _most(bench))
     if fit is None or before is None:
         return facts
-    alike = bench.exact and fit.determined and weights.explains(bench, facts, fit)
+    alike = bench.experiment.is_float64 and fit.determined and weights.explains(bench, facts, fit)
     if not weights.means(bench, facts, fit) and (weights.have_meaning(part_facts.weights, before) or not alike):
         return facts
     facts = weights.try_weights(bench, facts, fit)

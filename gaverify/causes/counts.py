@@ -25,7 +25,6 @@ from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import locate_operation
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import move_weights
 from gaverify.passes.walks import (
     addends,
@@ -87,7 +86,9 @@ class WindowCounts:
     def apply_to(self, bench: Bench) -> Bench:
         """Another bench with the window's counts."""
         added_up = any(count.added_up for count in self.counts)
-        return (bench.with_weights([1.0] * bench.task.steps) if added_up else bench).without(_Rescaled(self.factors))
+        return (bench.with_weights([1.0] * bench.experiment.steps) if added_up else bench).without(
+            _Rescaled(self.factors)
+        )
 
 
 def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> WindowCounts | None:
@@ -104,12 +105,12 @@ def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> Windo
         counts = tuple(divisors[key].record(key) for key in wrong if any(divisors[key].own_share_differs(used)))
         weighted_bench = bench.with_weights(shares) if added_up else bench
         what = "the window's counts in every micro-batch"
-        control = weighted_bench.run_repair(what, _Rescaled(wrong), ControlKind.COUNTS) if counts else None
+        control = weighted_bench.run_repair(what, _Rescaled(wrong), kind=ControlKind.COUNTS) if counts else None
         if control is None or not (control.rounding or control.left <= SMALL_PART * bench.total):
             continue
         while not control.rounding and len(wrong) > 1:  # some of them may belong to what is left
             fewer = [{key: each for key, each in wrong.items() if key != left_out} for left_out in wrong]
-            runs = [(weighted_bench.run_repair(what, _Rescaled(some), ControlKind.COUNTS), some) for some in fewer]
+            runs = [(weighted_bench.run_repair(what, _Rescaled(some), kind=ControlKind.COUNTS), some) for some in fewer]
             less, some = min(runs, key=lambda run: run[0].left)
             if less.left * HELPS > control.left:
                 break
@@ -174,9 +175,9 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
 
     A number that moves with the parameters, as a loss that was cut out of the graph, is no count.
     """
-    bench.task.progress("counts of the full batch and of the micro-batches")
-    bench.record.rewind()
-    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.task.steps)))
+    bench.experiment.progress("counts of the full batch and of the micro-batches")
+    bench.experiment.draws.rewind()
+    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
     divisors = {
         key: _Divisor(count, trained, [part.counts[key][0] for part in micro_batches])
         for key, (count, trained) in full_batch.counts.items()
@@ -190,11 +191,9 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
     terms = _find_undivided_terms(full_batch.terms, [part.terms for part in micro_batches])
     if not divisors or not any(any(each.own_share_differs(used)) for each in (*divisors.values(), *terms.values())):
         return terms
-    weights = list(bench.task.parameters.values())
+    weights = list(bench.experiment.parameters.values())
     with move_weights(weights, [SAME_NUMBER] * len(weights)):
-        at_moved_parameters = _listen_to_forward(
-            replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,))), None
-        )
+        at_moved_parameters = _listen_to_forward(replace(bench, experiment=bench.experiment.with_current_state()), None)
     unmoved = {
         key: count for key, count in divisors.items() if at_moved_parameters.counts.get(key) == full_batch.counts[key]
     }
@@ -207,8 +206,8 @@ def terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
     A constant has no gradient: how it depends on the batch makes no difference. Empty without one, or where the
     micro-batches have other terms.
     """
-    bench.record.rewind()
-    whole, *parts = (_listen_to_forward(bench, k) for k in (None, *range(bench.task.steps)))
+    bench.experiment.draws.rewind()
+    whole, *parts = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
     if any(part.beside_constants.keys() != whole.beside_constants.keys() for part in parts):
         return []
     return [(value, [part.beside_constants[key] for part in parts]) for key, value in whole.beside_constants.items()]
@@ -231,8 +230,8 @@ def _find_undivided_terms(
 
 
 def _listen_to_forward(bench: Bench, k: int | None) -> _Listener:
-    listener = _Listener(bench.task.problem.model)
-    listener.hear(bench.forward(listener, k))
+    listener = _Listener(bench.experiment.problem.model)
+    listener.hear(bench.experiment.forward(k, listener))
     return listener
 
 

@@ -34,7 +34,7 @@ def sample_coupling(bench: Bench) -> SampleCoupling | None:
     exact zero for all others means that no differentiable operation of the model lets samples meet.
     """
     listener = _Listener(bench)
-    bench.full_batch(listener)
+    bench.experiment.full_batch(listener)
     return listener.coupling
 
 
@@ -42,9 +42,9 @@ class _Listener(PassProbe):
     """Makes leaves of what enters the model, and differentiates one sample's outputs instead of the loss."""
 
     def __init__(self, bench: Bench) -> None:
-        self._root = bench.task.problem.model
+        self._root = bench.experiment.problem.model
         self._modules = set(self._root.modules())
-        self._size = bench.task.batch_size
+        self._size = bench.experiment.batch_size
         self._sample = self._size // 2
         self._leaves: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []

@@ -1,13 +1,13 @@
 """What a verification showed, and where it diverged: questions in an explicit order, each with control runs.
 
-The search goes on until nothing is left. It hears of the float64 control, whose micro-batches it would run again.
+The search goes on until nothing is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +15,18 @@ import torch
 
 from gaverify.causes import again, backward, counts, coupling, operations, state, weights
 from gaverify.causes.bench import Bench
-from gaverify.causes.confirming import confirm_on_batch
-from gaverify.passes.gradients import AfterBackward, PassProbe, PassResult
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.experiment import Experiment, TimeUp
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
-from gaverify.passes.task import Task, TimeUp
-from gaverify.records.comparison import Compared, Method
+from gaverify.records.comparison import Compared
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Repeatability, Weights
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import in_float64
-from gaverify.verdict.judging import Judgement, judge_whole, working_unit
-from gaverify.verdict.sketches import Earlier, Sums, keep_sketch
+from gaverify.verdict.decision import Decision
+from gaverify.verdict.measurement import Measurement
+from gaverify.verdict.sketches import keep_sketch
 
 
 def _ask_draws(bench: Bench, facts: Facts) -> Facts:
@@ -49,7 +47,7 @@ def _choose_bench(bench: Bench, facts: Facts) -> Bench:
 
 
 def _hold_draws(bench: Bench) -> Bench:
-    return replace(bench, record=replace(bench.record, constant=True, unaligned={}), earlier=None, live=bench)
+    return replace(bench, experiment=bench.experiment.with_constant_draws(), earlier=None, live=bench)
 
 
 QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
@@ -66,56 +64,59 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def ask_questions(
-    task: Task,
-    judgement: Judgement,
-    facts: Facts,
-    listener: ControlListener,
-    part_facts: Facts | None = None,
-    *,
-    in_part: bool = False,
-) -> Facts:
-    """Returns the facts with what the questions found; a question that could not be asked is noted.
+def watch_state(experiment: Experiment) -> PassProbe:
+    """Makes what watches the state through the micro-batches of an experiment."""
+    from gaverify.causes.trace.state import StateWatch  # an equivalent verdict does not wait for this import
 
-    What a part of the batch showed is confirmed instead, where the float64 control decided and that goes.
+    return StateWatch(experiment)
+
+
+@contextmanager
+def open_bench(measurement: Measurement, decision: Decision, total: float) -> Iterator[Bench]:
+    """Gives where control runs happen: in float64, where that decided, else in working precision.
 
     Args:
-        task: What was run.
-        judgement: With the passes.
-        facts: What they showed.
-        listener: What was heard of the float64 control.
-        part_facts: What the search showed in a part of the batch.
-        in_part: Whether this is such a part.
+        measurement: In working precision.
+        decision: With the float64 runs, whose full batch need not be run again; its gradients are freed.
+        total: The relative difference that is looked into.
     """
+    control, experiment, earlier = decision.control, measurement.experiment, None
     with ExitStack() as stack:
-        state_, control = judgement.state, judgement.control
         if control is not None:
-            task, state_ = stack.enter_context(in_float64(task, state_))
-        earlier = listener.add_to(keep_sketch(control.full), control.accumulated) if control is not None else None
-        facts = replace(facts, left=facts.compared.total)
-        bench = Bench(task, state_, judgement.record, control is not None, earlier=earlier, total=facts.left)
-        confirmed_facts = (
-            confirm_on_batch(bench, facts, part_facts) if part_facts is not None and control is not None else None
-        )
-        if confirmed_facts is not None and part_facts is not None:
-            judgement.part = part_facts.weights.sizes
-            return confirmed_facts
-        try:
-            questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
-            counted_bench, facts = counts.ask_first(bench, facts)
-            before = facts
-            for ask in questions:
-                if _is_settled(facts):
-                    break
-                facts = ask(_choose_bench(counted_bench, facts), facts)
-            if _needs_repeats(facts):
-                difference = bench.attempt("repetitions", lambda: state.differs_from_itself(bench, facts))
-                if difference:  # then no control compares what it is meant to compare
-                    return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
-            facts = again.ask(bench, facts, in_part=in_part)
-            facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
-        except TimeUp:
-            facts = replace(facts, stopped_after=task.limit.seconds)
+            experiment = stack.enter_context(experiment.in_float64())
+            earlier = keep_sketch(control.full)
+            if control.watched is not None:
+                shares = control.watched.sums.shares(earlier.gradient, control.accumulated.weights)
+                losses = control.accumulated.micro_losses
+                earlier = replace(earlier, watch=control.watched.probe, shares=shares, losses=losses)
+        yield Bench(experiment, earlier=earlier, total=total)
+
+
+def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
+    """Returns the facts with what the questions found; a question that could not be asked is noted.
+
+    Args:
+        bench: Where controls run.
+        facts: What the passes showed.
+        in_part: Whether the bench's batch is the first samples of a larger one.
+    """
+    facts = replace(facts, left=facts.compared.total)
+    try:
+        questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
+        counted_bench, facts = counts.ask_first(bench, facts)
+        before = facts
+        for ask in questions:
+            if _is_settled(facts):
+                break
+            facts = ask(_choose_bench(counted_bench, facts), facts)
+        if _needs_repeats(facts):
+            difference = bench.attempt("repetitions", lambda: state.differs_from_itself(bench, facts))
+            if difference:  # then no control compares what it is meant to compare
+                return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
+        facts = again.ask(bench, facts, in_part=in_part)
+        facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
+    except TimeUp:
+        facts = replace(facts, stopped_after=bench.experiment.limit.seconds)
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
 
 
@@ -131,76 +132,48 @@ def _needs_repeats(facts: Facts) -> bool:
     return bool(facts.forward.causes) or facts.weights.blamed or unnamed or facts.backward.place is not None
 
 
-class ControlListener:
-    """Watches the state through the micro-batches, and keeps a sketch of the gradient after each of them."""
-
-    def __init__(self) -> None:
-        self._watch_and_sums: tuple[PassProbe, Sums] | None = None
-
-    def begin(self, task: Task, state: ModelState) -> tuple[PassProbe, AfterBackward]:
-        """Returns what watches the state through the micro-batches, and what sketches."""
-        from gaverify.causes.trace.state import StateWatch  # an equivalent verdict does not wait for this import
-
-        watch, sums = self._watch_and_sums = StateWatch(task, state), Sums(task)
-        return watch, sums.note
-
-    def forget(self) -> None:
-        """Drops what was heard."""
-        self._watch_and_sums = None
-
-    def add_to(self, earlier: Earlier, accumulated: PassResult) -> Earlier:
-        """Returns the earlier pass with its micro-batches, where they were heard."""
-        if self._watch_and_sums is None:
-            return earlier
-        watch, sums = self._watch_and_sums
-        shares = sums.shares(earlier.gradient, accumulated.weights)
-        return replace(earlier, watch=watch, shares=shares, losses=accumulated.micro_losses)
-
-
-def collect_facts(task: Task, judgement: Judgement) -> Facts:
+def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     """Returns what the two strategies showed already, without another pass."""
-    accumulated, record = judgement.accumulated, judgement.record
+    experiment, accumulated = measurement.experiment, measurement.accumulated
+    draws = experiment.draws
     counts = [
         max(observation.target_counts, key=lambda c: c[1])
         for observation in accumulated.observed
         if observation.target_counts
     ]
-    valid = tuple(float(total) for total, _, _ in counts) if len(counts) == task.steps else ()
+    valid = tuple(float(total) for total, _, _ in counts) if len(counts) == experiment.steps else ()
     ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
-    weighting = task.weighting if isinstance(task.weighting, str) else EXPLICIT
+    weighting = experiment.weighting if isinstance(experiment.weighting, str) else EXPLICIT
     return Facts(
-        steps=task.steps,
-        batch_size=task.batch_size,
-        compared=Compared(
-            tuple(judgement.rows), judgement.method, judgement.control_failure, precision=judgement.precision
-        ),
-        weights=Weights(accumulated.weights, weighting, task.sizes, accumulated.micro_losses, valid, ignored),
+        steps=experiment.steps,
+        batch_size=experiment.batch_size,
+        compared=Compared(decision.rows, decision.method, decision.control_failure, precision=decision.precision),
+        weights=Weights(accumulated.weights, weighting, experiment.sizes, accumulated.micro_losses, valid, ignored),
         draws=Draws(
-            record.count,
-            record.sliced,
-            dict(record.unaligned),
-            dict(record.places),
+            draws.count,
+            draws.sliced,
+            dict(draws.unaligned),
+            dict(draws.places),
             accumulated.foreign_draws_differ,
-            dict(record.shared),
+            dict(draws.shared),
         ),
-        buffers=Buffers(_drift(task, judgement)),
-        backward=Backward(hooked=tuple(n for n, p in task.parameters.items() if has_hooks(p))),
-        identical=_identical_samples(task.problem.batch, task.batch_size),
+        buffers=Buffers(_find_drift(measurement)),
+        backward=Backward(hooked=tuple(n for n, p in experiment.parameters.items() if has_hooks(p))),
+        identical=_identical_samples(experiment.problem.batch, experiment.batch_size),
     )
 
 
-def _drift(task: Task, judgement: Judgement) -> dict[str, float]:
+def _find_drift(measurement: Measurement) -> dict[str, float]:
     """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference.
 
     One with a row per sample (a recurrent state, a cache) holds those of the last batch: there is nothing to compare.
     """
-    full, accumulated = judgement.full.buffers, judgement.accumulated.buffers
+    full, accumulated = measurement.full.buffers, measurement.accumulated.buffers
     shapes = {name: value.shape for name, value in accumulated.items()}
     common = {name: value for name, value in full.items() if shapes.get(name) == value.shape}
     if not common:
         return {}
-    unit = working_unit(task, judgement.full, judgement.accumulated)
-    rows = measure({name: accumulated[name] for name in common}, common)
+    rows, unit = measure({name: accumulated[name] for name in common}, common), measurement.unit
     differences = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
     return {name: far for name, far in differences.items() if buffers_differ(accumulated[name], full[name], unit)}
 
@@ -220,54 +193,23 @@ def _identical_samples(batch: Any, batch_size: int) -> bool:
     return compared
 
 
-def investigate(
-    task: Task,
-    judgement: Judgement,
-    *,
-    diagnose: bool,
-    listener: ControlListener | None = None,
-    part_facts: Facts | None = None,
-    in_part: bool = False,
-) -> Facts:
+def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool, in_part: bool = False) -> Facts:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
     A search that has a time limit returns what it found until then.
 
     Args:
-        task: What was run.
-        judgement: What was decided, with its passes.
+        measurement: Of both strategies.
+        decision: What was decided about them.
         diagnose: Whether to look for the cause of a divergence.
-        listener: What listened to the float64 control.
-        part_facts: What the search showed in a part of the batch, where there was one: it is confirmed on all of it.
-        in_part: Whether this is such a part.
+        in_part: Whether the batch is the first samples of a larger one.
     """
-    facts = collect_facts(task, judgement)
-    if not diagnose or not facts.compared.divergent or task.steps < 2:
+    facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
+    if not diagnose or not facts.compared.divergent or facts.steps < 2:
         return facts
     facts = replace(facts, diagnosed=True)
     try:
-        with task.limit.searching():
-            return _search_causes(task, judgement, facts, listener, part_facts, in_part=in_part)
+        with limit.searching(), open_bench(measurement, decision, facts.compared.total) as bench:
+            return search_causes(bench, facts, in_part=in_part)
     except TimeUp:
-        return replace(facts, stopped_after=task.limit.seconds)
-
-
-def _search_causes(
-    task: Task,
-    judgement: Judgement,
-    facts: Facts,
-    listener: ControlListener | None,
-    part_facts: Facts | None,
-    *,
-    in_part: bool,
-) -> Facts:
-    """The facts with what the search found, as far as it came in its time."""
-    if judgement.method is not Method.FLOAT64_PART or part_facts is None:
-        return ask_questions(task, judgement, facts, listener or ControlListener(), part_facts, in_part=in_part)
-    from gaverify.causes.confirming import confirm_in_working_precision
-
-    confirmed_facts = confirm_in_working_precision(task, judgement, facts, part_facts)
-    if confirmed_facts is not None:
-        return confirmed_facts
-    judge_whole(task, judgement, listener)
-    return investigate(task, judgement, diagnose=True, listener=listener, part_facts=part_facts)
+        return replace(facts, stopped_after=limit.seconds)

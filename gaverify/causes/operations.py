@@ -98,7 +98,7 @@ def _hold_restored_state(bench: Bench, facts: Facts, search: _Search) -> Facts:
     if state_facts is None or not restored or search.counted is None:
         return facts
     changes, counted = state.read_changes(state_facts.changes), search.counted
-    held_bench = bench.without(StateHeld(bench.task, [change.name for change in changes]))
+    held_bench = bench.without(StateHeld(bench.experiment, [change.name for change in changes]))
     search.counted = None
     run = bench.possible(lambda: search.run_last_control(held_bench))
     if run is None or not run.rounding:
@@ -136,9 +136,11 @@ def _release_others(bench: Bench, facts: Facts, search: _Search) -> Facts:
 def _run_with_draws(search: _Search, live_bench: Bench) -> ControlRun:
     """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
     control_run = search.run_last_control(bench=live_bench)
-    if control_run.rounding or live_bench.record.inner:
+    if control_run.rounding or live_bench.experiment.draws.inner:
         return control_run
-    by_contents = search.run_last_control(bench=replace(live_bench, record=replace(live_bench.record, inner=True)))
+    by_contents = search.run_last_control(
+        bench=replace(live_bench, experiment=live_bench.experiment.with_second_reading())
+    )
     return by_contents if by_contents.rounding else control_run
 
 
@@ -233,7 +235,7 @@ class _Search:
         last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
         suspect = last.cause.suspect
         for functions in (suspect.source_functions, suspect.functions):
-            probe = ResultsHeld(bench.task, functions, suspect.order)
+            probe = ResultsHeld(bench.experiment, functions, suspect.order)
             what = "what couples the samples held constant"
             control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
             if control_run is not None and control_run.rounding:

@@ -88,7 +88,7 @@ def _without_effect(bench: Bench, tried: Tried, left: float) -> Tried | None:
     """
     suspect = tried.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
-    probe = ResultsHeld(bench.task, functions, suspect.order)
+    probe = ResultsHeld(bench.experiment, functions, suspect.order)
     what = f"the result of `{suspect.culprit.name}` held constant"
     run = bench.possible(lambda: bench.run(what, probe)) if functions else None
     if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
@@ -129,7 +129,7 @@ _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
 
 def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
     """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
-    path, task = suspect.operation.module, bench.task
+    path, experiment = suspect.operation.module, bench.experiment
 
     def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD) -> _Control:
         return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
@@ -141,7 +141,10 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     if in_loss and not suspect.model_mixes:
         yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
-        what, decisions = "the full batch's decisions taken by every micro-batch", DecisionsHeld(task, suspect.frame)
+        what, decisions = (
+            "the full batch's decisions taken by every micro-batch",
+            DecisionsHeld(experiment, suspect.frame),
+        )
         yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "what is reduced over the batch held constant")
     constant_results = (
@@ -152,17 +155,17 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     )
     for functions, what in constant_results:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
-            yield run(what, ResultsHeld(task, functions, suspect.order))
-    module = dict(task.named_modules()).get(path) if path else None
+            yield run(what, ResultsHeld(experiment, functions, suspect.order))
+    module = dict(experiment.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
-        yield run(f"the output of `{path}` held constant", OutputHeld(task, module, suspect.outputs))
+        yield run(f"the output of `{path}` held constant", OutputHeld(experiment, module, suspect.outputs))
 
 
 def _frozen(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
     """Freezes the suspect's module and every other of its class, and names those that were not frozen before."""
     modules = _same_kind(bench, path)
     names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
-    active = tuple(name for name, each in bench.task.named_modules() if each.training and each in modules)
+    active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
     run = bench.run(f"{names} frozen", probe := Evaluated(modules), fit=fit, kind=ControlKind.FROZEN)
     return replace(run, modules=active), probe
 
@@ -180,7 +183,7 @@ def _lines(functions: Sequence[FunctionKey]) -> str:
 
 def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
     """The suspect's module and every other of its class: they are repaired together."""
-    modules = dict(bench.task.named_modules())
+    modules = dict(bench.experiment.named_modules())
     kind = type(modules[path])
     return [module for module in modules.values() if type(module) is kind]
 
@@ -213,15 +216,15 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
     """
     what = "the full batch's value as a constant in every micro-batch"
     # what it leaves where it fails is only a length in a chart, and worth no other full batch
-    return bench.run_repair(what, probe, ControlKind.HELD_IN_WINDOW, exactly=False)
+    return bench.run_repair(what, probe, kind=ControlKind.HELD_IN_WINDOW, exactly=False)
 
 
 @contextmanager
 def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
     """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
     names = set()
-    with mode_set(bench.task.modules, None):
-        for _, parent in list(bench.task.named_modules()):
+    with mode_set(bench.experiment.modules, None):
+        for _, parent in list(bench.experiment.named_modules()):
             for name, child in list(submodules_of(parent).items()):
                 if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
                     norm = submodules_of(parent)[name] = group_norm_for(child)

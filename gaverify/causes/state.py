@@ -29,9 +29,9 @@ _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at eve
 
 def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
-    getters = {name: get for name, (_, get) in named_state(bench.task).items() if name in names}
+    getters = {name: get for name, (_, get) in named_state(bench.experiment).items() if name in names}
     watch = _LineWatch(getters)
-    bench.forward(watch)
+    bench.experiment.forward(None, watch)
     return watch.found
 
 
@@ -104,7 +104,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     remedies = () if control.kind is ControlKind.STATE_HELD else (control,)
     state = replace(state, control=control, blamed=first, remedies=remedies)
     if control.kind is ControlKind.STATE_HELD:
-        state_probe = StateHeld(bench.task, [change.name for change in changes])
+        state_probe = StateHeld(bench.experiment, [change.name for change in changes])
         held_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
         state = replace(state, elsewhere=math.nan if held_run is None else held_run.left)
     return replace(facts, state=state, left=control.left, cleared=True)
@@ -122,7 +122,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     if restored.rounding:
         return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
-        restored_bench = bench.without(StateRestored(bench.state))
+        restored_bench = bench.without(StateRestored(bench.experiment.state))
         fit = weights.choose_fit(restored_bench, facts, restored.fit)
         if fit is not None:
             return replace(
@@ -162,9 +162,9 @@ def differs_from_itself(bench: Bench, facts: Facts) -> float:
         bench: Where to run.
         facts: What is known; how far equal runs may lie apart.
     """
-    first = float(bench.forward(PassProbe()).detach())
+    first = float(bench.experiment.forward(None, PassProbe()).detach())
     for _ in range(_FARTHEST):
-        difference = abs(float(bench.forward(PassProbe()).detach()) - first) / max(abs(first), TINY)
+        difference = abs(float(bench.experiment.forward(None, PassProbe()).detach()) - first) / max(abs(first), TINY)
         if difference > facts.repeats:
             return difference
     return 0.0
@@ -190,16 +190,12 @@ def run_control(
     """
     probes = [watch] if watch is not None else []
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
-        probes.insert(0, _primer(bench))
+        probes.insert(0, Primed(bench.experiment))
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
-        return bench.run_repair(_WORDS[kind], StateRestored(bench.state), kind, fit=fit)
+        return bench.run_repair(_WORDS[kind], StateRestored(bench.experiment.state), kind=kind, fit=fit)
     if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
-        probes.append(StateHeld(bench.task, [change.name for change in changes]))
+        probes.append(StateHeld(bench.experiment, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
-
-
-def _primer(bench: Bench) -> Primed:
-    return Primed(bench.task, bench.state, lift=bench.lift)
 
 
 def is_to_blame(bench: Bench, state_facts: State) -> bool:
@@ -215,8 +211,8 @@ def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
     if facts.state is None or facts.state.control is None:
         return None
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
-        return StateRestored(bench.state)
-    return StateHeld(bench.task, [change.name for change in read_changes(facts.state.changes)])
+        return StateRestored(bench.experiment.state)
+    return StateHeld(bench.experiment, [change.name for change in read_changes(facts.state.changes)])
 
 
 def blamed_beside(bench: Bench, state_facts: State) -> State:
@@ -231,9 +227,9 @@ def blamed_beside(bench: Bench, state_facts: State) -> State:
 
 def moved_beside(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
-    full = bench.full_batch()
-    moving = bench.run_micro_batches(full).gradients
-    still = bench.run_micro_batches(full, StateRestored(bench.state)).gradients
+    full = bench.experiment.full_batch()
+    moving = bench.experiment.micro_batches(full).gradients
+    still = bench.experiment.micro_batches(full, StateRestored(bench.experiment.state)).gradients
     return relative_difference(moving, still)
 
 
@@ -306,13 +302,14 @@ def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
     State that initialises itself from the first batch (scales, a codebook) agrees then. What later forwards still
     change is not set once, even where it makes no difference by chance: a threshold that moves between two samples.
     """
-    watch = StateWatch(bench.task, bench.state)
+    watch = StateWatch(bench.experiment)
 
     def find_set_once() -> tuple[StateChange, ...]:
         moving = {change.name for change in watch.changes()}
         return tuple(change for change in changes if change.name not in moving)
 
-    bench.possible(lambda: bench.without(_primer(bench)).forward(watch))  # cheap, and mostly everything moves again
+    # a forward is cheap, and mostly everything moves again in it
+    bench.possible(lambda: bench.without(Primed(bench.experiment)).experiment.forward(None, watch))
     run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if find_set_once() else None
     return run, find_set_once()
 
@@ -336,11 +333,11 @@ def _run_primed_and_held(
     names = {change.name for change in first}
 
     def writes(watched_bench: Bench) -> Counter[tuple[str, str, Frame]]:
-        watch = StateWatch(watched_bench.task, watched_bench.state)
-        watched_bench.forward(watch)
+        watch = StateWatch(watched_bench.experiment)
+        watched_bench.experiment.forward(None, watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
-    if not writes(bench) - writes(bench.without(_primer(bench))):
+    if not writes(bench) - writes(bench.without(Primed(bench.experiment))):
         return None
     run = run_control(bench, ControlKind.STATE_PRIMED_AND_HELD, changes)
     return run if run.rounding else None
@@ -364,4 +361,4 @@ def _run_held(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None
         return None
     names = [change.name for change in changes]
     what = f"{', '.join(f'`{name}`' for name in names)} held still"
-    return bench.possible(lambda: bench.run(what, StateHeld(bench.task, names), kind=ControlKind.STATE_HELD))
+    return bench.possible(lambda: bench.run(what, StateHeld(bench.experiment, names), kind=ControlKind.STATE_HELD))

@@ -14,8 +14,6 @@ from gaverify.causes.counts import terms_beside_constants
 from gaverify.causes.neutral.state import GradientsKept
 from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
 from gaverify.causes.trace.state import StateWatch
-from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
@@ -26,7 +24,7 @@ from gaverify.verdict.sketches import Earlier, fit_runs, keep_sketch
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
-    watch = StateWatch(bench.task, bench.state)
+    watch = StateWatch(bench.experiment)
     fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, facts, watch))
     facts = replace(facts, state=State(watch.changes()))
     if watch.clears_gradients:
@@ -40,7 +38,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
     """Puts back the gradients that a forward clears: without earlier ones no weights mean anything."""
-    probe = GradientsKept(bench.task.parameters)
+    probe = GradientsKept(bench.experiment.parameters)
     what = "the gradients that the forward clears put back"
     control = bench.attempt("gradients kept", lambda: bench.run(what, probe, kind=ControlKind.GRADIENTS_KEPT))
     if control is None:
@@ -116,7 +114,7 @@ def have_meaning(weights: Weights, fit: WeightFit) -> bool:
 
 def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
     """Whether weights leave nothing of the difference, in the bench's precision."""
-    most = FIT_FLOAT64 if bench.exact else FIT_FLOAT32
+    most = FIT_FLOAT64 if bench.experiment.is_float64 else FIT_FLOAT32
     return fit.residual < (bench.floor or min(most, SMALL_PART * facts.compared.total))
 
 
@@ -164,10 +162,10 @@ def add_up(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[flo
 def _losses(bench: Bench) -> tuple[float, Sequence[float]]:
     """The loss of the full batch, and those of the micro-batches before their weights."""
     earlier = bench.earlier
-    if earlier is not None and earlier.losses and not bench.neutral:
+    if earlier is not None and earlier.losses and not bench.experiment.probes:
         return earlier.full.loss, earlier.losses
-    bench.record.rewind()
-    full, *losses = (float(bench.forward(PassProbe(), k).detach()) for k in (None, *range(bench.task.steps)))
+    bench.experiment.draws.rewind()
+    full, *losses = (float(bench.experiment.forward(k).detach()) for k in (None, *range(bench.experiment.steps)))
     return full, losses
 
 
@@ -177,14 +175,14 @@ def joint_fit(bench: Bench) -> WeightFit:
     Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
     itself, such as 1/√L_k of a root mean squared error, change with its parameters.
     """
-    earlier = bench.earlier if not bench.neutral else None
+    earlier = bench.earlier if not bench.experiment.probes else None
     sketches_before = earlier.shares if earlier is not None else None
     runs = [sketches_before] if sketches_before is not None else []
-    weights = list(bench.task.parameters.values())
+    weights = list(bench.experiment.parameters.values())
     for share in MOVED_SHARES if sketches_before is None else MOVED_SHARES[1:]:
         with move_weights(weights, [share] * len(weights)) if share else nullcontext():
-            moved_bench = replace(bench, state=ModelState(bench.task.modules, (bench.task.problem.loss,)))
-            sketches = moved_bench.sketch_micro_batches(moved_bench.full_batch())[0]
+            moved_bench = replace(bench, experiment=bench.experiment.with_current_state())
+            sketches = moved_bench.sketch_micro_batches(moved_bench.experiment.full_batch())[0]
             if bool(sketches.full.isfinite().all()) and bool(sketches.columns.isfinite().all()):
                 runs.append(sketches)
     return fit_runs(runs)
@@ -192,7 +190,7 @@ def joint_fit(bench: Bench) -> WeightFit:
 
 def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
-    earlier = bench.earlier or keep_sketch(bench.full_batch(watch))
+    earlier = bench.earlier or keep_sketch(bench.experiment.full_batch(watch))
     if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
         fit = fit_runs([earlier.shares])
         # what the micro-batches add up to exactly repeats itself
@@ -201,7 +199,7 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
         if max(twice.forward, twice.backward) <= facts.repeats:
             watch.absorb(earlier.watch)
             return fit, twice
-    full = bench.full_batch(watch)
+    full = bench.experiment.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
     second_sketch = sketch(list(full.gradients.values()))
@@ -215,8 +213,8 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
 def _repeat_first(bench: Bench, earlier: Earlier) -> Repeatability:
     """How far the first micro-batch is from itself; infinitely where it cannot be run again, or has no gradient."""
     assert earlier.shares is not None
-    task = replace(bench.task, sizes=bench.task.sizes[:1], weighting=[1.0], strategy="accumulate")
-    second_pass = bench.possible(lambda: replace(bench, task=task).run_micro_batches(earlier.full))
+    experiment = replace(bench.experiment, sizes=bench.experiment.sizes[:1], weighting=[1.0], strategy="accumulate")
+    second_pass = bench.possible(lambda: experiment.micro_batches(earlier.full))
     before = earlier.shares.columns[:, 0]
     if second_pass is None or not before.any():
         return Repeatability(math.inf, math.inf)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gaverify.children.launching import working_folder
 from gaverify.errors import ProblemError
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.task import Task
 from gaverify.records.ranks import Engine
 from gaverify.torch_internals import fully_shard
 
@@ -107,11 +107,13 @@ def of_all(reaches: Sequence[Reach]) -> Reach:
     return Reach(any(reach.unused for reach in reaches), agreed, on_some_ranks)
 
 
-def wrap_model(task: Task, engine: Engine, reach: Reach) -> Task:
-    """Returns the task with its model, and a loss that has parameters, under the engine; the process group is there.
+def wrap_model(experiment: Experiment, engine: Engine, reach: Reach) -> Experiment:
+    """Returns the experiment with its model, and a loss that has parameters, under the engine.
+
+    The process group is there.
 
     Args:
-        task: With the bare model.
+        experiment: With the bare model.
         engine: DDP or FSDP2.
         reach: What the micro-batches of all ranks reach.
 
@@ -120,21 +122,21 @@ def wrap_model(task: Task, engine: Engine, reach: Reach) -> Task:
     """
     wrap = _wrap_in_ddp if engine is Engine.DDP else _shard_fsdp2
     try:
-        return wrap(task, reach)
+        return wrap(experiment, reach)
     except ProblemError:
         raise
     except Exception as error:
         raise ProblemError(f"{engine.value} refuses the model: {type(error).__name__}: {error}") from error
 
 
-def _wrap_in_ddp(task: Task, reach: Reach) -> Task:
+def _wrap_in_ddp(experiment: Experiment, reach: Reach) -> Experiment:
     def under_ddp(module: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=reach.unused)
 
-    model, loss = task.problem.model, task.problem.loss
+    model, loss = experiment.problem.model, experiment.problem.loss
     if isinstance(loss, nn.Module) and _trains_more(loss, model):
         loss = under_ddp(loss)
-    return replace(task, problem=replace(task.problem, model=under_ddp(model), loss=loss))
+    return replace(experiment, problem=replace(experiment.problem, model=under_ddp(model), loss=loss))
 
 
 def _trains_more(loss: nn.Module, model: nn.Module) -> bool:
@@ -143,17 +145,17 @@ def _trains_more(loss: nn.Module, model: nn.Module) -> bool:
     return any(parameter.requires_grad and id(parameter) not in model_parameters for parameter in loss.parameters())
 
 
-def _shard_fsdp2(task: Task, reach: Reach) -> Task:
+def _shard_fsdp2(experiment: Experiment, reach: Reach) -> Experiment:
     if reach.left_out:
-        names = ", ".join(f"`{name}`" for name in task.parameters if name in reach.left_out)
+        names = ", ".join(f"`{name}`" for name in experiment.parameters if name in reach.left_out)
         raise ProblemError(
             f"some ranks' samples give no gradient to {names}, and FSDP2 needs one on every rank or on none; "
             "use a larger batch or engine ddp"
         )
-    model, loss = task.problem.model, task.problem.loss
+    model, loss = experiment.problem.model, experiment.problem.loss
     # the group that there is, on the model's device: by default torch takes an accelerator wherever there is one, and
     # makes a group of NCCL for it
-    mesh = DeviceMesh.from_group(dist.group.WORLD, task.device.type)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, experiment.device.type)  # type: ignore[arg-type]
     for block, calls in zip(list(blocks(model)), reach.calls, strict=True):
         if all(calls):
             fully_shard(block, mesh=mesh)
@@ -162,7 +164,7 @@ def _shard_fsdp2(task: Task, reach: Reach) -> Task:
     if isinstance(loss, nn.Module) and _trains_more(loss, model):
         fully_shard(loss, mesh=mesh)
         parameters |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
-    return replace(task, parameters={name: parameters[name] for name in task.parameters})
+    return replace(experiment, parameters={name: parameters[name] for name in experiment.parameters})
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -212,14 +214,14 @@ class Alone(Scaled):
     """A rank's micro-batches without an engine; notes what they reach of the model.
 
     Args:
-        task: With the bare model.
+        experiment: With the bare model.
         ranks: R.
     """
 
-    def __init__(self, task: Task, ranks: int) -> None:
+    def __init__(self, experiment: Experiment, ranks: int) -> None:
         super().__init__(ranks)
-        self._parameters = task.parameters
-        self._blocks = list(blocks(task.problem.model))
+        self._parameters = experiment.parameters
+        self._blocks = list(blocks(experiment.problem.model))
         self._reached: list[set[str]] = []
         self._calls: list[list[int]] = [[] for _ in self._blocks]
 
@@ -265,16 +267,18 @@ class Synchronised(Scaled):
     """Reduces the gradients with a rank's last micro-batch only, as `no_sync` is meant to be used.
 
     Args:
-        task: Under its engine.
+        experiment: Under its engine.
         engine: Which it is.
         last: The rank's last micro-batch.
         factor: As in `Scaled`.
     """
 
-    def __init__(self, task: Task, engine: Engine, last: int, factor: float) -> None:
+    def __init__(self, experiment: Experiment, engine: Engine, last: int, factor: float) -> None:
         super().__init__(factor)
         name = "no_sync" if engine is Engine.DDP else "set_requires_gradient_sync"
-        self._wrappers = [m for root in (task.problem.model, task.problem.loss) for m in _outermost(root, name)]
+        self._wrappers = [
+            m for root in (experiment.problem.model, experiment.problem.loss) for m in _outermost(root, name)
+        ]
         self._engine, self._last = engine, last
 
     @contextlib.contextmanager

@@ -15,11 +15,11 @@ import torch
 
 from gaverify.collective.engines import Scaled, of_every_rank
 from gaverify.collective.window import Moved, Trained, always_reducing, bare, own_sketch
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
-from gaverify.passes.gradients import Gradients, accumulated_gradients
+from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
-from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded, local, shard_number
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
@@ -27,7 +27,8 @@ from gaverify.records.facts import SCRIPT, Weights
 from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic, rounding_of
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
-from gaverify.verdict.judging import Judgement, working_unit
+from gaverify.verdict.decision import Decision
+from gaverify.verdict.measurement import Measurement
 
 if TYPE_CHECKING:
     from gaverify.collective.processes import RankReport
@@ -121,30 +122,30 @@ def with_shares(facts: RankFacts, difference_left: Callable[[Shares], float]) ->
 
 
 def facts_of_ranks(
-    task: Task,
     trained: Trained,
-    judgement: Judgement,
+    measurement: Measurement,
+    decision: Decision,
     moved: Moved,
-    one: Judgement | None = None,
+    one: Measurement | None = None,
     unclipped: float = math.nan,
 ) -> RankFacts:
     """Returns what the window showed.
 
     Args:
-        task: What was run.
         trained: How the ranks train.
-        judgement: What was decided about their window.
+        measurement: Of their window.
+        decision: What was decided about it.
         moved: What that moved.
         one: The same micro-batches, all of them on every rank; None where nothing diverges.
         unclipped: What such a window leaves whose losses are too small to be clipped; NaN where nothing is.
     """
     member, engine = trained.member, trained.engine
-    window = judgement.accumulated
+    window = measurement.accumulated
     meter = moved.meter
-    unit = working_unit(task, judgement.full, window)
+    unit = measurement.unit
     buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
     facts = facts_of(
-        judgement.rows,
+        decision.rows,
         ranks=member.count,
         engine=engine,
         apart=_replica_difference(trained, window.gradients),
@@ -154,7 +155,7 @@ def facts_of_ranks(
         unit=unit,
         reduced=tuple(moved.reduced),
         stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
-        update_bytes=_update_bytes(task, meter.reduced_in),
+        update_bytes=_update_bytes(measurement.experiment, meter.reduced_in),
         buffers_apart=buffers_apart(buffers, unit),
         clip_control=unclipped,
     )
@@ -165,37 +166,37 @@ def facts_of_ranks(
     together = one.accumulated.gradients
     facts = replace(facts, from_one_process=left_between(window.gradients, together))
     if trained.strategy is not None:
-        together = judgement.full.gradients  # the loop counts its losses itself, and better than one process may
-        own_of_each, counted = _rank_sketches_of_strategy(task, trained, judgement)
+        together = measurement.full.gradients  # the loop counts its losses itself, and better than one process may
+        own_of_each, counted = _rank_sketches_of_strategy(trained, measurement)
         weights = fit_rank_weights(own_of_each, together, window.gradients)
-        facts = _of_strategy(task, trained, judgement, replace(facts, weights=weights, counted=counted))
+        facts = _of_strategy(trained, measurement, replace(facts, weights=weights, counted=counted))
     else:
-        rank_ranges = [trained.own(task, rank) for rank in range(member.count)]
-        weights = fit_rank_weights(_sketch_groups(task, trained, judgement, rank_ranges), together, window.gradients)
+        rank_ranges = [trained.own(measurement.experiment, rank) for rank in range(member.count)]
+        weights = fit_rank_weights(_sketch_groups(trained, measurement, rank_ranges), together, window.gradients)
         facts = replace(facts, weights=weights)
 
     def difference_left(shares: Shares) -> float:
         repaired_training = replace(trained, shares=shares[member.rank])
-        repaired, _ = repaired_training.window(task, judgement.state, judgement.record, judgement.full)
+        repaired, _ = repaired_training.window(measurement.experiment, measurement.full)
         return left_between(repaired.gradients, together)
 
     return with_shares(facts, difference_left) if facts.at_fault and not facts.apart > facts.rounding else facts
 
 
-def _of_strategy(task: Task, trained: Trained, judgement: Judgement, facts: RankFacts) -> RankFacts:
+def _of_strategy(trained: Trained, measurement: Measurement, facts: RankFacts) -> RankFacts:
     """What a control of the user's own loop shows, every backward pass reducing, and the weights that it counts with.
 
     Where one factor that is not the number of ranks is all that is wrong, or weights of micro-batches and none of
     ranks, the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
     """
-    full = judgement.full.gradients
+    full = measurement.full.gradients
     if facts.stepped_without or facts.ends_unreduced or facts.apart > facts.rounding:
         with always_reducing():
-            reduced, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
+            reduced, _ = trained.window(measurement.experiment, measurement.full)
         facts = replace(facts, sync_control=left_between(reduced.gradients, full))
         if facts.apart > 0.0:
             accumulated, right = (
-                sketch(list(gradients.values())) for gradients in (judgement.accumulated.gradients, full)
+                sketch(list(gradients.values())) for gradients in (measurement.accumulated.gradients, full)
             )
             mean_left = torch.linalg.vector_norm(accumulated - right) / torch.linalg.vector_norm(right)
             facts = replace(facts, mean_left=float(mean_left))
@@ -227,20 +228,19 @@ def _replica_difference(trained: Trained, gradients: Gradients) -> float:
     return max(apart_by([sketches[rank] for rank in ranks]) for ranks in copies)
 
 
-def _update_bytes(task: Task, reduced_in: set[torch.dtype]) -> int:
+def _update_bytes(experiment: Experiment, reduced_in: set[torch.dtype]) -> int:
     types = [dtype for dtype in reduced_in if dtype.is_floating_point]
     each = min((dtype.itemsize for dtype in types), default=0)
-    return each * sum(parameter.numel() for parameter in task.parameters.values())
+    return each * sum(parameter.numel() for parameter in experiment.parameters.values())
 
 
-def _sketch_groups(task: Task, trained: Trained, judgement: Judgement, each: Sequence[range]) -> list[torch.Tensor]:
+def _sketch_groups(trained: Trained, measurement: Measurement, each: Sequence[range]) -> list[torch.Tensor]:
     """The sketches of what some groups of micro-batches give, R times: as many of them on each rank, in its order."""
     member, sharded = trained.member, trained.engine is Engine.FSDP2
-    rank_task = task if sharded else bare(task)
+    rank_experiment = measurement.experiment if sharded else bare(measurement.experiment)
 
     def gradients(group: range) -> Gradients:
-        started = judgement.state, judgement.record, judgement.full
-        return accumulated_gradients(rank_task, *started, probe=Scaled(member.count), own=group).gradients
+        return rank_experiment.micro_batches(measurement.full, Scaled(member.count), own=group).gradients
 
     if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
         return [sketch(list(gradients(group).values())) for group in each]
@@ -250,40 +250,43 @@ def _sketch_groups(task: Task, trained: Trained, judgement: Judgement, each: Seq
 
 
 def _rank_sketches_of_strategy(
-    task: Task, trained: Trained, judgement: Judgement
+    trained: Trained, measurement: Measurement
 ) -> tuple[list[torch.Tensor], WeightFit | None]:
     """The sketch of what each rank's micro-batches give, counted as the user's loop does, by rank; and that count.
 
     What each of them counts is fitted; where no weights make the loop's gradient, or several do, they count as given.
     """
-    each = [range(k, k + 1) for k in range(task.steps)]
-    columns = _sketch_groups(task, trained, judgement, each)
-    weight_fit = fit_rank_weights(columns, judgement.full.gradients, judgement.accumulated.gradients)
-    unit = working_unit(task, judgement.full, judgement.accumulated)
+    each = [range(k, k + 1) for k in range(measurement.experiment.steps)]
+    columns = _sketch_groups(trained, measurement, each)
+    weight_fit = fit_rank_weights(columns, measurement.full.gradients, measurement.accumulated.gradients)
+    unit = measurement.unit
     if weight_fit is None or not weight_fit.determined or weight_fit.used_residual > rounding_of(unit):
         weight_fit = None
-    counted = [1.0] * task.steps if weight_fit is None else [trained.member.count * used for used in weight_fit.used]
+    counted = (
+        [1.0] * measurement.experiment.steps
+        if weight_fit is None
+        else [trained.member.count * used for used in weight_fit.used]
+    )
     pairs = list(zip(columns, counted, strict=True))
-    rank_ranges = (trained.own(task, rank) for rank in range(trained.member.count))
+    rank_ranges = (trained.own(measurement.experiment, rank) for rank in range(trained.member.count))
     return [
         sum((pairs[k][0] * pairs[k][1] for k in mine), torch.zeros((), device="cpu")) for mine in rank_ranges
     ], weight_fit
 
 
-def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, single: Weights, fit: WeightFit) -> Weights:
+def weights_of_strategy(trained: Trained, measurement: Measurement, single: Weights, fit: WeightFit) -> Weights:
     """Returns what the micro-batches of the user's own loop count, tried in it: with the right weights.
 
     Where some never reach its gradient, the loop ends with the same one without their losses.
 
     Args:
-        task: What was run.
         trained: How the ranks train.
-        judgement: What was decided about their window.
+        measurement: Of their window.
         single: What one process that trains the same micro-batches counts, and what is wrong with that; returned where
             the loop counts alike, or no weights are what is wrong with it.
         fit: The weights that make the loop's gradient.
     """
-    count, rounding = trained.member.count, rounding_of(working_unit(task, judgement.full, judgement.accumulated))
+    count, rounding = trained.member.count, rounding_of(measurement.unit)
     each = [count**2 * weight for weight in single.used]  # of one process's, in the loop of a rank
     used, right = (tuple(map(operator.mul, each, weights)) for weights in (fit.used, fit.weights))
     weights = replace(single, used=used, weighting=SCRIPT, counts=(), place=None)
@@ -291,12 +294,14 @@ def weights_of_strategy(task: Task, trained: Trained, judgement: Judgement, sing
     if as_one or (fit.residual > rounding and not weights.lost):
         return single
     fit = replace(fit, used=used, weights=right)
-    what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, judgement.full.gradients
-    factors = [float(k not in weights.lost) for k in range(task.steps)] if weights.lost else fit.multipliers
+    what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, measurement.full.gradients
+    factors = (
+        [float(k not in weights.lost) for k in range(measurement.experiment.steps)] if weights.lost else fit.multipliers
+    )
     if weights.lost:
-        what, kind, wanted = "their losses taken as zero", ControlKind.LOST, judgement.accumulated.gradients
-    reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(task)))
-    repaired, _ = reweighted.window(task, judgement.state, judgement.record, judgement.full)
+        what, kind, wanted = "their losses taken as zero", ControlKind.LOST, measurement.accumulated.gradients
+    reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(measurement.experiment)))
+    repaired, _ = reweighted.window(measurement.experiment, measurement.full)
     difference_left = left_between(repaired.gradients, wanted)
     return replace(
         weights, fit=fit, remedy=ControlRun(what, difference_left, difference_left <= rounding, fit=fit, kind=kind)

@@ -32,11 +32,9 @@ from gaverify.collective.traffic import gathers_with_gradient
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare, cut_by_clipping
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import micro_batch_sizes
-from gaverify.passes.gradients import Gradients, PassResult, full_batch_gradients
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
-from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.task import Task
 from gaverify.passes.wrappers import dividing, hooks_left_out, over_ranks, summed_over
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
@@ -44,25 +42,21 @@ from gaverify.records.ranks import Engine, RankFacts, rounding_of
 from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure
-from gaverify.verdict.control import (
-    Control,
-    failure_sentence,
-    in_float64,
-    judge_by_floor,
-    lowest_precision,
-    noise_floor,
-)
-from gaverify.verdict.criteria import decide_at_once, record
-from gaverify.verdict.judging import Judgement, decide_by_control, judge, working_unit
+from gaverify.verdict.control import Control, failure_sentence, judge_by_floor, noise_floor
+from gaverify.verdict.criteria import Difference, decide_at_once, record
+from gaverify.verdict.decision import Decision, decide_by_control, measure_and_decide
+from gaverify.verdict.measurement import Measurement
 
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 
 
-def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool) -> tuple[Judgement, Facts]:
+def judge_together(
+    experiment: Experiment, trained: Trained, *, diagnose: bool, exact: bool
+) -> tuple[Measurement, Decision, Facts]:
     """Returns the verdict on the gradient that the ranks end up with, and everything that was measured.
 
     Args:
-        task: With the batch of all ranks, cut into K · R micro-batches, and the model as the ranks hold it.
+        experiment: With the batch of all ranks, cut into K · R micro-batches, and the model as the ranks hold it.
         trained: How they train.
         diagnose: Whether to look for the cause of a divergence.
         exact: In float64 whatever working precision says.
@@ -72,52 +66,51 @@ def judge_together(task: Task, trained: Trained, *, diagnose: bool, exact: bool)
     """
     member = trained.member
     begun = member.at("before its window")
-    with begun, summed_over(member.count, member.total), dividing(task.modules) as factors:
+    with begun, summed_over(member.count, member.total), dividing(experiment.modules) as factors:
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
-        judgement, moved = _passes(task, trained)
-        passed = time.perf_counter()
-        _decide(task, trained, judgement, exact)
+        measurement, moved = _measure_window(experiment, trained)
+        experiment = measurement.experiment
+        measured_at = time.perf_counter()
+        decision = _decide(trained, measurement, exact)
         unclipped = math.nan
         # float16 has no room for losses so small
-        if trained.strategy is not None and judgement.is_divergent and judgement.dtype is not torch.float16:
-            small, unclipped = _judge_unclipped(task, trained, judgement, moved)
+        if trained.strategy is not None and decision.is_divergent and measurement.dtype is not torch.float16:
+            small, unclipped = _measure_unclipped(trained, measurement, moved)
             if small is not None:
-                trained, judgement = replace(trained, scale=TOO_SMALL_TO_CLIP), small
-                _decide(task, trained, judgement, exact)
-        judgement.timings = {"passes": passed - started, "control": time.perf_counter() - passed}
-        divergent = judgement.is_divergent
-        rank_task = replace(task, sizes=tuple(task.sizes[k] for k in trained.own(task)))
-        if not divergent:
-            return judgement, replace(
-                collect_facts(rank_task, judgement), ranks=facts_of_ranks(task, trained, judgement, moved)
-            )
-        one, facts = _search_cause(task, trained, diagnose)
-        ranks = facts_of_ranks(task, trained, judgement, moved, one, unclipped)
+                trained, measurement = replace(trained, scale=TOO_SMALL_TO_CLIP), small
+                decision = _decide(trained, measurement, exact)
+        measurement.seconds = {"passes": measured_at - started, "control": time.perf_counter() - measured_at}
+        own_sizes = tuple(experiment.sizes[k] for k in trained.own(experiment))
+        own = replace(measurement, experiment=replace(experiment, sizes=own_sizes))
+        if not decision.is_divergent:
+            facts = replace(collect_facts(own, decision), ranks=facts_of_ranks(trained, measurement, decision, moved))
+            return measurement, decision, facts
+        one, facts = _search_cause(experiment, trained, diagnose)
+        ranks = facts_of_ranks(trained, measurement, decision, moved, one, unclipped)
         if diagnose and ranks.counted is not None and not ranks.at_fault:
-            weights = weights_of_strategy(task, trained, judgement, facts.weights, ranks.counted)
+            weights = weights_of_strategy(trained, measurement, facts.weights, ranks.counted)
             facts = replace(facts, weights=weights)
     if not facts.compared.divergent:
-        rows = replace(facts.compared, rows=tuple(judgement.rows), method=judgement.method)
+        rows = replace(facts.compared, rows=decision.rows, method=decision.method)
         facts = replace(facts, compared=rows, diagnosed=diagnose)
     if trained.strategy is not None and ranks.is_rounding(ranks.weights_control):
         # the loop's own losses need what the ranks count and no more: it does not weigh micro-batches as one process
         facts = replace(facts, weights=replace(facts.weights, fit=None, remedy=None, failure="", counts=()))
-    return judgement, replace(facts, ranks=ranks)
+    return measurement, decision, replace(facts, ranks=ranks)
 
 
-def _passes(task: Task, trained: Trained) -> tuple[Judgement, Moved]:
+def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measurement, Moved]:
     """The whole batch on every rank and the window, measured and not yet decided; what the window moved.
 
     Raises:
         ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
     """
-    state, listener = ModelState(task.modules, (task.problem.loss,)), OwnCollectives()
-    task.progress("the whole batch on every rank")
-    full, record = full_batch_gradients(trained.whole(task), state, probe=listener)
-    if record.fused and not task.math_kernels:
-        task.math_kernels = True
-        full, record = full_batch_gradients(trained.whole(task), state, probe=listener)
+    # the engine has wrapped the model since the experiment was prepared
+    experiment, listener = experiment.with_current_state(), OwnCollectives()
+    experiment.progress("the whole batch on every rank")
+    recorded, full = trained.whole(experiment).record(listener)
+    experiment = replace(experiment, draws=recorded.draws, math_kernels=recorded.math_kernels)
     if listener.found:
         raise ProblemError(
             f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "
@@ -126,106 +119,107 @@ def _passes(task: Task, trained: Trained) -> tuple[Judgement, Moved]:
         )
     if not math.isfinite(full.loss):
         raise ProblemError(f"the loss of the full batch is {full.loss}; a gradient of it proves nothing")
-    task.progress(f"the window of {trained.member.count} ranks")
-    window, moved = trained.window(task, state, record, full)
+    experiment.progress(f"the window of {trained.member.count} ranks")
+    window, moved = trained.window(experiment, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
-    working = {row.name: row for row in measure(window.gradients, full.gradients)}
-    precision, method = lowest_precision(task), Method.WORKING_PRECISION
-    return Judgement([], method, full, window, record, state, precision, working, {}, {}), moved
+    return Measurement(experiment, full, window, _measure_by_name(window.gradients, full.gradients)), moved
 
 
-def _decide(task: Task, trained: Trained, judgement: Judgement, exact: bool) -> None:
-    """Decides every parameter by the passes of a judgement."""
+def _measure_by_name(gradients: Gradients, reference: Gradients) -> dict[str, Difference]:
+    return {row.name: row for row in measure(gradients, reference)}
+
+
+def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision:
+    """Decides every parameter by the passes of a window."""
     # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
-    unit = max(trained.member.everyones("unit", working_unit(task, judgement.full, judgement.accumulated)))
-    decide_window(task, judgement, unit, exact, lambda: _control(task, trained, judgement))
-    if judgement.control is not None and trained.has_own_hooks(task):
-        _decide_hooks(task, trained, judgement)
+    unit = max(trained.member.everyones("unit", measurement.unit))
+    decision = decide_window(measurement, unit, exact, lambda: _control(trained, measurement))
+    if decision.control is not None and trained.has_own_hooks(measurement.experiment):
+        return _decide_hooks(trained, measurement, decision)
+    return decision
 
 
-def _judge_unclipped(
-    task: Task, trained: Trained, judgement: Judgement, moved: Moved
-) -> tuple[Judgement | None, float]:
+def _measure_unclipped(trained: Trained, measurement: Measurement, moved: Moved) -> tuple[Measurement | None, float]:
     """What a window shows whose losses are too small to be clipped.
 
     Returns:
-        The same judgement of that, where it ends as this one but for clipping, by which a loop is not judged; None
+        The same measurement of that, where it ends as this one but for clipping, by which a loop is not judged; None
         where it does not. And what it leaves of the difference, where something is clipped before that; else NaN.
     """
-    window, small = judgement.accumulated, replace(trained, scale=TOO_SMALL_TO_CLIP)
-    unclipped, _ = small.window(task, judgement.state, judgement.record, judgement.full)
-    rounding = rounding_of(working_unit(task, judgement.full, window))
+    window, full = measurement.accumulated, measurement.full
+    unclipped, _ = replace(trained, scale=TOO_SMALL_TO_CLIP).window(measurement.experiment, full)
+    rounding = rounding_of(measurement.unit)
     if left_between(unclipped.gradients, window.gradients) <= rounding:
         return None, math.nan
     early = any(trained.member.everyones("clipped", moved.clipped_early(window.gradients)))
     if early or cut_by_clipping(unclipped.gradients, window.gradients) > rounding:
-        return None, left_between(unclipped.gradients, judgement.full.gradients)
-    working = {row.name: row for row in measure(unclipped.gradients, judgement.full.gradients)}
-    return replace(judgement, accumulated=unclipped, working=working, control=None, control_failure=""), math.nan
+        return None, left_between(unclipped.gradients, full.gradients)
+    differences = _measure_by_name(unclipped.gradients, full.gradients)
+    return Measurement(measurement.experiment, full, unclipped, differences), math.nan
 
 
 def decide_window(
-    task: Task, judgement: Judgement, unit: float, exact: bool, controlled: Callable[[], Control | None]
-) -> None:
-    """Decides every parameter of a window of ranks by its differences in `working`.
+    measurement: Measurement, unit: float, exact: bool, run_control: Callable[[], Control | str | None]
+) -> Decision:
+    """Decides every parameter of a window of ranks by its differences.
 
     Args:
-        task: What was run.
-        judgement: Its rows and method are replaced.
+        measurement: What was run.
         unit: Unit roundoff of the coarsest arithmetic that any rank computed in.
         exact: In float64 whatever working precision says.
-        controlled: Runs full batch and window in float64; None where that was impossible.
+        run_control: Runs full batch and window in float64; or returns why that was impossible.
     """
-    judgement.rows = decide_at_once(judgement.working.values(), unit, judgement.scales)
-    is_undecided = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in judgement.rows)
+    rows = decide_at_once(measurement.differences.values(), unit, measurement.plain_terms)
+    decision = Decision(tuple(rows), Method.WORKING_PRECISION)
+    is_undecided = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in rows)
     if not is_undecided and (unit <= U64 or (unit <= U32 and not exact)):
-        return
-    control = controlled() if unit > U64 else None
+        return decision
+    control = run_control() if unit > U64 else None
     with nullcontext() if over_ranks() else alone():  # `alone` where this process stands beside the ranks
-        if control is not None:
-            decide_by_control(task, judgement, control, unit)
-            return
+        if isinstance(control, Control):
+            return decide_by_control(measurement, decision, control, unit)
+        decision = replace(decision, control_failure=control or "")
         if not is_undecided and unit <= U32:  # `exact` alone asked for float64
-            return
-        floor = noise_floor(task, judgement.state, judgement.record, judgement.full, unit)
-    judgement.rows = judge_by_floor(judgement.working, floor, judgement.scales, unit)
-    judgement.method = Method.NOISE_FLOOR
+            return decision
+        floor = noise_floor(measurement.experiment, measurement.full, unit)
+    rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
+    return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR)
 
 
-def _decide_hooks(task: Task, trained: Trained, judgement: Judgement) -> None:
+def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision) -> Decision:
     """Decides by a control without the user's communication hooks what these change by more than 16 bits round.
 
     The float64 control runs without them, for one that compresses rounds in any precision. The same window in the same
     arithmetic tells their share exactly, also below float32, where right runs are percents apart.
     """
-    window = judgement.accumulated
-    with hooks_left_out(task.modules):
-        without, _ = trained.window(task, judgement.state, judgement.record, judgement.full)
+    window = measurement.accumulated
+    with hooks_left_out(measurement.experiment.modules):
+        without, _ = trained.window(measurement.experiment, measurement.full)
     rows = measure(window.gradients, without.gradients)
     allowed = CAPPED_UNITS * unit_roundoff(torch.bfloat16)
     if relative_total((row.difference, row.reference) for row in rows if row.why is None) <= allowed:
-        return
-    judgement.rows = [
+        return decision
+    decided_rows = tuple(
         record(row, Outcome.DIVERGENT, Method.WORKING_PRECISION, allowed * row.reference, row.difference)
         if row.why is None and changed.difference > allowed * changed.reference
         else decided
-        for row, changed, decided in zip(judgement.working.values(), rows, judgement.rows, strict=True)
-    ]
+        for row, changed, decided in zip(measurement.differences.values(), rows, decision.rows, strict=True)
+    )
+    return replace(decision, rows=decided_rows)
 
 
-def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | None:
-    """Runs both passes in float64, on every rank; None on all where one could not.
+def _control(trained: Trained, measurement: Measurement) -> Control | str:
+    """Runs both passes in float64, on every rank; on all of them returns why one could not, where one could not.
 
     Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
     """
     failure, control, begun = "", None, time.monotonic()
     try:
-        with in_float64(task, judgement.state) as (lifted, state):
-            task.progress("float64 control")
-            full, _ = full_batch_gradients(trained.whole(lifted), state, judgement.record, lift=True)
-            window, _ = trained.window(lifted, state, judgement.record, full, lift=True)
-            rows = {row.name: row for row in measure(window.gradients, full.gradients)}
-        control = Control(rows, full, window)
+        with measurement.experiment.in_float64() as exact:
+            exact.progress("float64 control")
+            full = trained.whole(exact).full_batch()
+            window, _ = trained.window(exact, full)
+        control = Control(_measure_by_name(window.gradients, full.gradients), full, window)
     except Agreed:
         raise
     except Exception as error:
@@ -236,27 +230,28 @@ def _control(task: Task, trained: Trained, judgement: Judgement) -> Control | No
     own_failure = f"the float64 control failed on this rank alone: {failure}" if failure else ""
     failures = [said for said in trained.member.everyones("control", failure, within, own_failure) if said]
     if failures or control is None:
-        judgement.control_failure = failures[0]
-        return None
+        return str(failures[0])
     return control
 
 
-def _search_cause(task: Task, trained: Trained, diagnose: bool) -> tuple[Judgement, Facts]:
+def _search_cause(experiment: Experiment, trained: Trained, diagnose: bool) -> tuple[Measurement, Facts]:
     """What the micro-batches of all ranks show where each rank runs all of them, as one process would.
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
     sharded = trained.engine is Engine.FSDP2
     with nullcontext() if sharded else summed_over(1, lambda numbers: numbers):
-        rank_task = task if sharded else bare(task)
-        one = judge(rank_task, rtol=None, atol=None, keep_gradients=True, exact=True)
-        return one, investigate(rank_task, one, diagnose=diagnose)
+        rank_experiment = (experiment if sharded else bare(experiment)).with_current_state()
+        one, decision = measure_and_decide(rank_experiment, exact=True, keep_gradients=True)
+        return one, investigate(one, decision, diagnose=diagnose)
 
 
 _Ran = tuple[list[RankReport], Gradients]
 
 
-def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = False) -> tuple[Judgement, Facts]:
+def judge_on_ranks(
+    experiment: Experiment, ranks: Ranks, *, diagnose: bool, exact: bool = False
+) -> tuple[Measurement, Decision, Facts]:
     """Returns the verdict on the ranks' gradient, and everything that was measured.
 
     The diagnosis runs in one process, where the ranks diverge: on K · R micro-batches, or, where the code calls
@@ -264,7 +259,7 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
     micro-batches that hold what the ranks hold together.
 
     Args:
-        task: Cut into K · R micro-batches.
+        experiment: Cut into K · R micro-batches.
         ranks: What to run.
         diagnose: Whether to look for the cause of a divergence.
         exact: As `verify` takes it.
@@ -273,62 +268,70 @@ def judge_on_ranks(task: Task, ranks: Ranks, *, diagnose: bool, exact: bool = Fa
         ProblemError: The batch is too small for the ranks, a rank failed, or the problem cannot be verified.
     """
     least = 2 * ranks.count
-    if task.batch_size < least:
-        raise ProblemError(f"{ranks.count} ranks need a batch of at least {least} samples, it has {task.batch_size}")
-
-    on_each = replace(task, averaged_over=ranks.count)
+    if experiment.batch_size < least:
+        raise ProblemError(
+            f"{ranks.count} ranks need a batch of at least {least} samples, it has {experiment.batch_size}"
+        )
     with alone():
-        judgement = judge(task, rtol=None, atol=None, keep_gradients=True, exact=exact)
+        measurement, decision = measure_and_decide(experiment, keep_gradients=True, exact=exact)
     begun = time.perf_counter()
-    task.progress(f"{ranks.count} ranks under {ranks.engine.value}")
-    ran = _window_run(on_each, judgement.record, judgement.full, ranks)
+    experiment = measurement.experiment
+    experiment.progress(f"{ranks.count} ranks under {ranks.engine.value}")
+    on_each = replace(measurement, experiment=replace(experiment, averaged_over=ranks.count))
+    ran = _window_run(on_each, ranks)
     took = time.perf_counter() - begun
-    asked = _of_one_process(task, judgement, ranks, talked=any(report.calls.count() for report in ran[0]))
-    one_process = judgement
-    if asked is not task:
+    asked = _of_one_process(measurement, ranks, talked=any(report.calls.count() for report in ran[0]))
+    one, one_decision = measurement, decision
+    if asked is not experiment:
         with alone():
-            one_process = judge(asked, rtol=None, atol=None, keep_gradients=True, exact=exact)
+            one, one_decision = measure_and_decide(asked, keep_gradients=True, exact=exact)
     begun = time.perf_counter()
-    confirmed, rank_facts = _confirm_on_ranks(on_each, judgement, ran, one_process, ranks, exact)
+    confirmed, rank_facts = _confirm_on_ranks(on_each, decision, ran, one, ranks, exact)
     took += time.perf_counter() - begun
     with alone():  # ranks that all agree with the full batch leave nothing to look for
         agree = all(row.outcome is Outcome.EQUIVALENT for row in confirmed.rows)
-        facts = investigate(asked, one_process, diagnose=diagnose and not agree)
-    confirmed.timings = {**judgement.timings, "ranks": took}
+        facts = investigate(one, one_decision, diagnose=diagnose and not agree)
+    measurement.seconds["ranks"] = took
     if not rank_facts.divergent:
-        facts = replace(facts, compared=replace(facts.compared, rows=tuple(confirmed.rows), method=confirmed.method))
-    return confirmed, replace(facts, ranks=rank_facts)
+        facts = replace(facts, compared=replace(facts.compared, rows=confirmed.rows, method=confirmed.method))
+    return measurement, confirmed, replace(facts, ranks=rank_facts)
 
 
 def _confirm_on_ranks(
-    task: Task, judgement: Judgement, ran: _Ran, one: Judgement, ranks: Ranks, exact: bool
-) -> tuple[Judgement, RankFacts]:
+    measurement: Measurement, decision: Decision, ran: _Ran, one: Measurement, ranks: Ranks, exact: bool
+) -> tuple[Decision, RankFacts]:
     """Decides every parameter of the ranks' gradient as one process does, and runs the controls that it calls for.
 
     Args:
-        task: The problem in this process, cut into K · R micro-batches.
-        judgement: The verdict of one process on them, with its gradients.
+        measurement: Of the problem in this process, cut into K · R micro-batches, with its gradients.
+        decision: What one process decided on them.
         ran: What the ranks did with them.
-        one: The verdict of one process on what the ranks compute together, with its gradients: `judgement`, or that of
+        one: What one process computes of what the ranks compute together, with its gradients: `measurement`, or that of
             K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
         ranks: What to run.
         exact: In float64 whatever working precision says.
 
     Returns:
-        The judgement with the rows of the ranks' gradient, and what was measured on the way.
+        The decision with the rows of the ranks' gradient, and what was measured on the way.
 
     Raises:
         ProblemError: A rank raised, died, or did not end in time.
     """
     together, (reports, gradients) = one.accumulated.gradients, ran
-    unit = working_unit(task, judgement.full, judgement.accumulated)
-    decided = replace(judgement, method=Method.WORKING_PRECISION)
-    decided.working = {row.name: row for row in measure(gradients, judgement.full.gradients)}
-    decide_window(task, decided, unit, exact, lambda: _in_float64(task, decided, ranks))
+    unit = measurement.unit
+    of_ranks = replace(measurement, differences=_measure_by_name(gradients, measurement.full.gradients))
+    decided = decide_window(of_ranks, unit, exact, lambda: _in_float64(of_ranks, ranks))
+    decided = replace(
+        decision,
+        rows=decided.rows,
+        method=decided.method,
+        control=decided.control or decision.control,
+        control_failure=decided.control_failure or decision.control_failure,
+    )
     facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
 
     def difference_left(**differing: Any) -> float:
-        _, repaired = _window_run(task, judgement.record, judgement.full, ranks, **differing)
+        _, repaired = _window_run(measurement, ranks, **differing)
         return left_between(repaired, together)
 
     if facts.at_fault and facts.gathers:
@@ -338,57 +341,56 @@ def _confirm_on_ranks(
     return decided, facts
 
 
-def _window_run(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, **differing: Any) -> _Ran:
-    """Runs every micro-batch of a task on its rank; returns what they tell, and the gradient they end up with.
+def _window_run(measurement: Measurement, ranks: Ranks, **differing: Any) -> _Ran:
+    """Runs every micro-batch on its rank; returns what they tell, and the gradient they end up with.
 
     Args:
-        task: Cut into K · R micro-batches.
-        record: What the full batch drew.
-        full: What it showed.
+        measurement: Cut into K · R micro-batches, with the full-batch pass.
         ranks: What to run.
         differing: Fields of the `Window` that are not those of the first one.
 
     Raises:
         ProblemError: A rank raised, died, or did not end in time.
     """
+    experiment = measurement.experiment
     with working_folder("gaverify-ranks-") as folder:
-        window = replace(window_of(task, record, full, ranks, folder), **differing)
+        window = replace(window_of(experiment, measurement.full, ranks, folder), **differing)
         reports = on_ranks(run_rank, window)
-        return reports, torch.load(window.gradients, map_location=task.device, weights_only=False)
+        return reports, torch.load(window.gradients, map_location=experiment.device, weights_only=False)
 
 
-def _in_float64(task: Task, judgement: Judgement, ranks: Ranks) -> Control | None:
-    """Runs the ranks in float64, against the full batch of a pass for this purpose; None where that is impossible."""
+def _in_float64(measurement: Measurement, ranks: Ranks) -> Control | str:
+    """Runs the ranks in float64, against the full batch of a pass for this purpose; or returns why it could not."""
     try:
-        with in_float64(task, judgement.state) as (lifted, state):
+        with measurement.experiment.in_float64() as exact:
             with alone():
-                full, _ = full_batch_gradients(lifted, state, judgement.record, lift=True)
-            _, gradients = _window_run(lifted, judgement.record, full, ranks, lifted=True)
-            return Control({row.name: row for row in measure(gradients, full.gradients)}, full, full)
+                full = exact.full_batch()
+            _, gradients = _window_run(Measurement(exact, full, full, {}), ranks, lifted=True)
+            return Control(_measure_by_name(gradients, full.gradients), full, full)
     except Exception as error:
         if is_own_fault(error):
             raise
-        judgement.control_failure = failure_sentence(error)
-        return None
+        return failure_sentence(error)
 
 
-def _of_one_process(task: Task, judgement: Judgement, ranks: Ranks, *, talked: bool) -> Task:
+def _of_one_process(measurement: Measurement, ranks: Ranks, *, talked: bool) -> Experiment:
     """Returns what one process runs to compute what the ranks compute together.
 
     Args:
-        task: The problem in this process, cut into K · R micro-batches.
-        judgement: The verdict of one process on them.
+        measurement: Of the problem in this process, cut into K · R micro-batches.
         ranks: What was run.
         talked: Whether the code called `torch.distributed` itself on the ranks, and so saw the samples of all at once.
     """
-    count, weighting = ranks.count, task.weighting
+    experiment = measurement.experiment
+    count, weighting = ranks.count, experiment.weighting
     if talked:
         if isinstance(weighting, list | tuple):
             weighting = [sum(weighting[at : at + count]) for at in range(0, len(weighting), count)]
-        return replace(task, sizes=micro_batch_sizes(task.batch_size, task.steps // count), weighting=weighting)
-    micro, full = judgement.accumulated.micro_losses, judgement.full.loss
+        sizes = micro_batch_sizes(experiment.batch_size, experiment.steps // count)
+        return replace(experiment, sizes=sizes, weighting=weighting)
+    micro, full = measurement.accumulated.micro_losses, measurement.full.loss
     # losses that were added up as they are come nearer to K · R times the full batch's than to it: means, whose mean
     # over the ranks is right; of sums it is a fault of the ranks
     if weighting == "none" and abs(sum(micro)) > math.sqrt(len(micro)) * abs(full):
-        return replace(task, averaged_over=count)
-    return task
+        return replace(experiment, averaged_over=count)
+    return experiment

@@ -30,16 +30,14 @@ from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of
 from gaverify.passes.devices import RANKED, available_devices, backend_of, devices_of_ranks, release_memory, with_number
 from gaverify.passes.dispatch import Observed
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
-from gaverify.passes.gradients import PassProbe, PassResult, accumulated_gradients
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.gradients import PassProbe, PassResult
 from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
-from gaverify.passes.task import Task
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.ranks import Engine, Shares, Traffic
-from gaverify.verdict.control import in_float64
 from gaverify.verdict.settings import Settings
 
 Result = TypeVar("Result")
@@ -55,8 +53,8 @@ class Ranks:
         device: Where the verification in one process runs.
         timeout: Seconds for a window; None waits for ever.
         fresh: Whether processes are started afresh, rather than forked.
-        origin: In a fresh process returns the task on a device, as the process that judges has it, for as long as the
-            stack is open; raises GaverifyError where that is impossible. Must be picklable.
+        origin: In a fresh process returns the experiment on a device, as the process that judges has it, for as long as
+            the stack is open; raises GaverifyError where that is impossible. Must be picklable.
     """
 
     count: int
@@ -64,7 +62,7 @@ class Ranks:
     device: torch.device
     timeout: float | None = None
     fresh: bool = False
-    origin: Callable[[ExitStack, torch.device], Task] | None = None
+    origin: Callable[[ExitStack, torch.device], Experiment] | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -76,12 +74,11 @@ class Ranks:
 class Window:
     """What every rank is told: the problem, what the full batch drew and showed, and what is entered around its window.
 
-    `built_task` is the task in the process that judges, which forked ranks have as well; fresh ones make theirs.
-    `lifted`:
-    it is that of the float64 control.
+    `built_experiment` is that of the process that judges, which forked ranks have as well; fresh ones make theirs.
+    `lifted`: it is that of the float64 control.
     """
 
-    built_task: Task | None
+    built_experiment: Experiment | None
     record: DrawRecord
     reference: PassResult
     ranks: Ranks
@@ -97,25 +94,24 @@ class Window:
         return self.folder / "gradients.pt"
 
     @contextmanager
-    def task(self, rank: int) -> Iterator[Task]:
-        """Gives the task of a rank, where it computes."""
-        if self.built_task is not None:
-            yield self.built_task
+    def experiment(self, rank: int) -> Iterator[Experiment]:
+        """Gives the experiment of a rank, where it computes."""
+        if self.built_experiment is not None:
+            yield self.built_experiment
             return
         assert self.ranks.origin is not None
         with ExitStack() as stack:
-            task = self.ranks.origin(stack, self.ranks.devices[rank])
+            experiment = self.ranks.origin(stack, self.ranks.devices[rank])
             if self.lifted:
-                state = ModelState(task.modules, (task.problem.loss,))
-                task, _ = stack.enter_context(in_float64(task, state))
-            yield replace(task, math_kernels=self.math_kernels, averaged_over=self.ranks.count)
+                experiment = stack.enter_context(experiment.in_float64())
+            yield replace(experiment, math_kernels=self.math_kernels, averaged_over=self.ranks.count)
 
 
-def window_of(task: Task, record: DrawRecord, full: PassResult, ranks: Ranks, folder: Path) -> Window:
-    """Returns the window of a task, without what no rank asks for: the full batch's gradients and the sums in them."""
+def window_of(experiment: Experiment, full: PassResult, ranks: Ranks, folder: Path) -> Window:
+    """Returns a window, without what no rank asks for: the full batch's gradients and the sums in them."""
     observed = Observed(target_counts=full.observed[0].target_counts)
     reference = PassResult({}, full.loss, observed=(observed,), foreign=full.foreign)
-    return Window(task, record, reference, ranks, folder, task.math_kernels)
+    return Window(experiment, experiment.draws, reference, ranks, folder, experiment.math_kernels)
 
 
 def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Result]:
@@ -130,10 +126,10 @@ def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Resu
     """
     ranks, fresh = window.ranks, None
     if ranks.fresh:
-        assert window.built_task is not None
-        fresh = Fresh(window.built_task.device, ranks.devices)
+        assert window.built_experiment is not None
+        fresh = Fresh(window.built_experiment.device, ranks.devices)
         release_memory(fresh.source)
-        window = replace(window, built_task=None)
+        window = replace(window, built_experiment=None)
     jobs = [(f"rank {rank} of {ranks.count}", partial(work, window, rank)) for rank in range(ranks.count)]
     return run(jobs, ranks.timeout, fresh=fresh)
 
@@ -158,11 +154,11 @@ def run_rank(window: Window, rank: int) -> RankReport:
     """What the process of a rank does: join the group, run its window, leave the group."""
     traffic = TrafficMeter()
 
-    def accumulate_reduced(task: Task, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
+    def accumulate_reduced(experiment: Experiment, own: range) -> tuple[dict[str, torch.Tensor | None], PassResult]:
         with traffic.counting():
             share = window.shares[rank][0] if window.shares else 1.0
-            probe = Synchronised(task, window.ranks.engine, own[-1], window.ranks.count * share)
-            together = accumulate_rank(window, task, own, probe)
+            probe = Synchronised(experiment, window.ranks.engine, own[-1], window.ranks.count * share)
+            together = accumulate_rank(window, experiment, own, probe)
         return {name: _whole(gradient) for name, gradient in together.gradients.items()}, together
 
     (full_gradients, together), alone, calls = under_engine(window, rank, accumulate_reduced)
@@ -184,19 +180,19 @@ def _whole(gradient: Any) -> torch.Tensor | None:
 
 
 def under_engine(
-    window: Window, rank: int, work: Callable[[Task, range], Result]
+    window: Window, rank: int, work: Callable[[Experiment, range], Result]
 ) -> tuple[Result, PassResult, Traffic]:
     """Joins the ranks' group, and runs a rank's micro-batches without an engine, to learn what those of all reach.
 
-    Then `work` gets the task under the engine, and the rank's micro-batches. It must not keep the task: the engine
-    holds the group, and one that lives on when the group is left waits for the group's threads for ever.
+    Then `work` gets the experiment under the engine, and the rank's micro-batches. It must not keep the experiment: the
+    engine holds the group, and one that lives on when the group is left waits for the group's threads for ever.
 
     Returns:
         What `work` returned, what the micro-batches gave alone, and what the user's own code sent.
     """
     count, calls = window.ranks.count, TrafficMeter()
     with (
-        window.task(rank) as bare,
+        window.experiment(rank) as bare,
         join_group(rank, count, window.folder / "store", backend_of(window.ranks.devices)),
         warnings.catch_warnings(),
         window.around(),
@@ -209,16 +205,16 @@ def under_engine(
         return work(wrap_model(bare, window.ranks.engine, reach), rank_range), alone, calls.traffic
 
 
-def accumulate_rank(window: Window, task: Task, own: range, probe: PassProbe) -> PassResult:
+def accumulate_rank(window: Window, experiment: Experiment, own: range, probe: PassProbe) -> PassResult:
     """Returns the gradient of a rank's own micro-batches.
 
     Raises:
         ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
     """
     # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-    state = ModelState(task.modules, (task.problem.loss,))
+    experiment = replace(experiment, draws=window.record, lift=False).with_current_state()
     try:
-        return accumulated_gradients(task, state, window.record, window.reference, probe=probe, own=own)
+        return experiment.micro_batches(window.reference, probe, own=own)
     except ProblemError as error:
         if not isinstance(error.__cause__, AttributeError) or "DistributedDataParallel" not in str(error.__cause__):
             raise

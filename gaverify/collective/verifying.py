@@ -20,11 +20,11 @@ from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Strategy
 from gaverify.passes.nesting import children, leaves, with_children
 from gaverify.passes.problem import Problem
-from gaverify.passes.task import Task
-from gaverify.preparation import Progress, prepare_task, reporter
+from gaverify.preparation import Progress, prepare_experiment, reporter
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.decision import Decision
+from gaverify.verdict.measurement import Measurement
 from gaverify.verdict.settings import Settings
 
 Answer = TypeVar("Answer")
@@ -42,7 +42,7 @@ class Asked:
 
 
 def verify_together(
-    asked: Asked, member: Member, progress: Progress | None, answer: Callable[[Task, Judgement, Facts], Answer]
+    asked: Asked, member: Member, progress: Progress | None, answer: Callable[[Measurement, Decision, Facts], Answer]
 ) -> Answer:
     """Returns rank 0's answer on every rank.
 
@@ -62,16 +62,16 @@ def verify_together(
         weighting = settings.weighting
         if isinstance(weighting, list | tuple):  # those of one rank: each counts its share of the mean over the ranks
             weighting = [weight / member.count for weight in weighting] * member.count
-        task = prepare_task(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
+        experiment = prepare_experiment(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
 
         def report_progress(what: str) -> None:
             member.further(f"at {what}")
             report(what)
 
-        task = replace(task, sizes=sizes, progress=report_progress)
-        engine = users_engine(task.modules)
-        described = member.everyones("model", (tuple(task.parameters), description(task), settings.seed))
+        experiment = replace(experiment, sizes=sizes, progress=report_progress)
+        engine = users_engine(experiment.modules)
+        described = member.everyones("model", (tuple(experiment.parameters), description(experiment), settings.seed))
         odd = next(
             (rank for rank, description_of_rank in enumerate(described) if description_of_rank != described[0]), None
         )
@@ -79,10 +79,10 @@ def verify_together(
         if engine is None and asked.strategy is None:
             engine = asked.engine
             member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
-            task = under(task, engine)
+            experiment = under(experiment, engine)
         trained = Trained(member, engine, asked.strategy)
-        judgement, facts = judge_together(task, trained, diagnose=settings.diagnose, exact=settings.exact)
-        rank_answer = answer(task, judgement, facts)
+        judged = judge_together(experiment, trained, diagnose=settings.diagnose, exact=settings.exact)
+        rank_answer = answer(*judged)
     return member.everyones("answer", rank_answer if member.rank == 0 else None)[0]  # type: ignore[no-any-return]
 
 

@@ -21,19 +21,16 @@ from gaverify.collective.membership import Member
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import (
     Gradients,
     PassProbe,
     PassResult,
     Strategy,
-    accumulated_gradients,
     gradients_of_strategy,
 )
-from gaverify.passes.isolation import ModelState
-from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import sketch
-from gaverify.passes.task import Task
 from gaverify.passes.wrappers import dividing, engine_of, is_flattened, is_sharded, local, summed_over, tensor_parallel
 from gaverify.records.ranks import Collective, Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, no_dispatch_modes
@@ -64,29 +61,29 @@ def users_engine(modules: list[nn.Module]) -> Engine | None:
     return engine_of(modules)
 
 
-def under(task: Task, engine: Engine) -> Task:
-    """Returns the task with a plain model under an engine; only the whole of it is sharded.
+def under(experiment: Experiment, engine: Engine) -> Experiment:
+    """Returns the experiment with a plain model under an engine; only the whole of it is sharded.
 
     What a micro-batch leaves out is not known yet: DDP is told to expect it.
     """
-    model = task.problem.model
-    return wrap_model(task, engine, Reach(True, ((0,),) * len(list(blocks(model)))))
+    model = experiment.problem.model
+    return wrap_model(experiment, engine, Reach(True, ((0,),) * len(list(blocks(model)))))
 
 
-def bare(task: Task) -> Task:
-    """Returns the task with the model inside DistributedDataParallel, which computes without other ranks."""
-    inner = getattr(task.problem.model, "module", task.problem.model)
-    loss = task.problem.loss
+def bare(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the model inside DistributedDataParallel, which computes without other ranks."""
+    inner = getattr(experiment.problem.model, "module", experiment.problem.model)
+    loss = experiment.problem.loss
     if isinstance(loss, nn.parallel.DistributedDataParallel):
         loss = loss.module
-    return replace(task, problem=replace(task.problem, model=inner, loss=loss))
+    return replace(experiment, problem=replace(experiment.problem, model=inner, loss=loss))
 
 
-def description(task: Task) -> str:
+def description(experiment: Experiment) -> str:
     """Returns a digest of what every rank has to have alike: the parameters, and the values of those it holds whole."""
     words = [
         (name, f"{tuple(parameter.shape)} {parameter.dtype}" if is_sharded(parameter) else parameter)
-        for name, parameter in task.parameters.items()
+        for name, parameter in experiment.parameters.items()
     ]
     return digest_of(iter(words))
 
@@ -126,40 +123,38 @@ class Trained:
     scale: float = 1.0
     factors: tuple[float | None, ...] = ()
 
-    def whole(self, task: Task) -> Task:
-        """The task that runs the whole batch on every rank: without DDP, so that nothing it does is taken for right."""
-        return bare(task) if self.engine is Engine.DDP else task
+    def whole(self, experiment: Experiment) -> Experiment:
+        """The experiment that runs the whole batch on every rank: without DDP, which is part of what is tested."""
+        return bare(experiment) if self.engine is Engine.DDP else experiment
 
-    def has_own_hooks(self, task: Task) -> bool:
+    def has_own_hooks(self, experiment: Experiment) -> bool:
         """Whether the user's code put hooks of its own in the place of DDP's mean over the ranks."""
-        return any(getattr(module, "_comm_hooks", None) for root in task.modules for module in root.modules())
+        return any(getattr(module, "_comm_hooks", None) for root in experiment.modules for module in root.modules())
 
-    def own(self, task: Task, rank: int | None = None) -> range:
+    def own(self, experiment: Experiment, rank: int | None = None) -> range:
         """The micro-batches of a rank, by default of this one."""
-        steps = task.steps // self.member.count
+        steps = experiment.steps // self.member.count
         first = (self.member.rank if rank is None else rank) * steps
         return range(first, first + steps)
 
-    def window(
-        self, task: Task, state: ModelState, record: DrawRecord, full: PassResult, *, lift: bool = False
-    ) -> tuple[PassResult, Moved]:
+    def window(self, experiment: Experiment, full: PassResult) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
-        moved, rank_range = Moved(TrafficMeter(), [], []), self.own(task)
+        moved, rank_range = Moved(TrafficMeter(), [], []), self.own(experiment)
         noting = _backwards_noted(moved, [share * self.scale for share in self.shares], self.member)
-        with moved.meter.counting(), noting, dividing(task.modules, self.factors):
+        with moved.meter.counting(), noting, dividing(experiment.modules, self.factors):
             if self.strategy is not None:
-                with _clipping_noted(moved, task):
-                    result = gradients_of_strategy(task, state, record, self.strategy, rank_range)
+                with _clipping_noted(moved, experiment):
+                    result = gradients_of_strategy(experiment, self.strategy, rank_range)
             else:
                 ranks = self.member.count
                 probe: PassProbe = Scaled(ranks)
                 if self.engine is not None:
-                    probe = Synchronised(task, self.engine, rank_range[-1], ranks)
-                result = accumulated_gradients(task, state, record, full, lift=lift, probe=probe, own=rank_range)
+                    probe = Synchronised(experiment, self.engine, rank_range[-1], ranks)
+                result = experiment.micro_batches(full, probe, own=rank_range)
         self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:
             raise ProblemError("the strategy never calls backward: no gradient is there to compare")
-        if any(getattr(module, "gradient_as_bucket_view", False) for module in task.modules):
+        if any(getattr(module, "gradient_as_bucket_view", False) for module in experiment.modules):
             # views into DDP's buckets, which the next pass writes to
             result.gradients = {name: None if g is None else g.clone() for name, g in result.gradients.items()}
         if self.scale != 1.0:
@@ -234,7 +229,7 @@ def _backwards_noted(moved: Moved, shares: Sequence[float], member: Member) -> I
 
 
 @contextmanager
-def _clipping_noted(moved: Moved, task: Task) -> Iterator[None]:
+def _clipping_noted(moved: Moved, experiment: Experiment) -> Iterator[None]:
     """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs."""
     wrappers = [getattr(clip_grad, name) for name in _CLIPPING]
     cells = [wrapper.__closure__[0] for wrapper in wrappers if wrapper.__closure__]
@@ -245,7 +240,7 @@ def _clipping_noted(moved: Moved, task: Task) -> Iterator[None]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             norm = run(*args, **kwargs)
             with no_dispatch_modes(), torch.no_grad():
-                clipped_sketch = own_sketch({name: parameter.grad for name, parameter in task.parameters.items()})
+                clipped_sketch = own_sketch({name: parameter.grad for name, parameter in experiment.parameters.items()})
             moved.clips.append((len(moved.reduced), clipped_sketch))
             return norm
 

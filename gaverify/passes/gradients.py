@@ -12,26 +12,29 @@ run by the user's own function: its micro-batches, as many backward passes as it
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gaverify.errors import NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
-from gaverify.passes.isolation import ModelState, foreign_generator_states, generator_states, seed_torch
+from gaverify.passes.isolation import foreign_generator_states, generator_states, seed_torch
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
 from gaverify.passes.reference import fit_memory
-from gaverify.passes.task import Task, loss_of, micro_batch_of, named_parameters, told_as_users
 from gaverify.passes.terms import Terms
+from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, named_parameters
 from gaverify.passes.weighting import micro_batch_weight
 from gaverify.passes.wrappers import keep_reducers, local, over_ranks, settle
 from gaverify.records.comparison import Reference
 from gaverify.torch_internals import version_of
 from gaverify.tracebacks import hands_over
+
+if TYPE_CHECKING:
+    from gaverify.passes.experiment import Experiment
 
 _STATISTIC = 1 << 16  # elements of a buffer that is compared after a pass; larger ones are masks and tables
 Gradients = Mapping[str, torch.Tensor | None]
@@ -66,69 +69,104 @@ class PassResult:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def full_batch_gradients(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord | None = None,
-    *,
-    lift: bool = False,
-    probe: PassProbe | None = None,
-) -> tuple[PassResult, DrawRecord]:
-    """Returns the gradient of the whole batch from one backward pass, and the random draws that it made.
+class ComposedProbe(PassProbe):
+    """Several probes at once; the last one's backward is used."""
+
+    def __init__(self, probes: Sequence[PassProbe]) -> None:
+        self._probes = tuple(probes)
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Enters all of them, the first outermost."""
+        with ExitStack() as stack:
+            for probe in self._probes:
+                stack.enter_context(probe.around(k))
+            yield
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Leaves the backward to the last probe."""
+        self._probes[-1].backward(k, loss, weight)
+
+
+def combine_probes(probes: Sequence[PassProbe]) -> PassProbe | None:
+    """Returns one probe that stands for several; None where there is none."""
+    return ComposedProbe(probes) if len(probes) > 1 else next(iter(probes), None)
+
+
+def record_full_batch(experiment: Experiment, probe: PassProbe | None = None) -> tuple[PassResult, DrawRecord]:
+    """Runs the whole batch in one backward pass, and records the random draws that it makes.
 
     Args:
-        task: What to run.
-        state: Restored in the end, so that whatever runs next starts equal.
-        record: Draws of an earlier pass to be used again (the control runs); None records them.
-        lift: Raise casts inside the model to float64.
-        probe: What a control experiment adds.
+        experiment: What to run.
+        probe: What looks on.
 
     Raises:
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
-        NoMemory: It does not fit; where `task.fitting` was asked to, the ways that need less have been tried.
+        NoMemory: It does not fit; where `experiment.fitting` was asked to, the ways that need less have been tried.
     """
+    recorders: list[Recorder] = []
+
+    def record_draws() -> Recorder:
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    result = _fit_full_batch(experiment, record_draws, probe)
+    return result, recorders[-1].record
+
+
+def full_batch_gradients(experiment: Experiment, probe: PassProbe | None = None) -> PassResult:
+    """Returns the gradient of the whole batch from one backward pass, with the draws that were recorded.
+
+    Raises:
+        ProblemError: The model or loss raised, or the loss cannot be differentiated.
+        NoMemory: It does not fit.
+    """
+    size = experiment.batch_size
+    return _fit_full_batch(experiment, lambda: Dealer(experiment.draws, 0, size, size), probe)
+
+
+def _fit_full_batch(
+    experiment: Experiment, make_draws: Callable[[], Recorder | Dealer], probe: PassProbe | None
+) -> PassResult:
+    """The full-batch pass, by the ways that need less memory where it does not fit."""
     while True:
         try:
-            return _full_batch(task, state, record, lift, probe or PassProbe())
+            return _run_full_batch(experiment, make_draws(), probe or PassProbe())
         except NoMemory as error:
             # a probe has seen a part of the pass already
-            if probe is not None or not task.fitting.falls_through(task.device):
-                raise NoMemory(f"{error}{_way_that_needs_less(task)}") from error
+            if probe is not None or not experiment.fitting.falls_through(experiment.device):
+                raise NoMemory(f"{error}{_way_that_needs_less(experiment)}") from error
         gc.collect()  # here the exception is gone, and with it the frames that held what the pass had made
-        task.progress(f"the full batch with {task.fitting.way}")
+        experiment.progress(f"the full batch with {experiment.fitting.way}")
 
 
-def _way_that_needs_less(task: Task) -> str:
+def _way_that_needs_less(experiment: Experiment) -> str:
     """Names offloading, where it is not what was tried and the device's memory is not the host's."""
-    tried = task.fitting.way is Reference.OFFLOAD
-    return "" if tried or task.device.type == "cpu" else "; `--reference offload` needs less"
+    tried = experiment.fitting.way is Reference.OFFLOAD
+    return "" if tried or experiment.device.type == "cpu" else "; `--reference offload` needs less"
 
 
-def _full_batch(
-    task: Task, state: ModelState, record: DrawRecord | None, lift: bool, probe: PassProbe
-) -> tuple[PassResult, DrawRecord]:
-    random_draws = Recorder() if record is None else Dealer(record, 0, task.batch_size, task.batch_size)
-    mode = PassMode(state, random_draws, lift=lift, observe_terms=not lift)
-    with one_pass(task, state):
-        known = set(named_parameters(task.problem))
-        with told_as_users("the full batch", task):
-            batch = fresh(task.problem.batch)
-        fit = fit_memory(task.fitting, task.modules, task.device)
-        with mode, told_as_users("the full batch", task), probe.around(None), fit:
-            loss = loss_of(task, batch, "the full batch")
+def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:
+    mode = PassMode(experiment.state, random_draws, lift=experiment.lift, observe_terms=not experiment.lift)
+    with one_pass(experiment):
+        known = set(named_parameters(experiment.problem))
+        with explain_user_errors("the full batch", experiment):
+            batch = fresh(experiment.problem.batch)
+        fit = fit_memory(experiment.fitting, experiment.modules, experiment.device)
+        with mode, explain_user_errors("the full batch", experiment), probe.around(None), fit:
+            loss = loss_of(experiment, batch, "the full batch")
             probe.backward(None, loss, 1.0)
-        _check_none_added(task, known)
-        gradients = take_gradients(task)
+        _check_none_added(experiment, known)
+        gradients = take_gradients(experiment)
         terms = _terms(mode.observed, gradients)
-        buffers = _buffers(task)
+        buffers = _buffers(experiment)
         value, foreign = float(loss.detach()), foreign_generator_states()
-    result = PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)
-    return result, random_draws.record
+    return PassResult(gradients, value, observed=(mode.observed,), terms=terms, foreign=foreign, buffers=buffers)
 
 
-def _check_none_added(task: Task, known: Collection[str]) -> None:
+def _check_none_added(experiment: Experiment, known: Collection[str]) -> None:
     """Raises `ProblemError` where a forward has made parameters that get a gradient: nothing would compare them."""
-    named = named_parameters(task.problem)
+    named = named_parameters(experiment.problem)
     added = [f"`{name}`" for name, tensor in named.items() if name not in known and tensor.grad is not None]
     if added:
         what, them = ("parameters", "them") if len(added) > 1 else ("the parameter", "it")
@@ -140,12 +178,9 @@ def _check_none_added(task: Task, known: Collection[str]) -> None:
 
 @hands_over  # calls `backward` on the summed loss
 def accumulated_gradients(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
+    experiment: Experiment,
     reference: PassResult,
     *,
-    lift: bool = False,
     after_backward: AfterBackward | None = None,
     probe: PassProbe | None = None,
     own: Collection[int] | None = None,
@@ -153,35 +188,33 @@ def accumulated_gradients(
     """Returns the gradient that K micro-batches accumulate, each loss multiplied by its micro-batch weight.
 
     Args:
-        task: What to run; `task.strategy` "summed-loss" sums the weighted losses and calls `backward` once.
-        state: The micro-batches see each other's changes, as in training; restored in the end.
-        record: The full batch's draws, dealt out per sample.
+        experiment: What to run; the strategy "summed-loss" sums the weighted losses and calls `backward` once. The
+            micro-batches see each other's changes of the state, as in training.
         reference: The full-batch pass, whose target counts the weighting "tokens" needs.
-        lift: As in `full_batch_gradients`.
         after_backward: Called with k after each backward pass.
-        probe: What a control experiment adds.
+        probe: What looks on, or changes the pass.
         own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
     """
-    record.rewind()
+    experiment.draws.rewind()
     probe = probe or PassProbe()
     losses, weights, observed, dealers, total, foreign = [], [], [], [], None, False
-    with one_pass(task, state):
+    with one_pass(experiment):
         at_start = generator_states()
-        for k, (start, stop) in enumerate(task.bounds()):
+        for k, (start, stop) in enumerate(experiment.bounds()):
             if own is not None and k not in own:
                 continue
             at_start()
-            if task.strategy != "accumulate":
+            if experiment.strategy != "accumulate":
                 seed_torch(k)  # each graph its own states, by which its draws are known again in the backward
-            where = f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
-            dealer = Dealer(record, start, stop, task.batch_size)
+            where = f"micro-batch {k + 1} of {experiment.steps} (samples {start} to {stop - 1})"
+            dealer = Dealer(experiment.draws, start, stop, experiment.batch_size)
             dealers.append(dealer)
-            mode = PassMode(state, dealer, lift=lift)
-            micro_batch = fresh(micro_batch_of(task, start, stop, where))
-            with mode, told_as_users(where, task), probe.around(k):
-                loss = loss_of(task, micro_batch, where)
-                weight = micro_batch_weight(task, k, micro_batch, mode.observed, reference.observed[0])
-                if task.strategy == "accumulate":
+            mode = PassMode(experiment.state, dealer, lift=experiment.lift)
+            micro_batch = fresh(micro_batch_of(experiment, start, stop, where))
+            with mode, explain_user_errors(where, experiment), probe.around(k):
+                loss = loss_of(experiment, micro_batch, where)
+                weight = micro_batch_weight(experiment, k, micro_batch, mode.observed, reference.observed[0])
+                if experiment.strategy == "accumulate":
                     probe.backward(k, loss, weight)
                 else:
                     total = loss * weight if total is None else total + loss * weight
@@ -190,14 +223,17 @@ def accumulated_gradients(
             losses.append(loss.detach())
             weights.append(weight)
             observed.append(mode.observed)
-            task.progress(where)
-            if after_backward is not None and task.strategy == "accumulate":
+            experiment.progress(where)
+            if after_backward is not None and experiment.strategy == "accumulate":
                 after_backward(k)
         if total is not None:
-            with PassMode(state, Recomputing(dealers), lift=lift), told_as_users("the summed loss", task):
+            with (
+                PassMode(experiment.state, Recomputing(dealers), lift=experiment.lift),
+                explain_user_errors("the summed loss", experiment),
+            ):
                 total.backward()
-        gradients = take_gradients(task)
-        buffers = _buffers(task)
+        gradients = take_gradients(experiment)
+        buffers = _buffers(experiment)
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
     return PassResult(
@@ -205,70 +241,63 @@ def accumulated_gradients(
     )
 
 
-def forward_pass(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
-    k: int | None,
-    *,
-    lift: bool = False,
-    probe: PassProbe | None = None,
-) -> torch.Tensor:
+def forward_pass(experiment: Experiment, k: int | None, probe: PassProbe | None = None) -> torch.Tensor:
     """Runs one forward without a backward, from the restored state, and returns its loss.
 
     Args:
-        task: What to run.
-        state: Restored in the end.
-        record: The full batch's draws, dealt out per sample; rewind it before the first micro-batch.
+        experiment: What to run; rewind its draws before the first micro-batch.
         k: The micro-batch; None for the full batch.
-        lift: As in `full_batch_gradients`.
         probe: What looks on.
     """
-    start, stop = (0, task.batch_size) if k is None else list(task.bounds())[k]
-    where = "the full batch" if k is None else f"micro-batch {k + 1} of {task.steps} (samples {start} to {stop - 1})"
-    mode = PassMode(state, Dealer(record, start, stop, task.batch_size), lift=lift)
+    start, stop = (0, experiment.batch_size) if k is None else list(experiment.bounds())[k]
+    where = (
+        "the full batch" if k is None else f"micro-batch {k + 1} of {experiment.steps} (samples {start} to {stop - 1})"
+    )
+    mode = PassMode(
+        experiment.state, Dealer(experiment.draws, start, stop, experiment.batch_size), lift=experiment.lift
+    )
     probe = probe or PassProbe()
-    with one_pass(task, state):
-        batch = fresh(task.problem.batch if k is None else micro_batch_of(task, start, stop, where))
-        with mode, told_as_users(where, task), probe.around(k):
-            return loss_of(task, batch, where)
+    with one_pass(experiment):
+        batch = fresh(experiment.problem.batch if k is None else micro_batch_of(experiment, start, stop, where))
+        with mode, explain_user_errors(where, experiment), probe.around(k):
+            return loss_of(experiment, batch, where)
 
 
 @contextmanager
-def one_pass(task: Task, state: ModelState) -> Iterator[None]:
+def one_pass(experiment: Experiment) -> Iterator[None]:
     """One strategy's pass: no gradients at its start, the state and the generators restored at its end."""
     restore = generator_states()
     with ExitStack() as stack:
-        stack.enter_context(named_modules(task.modules))
-        if task.math_kernels:
+        stack.enter_context(named_modules(experiment.modules))
+        if experiment.math_kernels:
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         try:
-            for parameter in task.parameters.values():
+            for parameter in experiment.parameters.values():
                 parameter.grad = None
             yield
         finally:
-            for parameter in task.parameters.values():
+            for parameter in experiment.parameters.values():
                 parameter.grad = None
             if over_ranks() is not None:
-                settle(task.modules)
-            state.restore()
+                settle(experiment.modules)
+            experiment.state.restore()
             keep_reducers()
             restore()
 
 
-def take_gradients(task: Task) -> Gradients:
+def take_gradients(experiment: Experiment) -> Gradients:
     """Takes the gradients over without a copy: the parameters let go of them right after."""
-    return {name: parameter.grad for name, parameter in task.parameters.items()}
+    return {name: parameter.grad for name, parameter in experiment.parameters.items()}
 
 
-def _buffers(task: Task) -> dict[str, torch.Tensor]:
+def _buffers(experiment: Experiment) -> dict[str, torch.Tensor]:
     """The floating-point buffers as a pass leaves them; large ones are no statistics."""
     return {
         name: buffer.detach().clone()
-        for module in task.modules
+        for module in experiment.modules
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point() and buffer.numel() <= _STATISTIC
     }
@@ -284,15 +313,11 @@ Strategy = Callable[[Any, list[Any]], None]
 
 
 @hands_over
-def gradients_of_strategy(
-    task: Task, state: ModelState, record: DrawRecord, strategy: Strategy, own: Collection[int]
-) -> PassResult:
+def gradients_of_strategy(experiment: Experiment, strategy: Strategy, own: Collection[int]) -> PassResult:
     """Returns what `strategy(model, micro_batches)` leaves in `.grad`.
 
     Args:
-        task: What to run.
-        state: Restored in the end.
-        record: The full batch's draws.
+        experiment: What to run.
         strategy: The user's function.
         own: The micro-batches that it is given.
 
@@ -300,30 +325,30 @@ def gradients_of_strategy(
         ProblemError: It raised, changed a parameter, or the model draws random numbers, which cannot be dealt out to
             micro-batches that nobody sees.
     """
-    if record.count:
+    if experiment.draws.count:
         raise ProblemError(
             "the model draws random numbers, and a strategy of your own does not say for which micro-batch; "
             "verify it with mode='eval', or switch its dropout off"
         )
     parts = []
-    for k, (start, stop) in enumerate(task.bounds()):
+    for k, (start, stop) in enumerate(experiment.bounds()):
         if k in own:
-            parts.append(fresh(micro_batch_of(task, start, stop, f"micro-batch {k + 1} of {task.steps}")))
-    mode = PassMode(state, Recorder())
-    with one_pass(task, state):
-        before = _versions(task)
-        with mode, told_as_users("the strategy", task), task.autocasting():
-            strategy(task.problem.model, parts)
-        pairs = zip(task.parameters.values(), before, _versions(task), strict=True)
-        if not all(state.unchanged(parameter) for parameter, old, new in pairs if new != old):
+            parts.append(fresh(micro_batch_of(experiment, start, stop, f"micro-batch {k + 1} of {experiment.steps}")))
+    mode = PassMode(experiment.state, Recorder())
+    with one_pass(experiment):
+        before = _versions(experiment)
+        with mode, explain_user_errors("the strategy", experiment), experiment.autocasting():
+            strategy(experiment.problem.model, parts)
+        pairs = zip(experiment.parameters.values(), before, _versions(experiment), strict=True)
+        if not all(experiment.state.unchanged(parameter) for parameter, old, new in pairs if new != old):
             raise ProblemError(
                 "the strategy changes parameters, as an optimizer's step does; "
                 "let it end with the gradients in `.grad`, which are what is compared"
             )
-        gradients = take_gradients(task)
+        gradients = take_gradients(experiment)
     return PassResult(gradients, float("nan"), observed=(mode.observed,))
 
 
-def _versions(task: Task) -> list[int]:
+def _versions(experiment: Experiment) -> list[int]:
     with torch.no_grad():
-        return [version_of(local(parameter)) for parameter in task.parameters.values()]
+        return [version_of(local(parameter)) for parameter in experiment.parameters.values()]

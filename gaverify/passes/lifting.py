@@ -19,30 +19,30 @@ from torch import nn
 from torch.overrides import get_default_nowrap_functions
 
 from gaverify.errors import ProblemError
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.task import Task
 from gaverify.torch_internals import gradient_hooks_of, tree_map_only, without_subclass_function
 from gaverify.tracebacks import hands_over
 
 Listener = Callable[[int, torch.Tensor], None]
-"""Is given the place of a parameter among the task's, and a gradient of it in float64."""
+"""Is given the place of a parameter among the experiment's, and a gradient of it in float64."""
 _AS_THEY_ARE = frozenset(("__get__", "__set__", "backward", "register_hook", "type"))  # of the weight, not its values
 
 
 class LiftedWeights(PassProbe):
-    """Lifts the trainable weights of a task for the operations that take them.
+    """Lifts the trainable weights of a experiment for the operations that take them.
 
     Args:
-        task: Whose weights; those that are float64 already, or complex, stay.
+        experiment: Whose weights; those that are float64 already, or complex, stay.
         listen: Is given every gradient.
 
     Raises:
         ProblemError: A weight is no plain parameter, or has hooks, which belong to a gradient that is not formed.
     """
 
-    def __init__(self, task: Task, listen: Listener) -> None:
-        places = {id(weight): place for place, weight in enumerate(task.parameters.values())}
-        weights = {id(weight): weight for root in task.modules for weight in root.parameters()}
+    def __init__(self, experiment: Experiment, listen: Listener) -> None:
+        places = {id(weight): place for place, weight in enumerate(experiment.parameters.values())}
+        weights = {id(weight): weight for root in experiment.modules for weight in root.parameters()}
         low = (torch.float32, torch.bfloat16, torch.float16)
         self._weights = [(weight, places.get(key)) for key, weight in weights.items() if weight.dtype in low]
         for weight, _ in self._weights:

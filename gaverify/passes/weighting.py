@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gaverify.errors import ProblemError
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.nesting import leaves
-from gaverify.passes.problem import Problem
 from gaverify.tracebacks import hands_over
+
+if TYPE_CHECKING:
+    from gaverify.passes.experiment import Experiment
 
 WEIGHTINGS = ("uniform", "samples", "tokens", "none")
 _TARGET_NAMES = ("labels", "targets", "target", "label", "y")
 
 
-@dataclass(kw_only=True)
-class Weighing:
-    """What a weight depends on: the batch, its sizes, and the recipe.
-
-    `averaged_over`: by how much a mean over ranks divides losses that the recipe leaves as they are.
-    """
-
-    problem: Problem
-    batch_size: int
-    sizes: tuple[int, ...]
-    weighting: Any
-    ignore_index: int = -100
-    averaged_over: int = 1
-
-    @property
-    def steps(self) -> int:
-        """K."""
-        return len(self.sizes)
-
-
-def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Observed, full: Observed) -> float:
+def micro_batch_weight(experiment: Experiment, k: int, micro_batch: Any, observed: Observed, full: Observed) -> float:
     """Returns w_k.
 
         uniform   1/K                 samples  n_k/N
@@ -48,17 +29,17 @@ def micro_batch_weight(task: Weighing, k: int, micro_batch: Any, observed: Obser
     Raises:
         ProblemError: "tokens" finds no targets, or a callable returns no number.
     """
-    weighting = task.weighting
+    weighting = experiment.weighting
     if weighting == "uniform":
-        return 1.0 / task.steps
+        return 1.0 / experiment.steps
     if weighting == "none":
-        return 1.0 / task.averaged_over
+        return 1.0 / experiment.averaged_over
     if weighting == "samples":
-        return task.sizes[k] / task.batch_size
+        return experiment.sizes[k] / experiment.batch_size
     if weighting == "tokens":
-        return _token_share(task, micro_batch, observed, full)
+        return _token_share(experiment, micro_batch, observed, full)
     if callable(weighting):
-        return _call_weighting(weighting, micro_batch, task.problem.batch)
+        return _call_weighting(weighting, micro_batch, experiment.problem.batch)
     return float(weighting[k])
 
 
@@ -94,23 +75,23 @@ def targets_of(batch: Any) -> torch.Tensor | None:
     return integers[-1] if integers else None
 
 
-def _token_share(task: Weighing, micro_batch: Any, observed: Observed, full: Observed) -> float:
+def _token_share(experiment: Experiment, micro_batch: Any, observed: Observed, full: Observed) -> float:
     part, total = valid_targets(observed), valid_targets(full)
     if part is None or total is None:
-        part, total = _valid(task, micro_batch), _valid(task, task.problem.batch)
+        part, total = _valid(experiment, micro_batch), _valid(experiment, experiment.problem.batch)
     if total == 0:
         raise ProblemError("weighting `tokens`: the batch has no valid target at all")
     return part / total
 
 
-def _valid(task: Weighing, batch: Any) -> float:
+def _valid(experiment: Experiment, batch: Any) -> float:
     targets = targets_of(batch)
     if targets is None:
         raise ProblemError(
             "weighting `tokens` found no integer targets in the batch; name them `labels`, "
             "or give the weights as numbers or as a function"
         )
-    return float((targets != task.ignore_index).sum())
+    return float((targets != experiment.ignore_index).sum())
 
 
 @hands_over

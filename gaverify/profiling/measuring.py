@@ -39,7 +39,7 @@ def peak_memory(work: Workload) -> Memory | None:
     On a CPU it must be the first thing that a fresh process runs, and that process must have been started in
     `launching.ENVIRONMENT`: memory that was freed before would stay with it and hide what the update needs.
     """
-    device = work.task.device
+    device = work.experiment.device
     if counts_memory(device):
         return _counted_peak(work, device)
     return _resident_peak(work) if device.type == "cpu" else None
@@ -47,7 +47,7 @@ def peak_memory(work: Workload) -> Memory | None:
 
 def update_seconds(work: Workload, repeats: int, report: Callable[[int], None] = lambda _: None) -> list[float]:
     """Returns the time of each of `repeats` updates after `WARM_UP` more; preparing them does not count."""
-    clock = _seconds_by_events if counts_memory(work.task.device) else _seconds
+    clock = _seconds_by_events if counts_memory(work.experiment.device) else _seconds
     times = []
     with _few_collections():
         for repeat in range(WARM_UP + repeats):
@@ -76,10 +76,10 @@ def _few_collections() -> Iterator[None]:
 
 
 def _seconds(work: Workload, micro_batches: list[Any]) -> float:
-    _synchronize(work.task.device)
+    _synchronize(work.experiment.device)
     started = time.perf_counter()
     work.update(micro_batches)
-    _synchronize(work.task.device)
+    _synchronize(work.experiment.device)
     return time.perf_counter() - started
 
 
@@ -90,8 +90,8 @@ def _synchronize(device: torch.device) -> None:
 
 def _seconds_by_events(work: Workload, micro_batches: list[Any]) -> float:
     """Events on the stream: the clock is the GPU's, from the first kernel to the last."""
-    module = torch.get_device_module(work.task.device)
-    with module.device(work.task.device):
+    module = torch.get_device_module(work.experiment.device)
+    with module.device(work.experiment.device):
         start, end = (module.Event(enable_timing=True) for _ in range(2))
         module.synchronize()
         start.record()

@@ -54,7 +54,7 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     from gaverify.profiling.workload import compare_with_full_batch, workload
 
     with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
-        _send(channel, about=_about(work, spec, job), micro_batches=work.task.sizes, stage="memory")
+        _send(channel, about=_about(work, spec, job), micro_batches=work.experiment.sizes, stage="memory")
         memory = peak_memory(work)
         _send(channel, memory=None if memory is None else vars(memory), stage="time")
         total = WARM_UP + job["repeats"]
@@ -119,18 +119,20 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     from gaverify.passes.precision import short_name
     from gaverify.version import __version__
 
-    task = work.task
-    unique = {id(p): p for module in task.modules for p in module.parameters()}.values()
-    lowest = max({p.dtype.to_real() for p in task.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
-    module = torch.get_device_module(task.device) if counts_memory(task.device) else None
+    experiment = work.experiment
+    unique = {id(p): p for module in experiment.modules for p in module.parameters()}.values()
+    lowest = max({p.dtype.to_real() for p in experiment.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
+    module = torch.get_device_module(experiment.device) if counts_memory(experiment.device) else None
     return {
         "model": spec.model,
         "parameters": sum(p.numel() for p in unique),
-        "trainable": sum(p.numel() for p in task.parameters.values()),
-        "batch_size": task.batch_size,
-        "device": str(task.device),
-        "device_name": module.get_device_name(task.device) if module else platform.processor() or platform.machine(),
-        "device_memory": module.get_device_properties(task.device).total_memory if module else None,
+        "trainable": sum(p.numel() for p in experiment.parameters.values()),
+        "batch_size": experiment.batch_size,
+        "device": str(experiment.device),
+        "device_name": module.get_device_name(experiment.device)
+        if module
+        else platform.processor() or platform.machine(),
+        "device_memory": module.get_device_properties(experiment.device).total_memory if module else None,
         "dtype": short_name(lowest),
         "autocast": spec.autocast,
         "mode": spec.mode,

@@ -26,10 +26,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gaverify.passes.batching import fresh
-from gaverify.passes.isolation import ModelState, isolated_generators, mode_set, seed_everything
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.isolation import isolated_generators, mode_set, seed_everything
 from gaverify.passes.problem import Problem
-from gaverify.passes.task import Task, loss_of, micro_batch_of, told_as_users
-from gaverify.preparation import dtype_of, task_of
+from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of
+from gaverify.preparation import dtype_of, place_experiment
 from gaverify.records.profile import Plan
 from gaverify.spec import Spec
 from gaverify.verification import verify
@@ -41,8 +42,7 @@ OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 class Workload:
     """A problem where it shall run, cut for one strategy, ready to be updated any number of times."""
 
-    task: Task
-    state: ModelState
+    experiment: Experiment
     seed: int
     optimizer: torch.optim.Optimizer | None = None
 
@@ -51,11 +51,11 @@ class Workload:
 
         A forward may change its inputs (`batch.pop("labels")`, `x.add_`), so each pass gets new ones.
         """
-        if self.task.steps == 1:
-            yield fresh(self.task.problem.batch)
+        if self.experiment.steps == 1:
+            yield fresh(self.experiment.problem.batch)
             return
-        for k, (start, stop) in enumerate(self.task.bounds(), 1):
-            yield fresh(micro_batch_of(self.task, start, stop, f"micro-batch {k} of {self.task.steps}"))
+        for k, (start, stop) in enumerate(self.experiment.bounds(), 1):
+            yield fresh(micro_batch_of(self.experiment, start, stop, f"micro-batch {k} of {self.experiment.steps}"))
 
     def start(self) -> None:
         """Makes every pass start from the same state and the same random draws."""
@@ -64,46 +64,46 @@ class Workload:
 
     def update(self, micro_batches: Iterable[Any]) -> None:
         """Runs one window: gradients cleared, forward and backward over every micro-batch, the optimizer's step."""
-        for parameter in self.task.parameters.values():
+        for parameter in self.experiment.parameters.values():
             parameter.grad = None
-        steps, total = self.task.steps, None
+        steps, total = self.experiment.steps, None
         places = iter(["the full batch"] if steps == 1 else [f"micro-batch {k + 1} of {steps}" for k in range(steps)])
         # 1/K stands for any recipe's weight: the value of a factor changes neither time nor bytes
         for micro_batch in micro_batches:  # no enumerate: it would keep the one before alive beside the next
             where = next(places)
-            with told_as_users(where, self.task):
-                loss = loss_of(self.task, micro_batch, where)
+            with explain_user_errors(where, self.experiment):
+                loss = loss_of(self.experiment, micro_batch, where)
                 loss = loss if steps == 1 else loss * (1.0 / steps)
-                if self.task.strategy == "accumulate":
+                if self.experiment.strategy == "accumulate":
                     loss.backward()  # type: ignore[no-untyped-call]
                 else:
                     total = loss if total is None else total + loss
             del loss, micro_batch  # the graph must not live on beside the next one
         if total is not None:
-            with told_as_users("the summed loss", self.task):
+            with explain_user_errors("the summed loss", self.experiment):
                 total.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
-            with told_as_users("the optimizer's step", self.task):
+            with explain_user_errors("the optimizer's step", self.experiment):
                 self.optimizer.step()
 
     def start_optimizer(self) -> None:
         """Makes the optimizer's state, which every update but the very first one finds there."""
         if self.optimizer is None:
             return
-        for parameter in self.task.parameters.values():
+        for parameter in self.experiment.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.clear()
 
     def clear(self) -> None:
         """Takes the gradients away and puts buffers and attributes back."""
-        for parameter in self.task.parameters.values():
+        for parameter in self.experiment.parameters.values():
             parameter.grad = None
-        self.state.restore()
+        self.experiment.state.restore()
 
     def kept_anyway(self) -> list[torch.Tensor]:
         """The parameters and buffers, whose storages are no activations."""
-        return [tensor for module in self.task.modules for tensor in (*module.parameters(), *module.buffers())]
+        return [tensor for module in self.experiment.modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 @contextmanager
@@ -124,11 +124,13 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
     with ExitStack() as stack:
         stack.enter_context(isolated_generators())
         stack.enter_context(mode_set(modules, spec.mode))
-        task = task_of(stack, problem, modules, plan.steps, spec.device, dtype_of(spec.dtype), dtype_of(spec.autocast))
-        task = replace(task, strategy="summed-loss" if plan.strategy == "summed-loss" else "accumulate")
-        work = Workload(task, ModelState(modules, (problem.loss,)), spec.seed)
+        experiment = place_experiment(
+            stack, problem, plan.steps, spec.device, dtype_of(spec.dtype), dtype_of(spec.autocast)
+        )
+        experiment = replace(experiment, strategy="summed-loss" if plan.strategy == "summed-loss" else "accumulate")
+        work = Workload(experiment, spec.seed)
         if optimizer is not None:
-            work.optimizer = getattr(torch.optim, OPTIMIZERS[optimizer])(task.parameters.values(), lr=0.0)
+            work.optimizer = getattr(torch.optim, OPTIMIZERS[optimizer])(experiment.parameters.values(), lr=0.0)
         stack.callback(work.clear)
         yield work
 
@@ -136,18 +138,18 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
 def compare_with_full_batch(work: Workload, spec: Spec) -> dict[str, Any]:
     """Returns outcome, method and largest relative difference of the plan against the full batch, from `verify`."""
     verdict = verify(
-        work.task.problem,
-        steps=work.task.steps,
+        work.experiment.problem,
+        steps=work.experiment.steps,
         weighting=spec.weighting,
         seed=spec.seed,
         mode=spec.mode,
         autocast=spec.autocast,
-        strategy=work.task.strategy,
+        strategy=work.experiment.strategy,
         rtol=spec.rtol,
         atol=spec.atol,
         ignore_index=spec.ignore_index,
         diagnose=False,
-        batch_size=work.task.batch_size,
+        batch_size=work.experiment.batch_size,
         name=spec.model,
     )
     # a difference relative to a gradient that is itself nothing but rounding says nothing

@@ -49,6 +49,7 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) 
             continue
         if expected.layout is not torch.strided or actual.layout is not torch.strided:
             expected, actual = expected.to_dense(), actual.to_dense()
+        # One reduction per shape in place of one per parameter: a launch per parameter costs more than the numbers.
         key = expected.shape, expected.dtype, actual.dtype, expected.get_device()
         group = alike.get(key)
         if group is None:
@@ -63,11 +64,13 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) 
         shape, units = group.shape, 0.0 if located else FEW_UNITS * unit_roundoff(group.expected[0].dtype)
         for at, name in enumerate(group.names):
             e, a, d = next(numbers)
+            # Written so that NaN, which compares false with everything, is caught as well.
             if not d < math.inf:
                 rows[name] = _not_finite(name, shape, e, a)
                 continue
             # as `Difference(…)`, without its function in Python
             rows[name] = tuple.__new__(Difference, (name, shape, e, a, d, None, None))
+            # The worst element takes another pass over the gradients: only where the difference may be no rounding.
             if d > units * (e if e > a else a):
                 unsure[name] = group.expected[at], group.actual[at]
     places = worst_elements(list(unsure.values()), [rows[name].shape for name in unsure])
@@ -84,8 +87,10 @@ def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, tota
     for row in rows:
         sides = (reference[row.name], accumulated[row.name])
         first_present = next((side for side in sides if side is not None), None)
+        # A replica that all ranks hold counts once in all, a shard counts in full on its rank.
         share = share_of(first_present, count) if first_present is not None else 0.0
         norms = (row.reference, row.accumulated, row.difference)
+        # NaN would make the sums of all ranks NaN, and their rows could not be told apart any more.
         squares = [share * norm * norm if row.why is None or norm == norm else 0.0 for norm in norms]
         odd = row.why not in (None, NotCompared.UNUSED) and None not in sides
         table.append([*squares, *(float(side is not None) for side in sides), float(odd)])
@@ -95,11 +100,13 @@ def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, tota
         sides = (reference[row.name], accumulated[row.name])
         first_present = next((side for side in sides if side is not None), None)
         shape = tuple(first_present.shape) if first_present is not None else row.shape
+        # A gradient that some ranks lack is missing, whatever the others have: their optimizers step differently.
         if min(with_e, with_a) < count:
             differences.append(_missing(row.name, shape, with_e, with_a))
         elif odd or not math.isfinite(d):
             differences.append(_not_finite(row.name, shape, math.sqrt(e), math.sqrt(a)))
         else:
+            # The worst element of a shard is not that of the parameter, which no rank sees as a whole.
             worst = None if is_sharded(first_present) else row.worst
             differences.append(Difference(row.name, shape, math.sqrt(e), math.sqrt(a), math.sqrt(d), worst, None))
     return differences
@@ -141,6 +148,7 @@ def by_tolerance(
             actual, expected = (t.to_dense() if t.layout is not torch.strided else t for t in (actual, expected))
             close = bool(torch.isclose(actual, expected, rtol=rtol, atol=atol).all())
             outcome = Outcome.EQUIVALENT if close else Outcome.DIVERGENT
+            # The norm of all elements' limits: what a report prints beside the norm of the difference.
             limit = atol + rtol * expected.abs().double()
             allowed = float(torch.linalg.vector_norm(limit))
         missing = row.why is not None

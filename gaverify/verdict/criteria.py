@@ -93,11 +93,14 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
         return _allowed_rounding(row.scale, row.reference, grounds.unit, grounds.terms, floor, grounds.zero), math.inf
     scale = max(row.scale, grounds.terms)
     smallest = FEW_UNITS * grounds.unit * scale
+    # A kernel that casts to float32 inside rounds in both strategies, and neither control nor floor sees it.
     if grounds.unit <= U64:
         smallest = max(smallest, CAPPED_UNITS * U32 * scale)
+    # In coarse arithmetic a moved weight moves the gradient by more than rounding does: fewer floors are allowed.
     equivalent, divergent = COARSE_FLOORS if grounds.unit > COARSE else FINE_FLOORS
     floor = grounds.floor if grounds.floor is not None else 0.0
     allowed = max(smallest, equivalent * floor)
+    # Between the two limits a floor decides nothing: it is a sample of three.
     if grounds.method == Method.NOISE_FLOOR:
         return allowed, max(smallest, divergent * floor)
     if grounds.working_unit > grounds.unit and math.isfinite(grounds.working):
@@ -116,6 +119,7 @@ def _allowed_rounding(
     """
     allowed = FEW_UNITS * unit * scale
     by_terms, by_floor = FEW_UNITS * unit * terms, min(FEW_TIMES * floor, math.inf if zero else FINE * reference)
+    # Terms may cancel: then Σ|terms| is far above the gradient, and a fault of its size would hide in what it allows.
     if by_terms > allowed and (by_terms <= FINE * reference or scale <= by_terms):
         allowed = by_terms
     return max(allowed, by_floor)
@@ -133,6 +137,7 @@ def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, 
     agree, method = Outcome.EQUIVALENT, Method.WORKING_PRECISION
     for row in rows:
         name, shape, reference, accumulated, difference, worst, why = row
+        # `max` and properties would cost more than all the rest: models have thousands of parameters.
         scale = reference if reference > accumulated else accumulated
         allowed = _allowed_rounding(scale, reference, unit, terms.get(name, 0.0))
         if why is None and difference <= allowed:
@@ -156,6 +161,7 @@ def floors_allowed(unit: float) -> float:
 def not_compared(row: Difference) -> ParameterComparison:
     """Returns the record of a parameter that has no finite gradient on both sides."""
     outcome = Outcome.DIVERGENT
+    # A parameter that no strategy reaches has no gradient in either: that is the same result, and trains the same.
     if row.why is NotCompared.UNUSED:
         outcome = Outcome.EQUIVALENT
     elif row.why is NotCompared.NOT_FINITE_IN_BOTH:  # NaN on both sides is neither the same nor a difference

@@ -10,11 +10,9 @@ import torch
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.calls import OperationMode, operation_name
-from gaverify.passes.gradients import PassProbe, forward_pass
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.nesting import leaves
-from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.task import Task
 from gaverify.torch_internals import tree_leaves
 from gaverify.tracebacks import calling_frame, display_path
 
@@ -33,19 +31,19 @@ _MEANT = (
 )
 
 
-def first_non_finite(task: Task, state: ModelState, record: DrawRecord) -> str:
+def first_non_finite(experiment: Experiment) -> str:
     """Returns a clause that names the first parameter, buffer, input or operation that is not finite; empty if none."""
-    for root in task.modules:
+    for root in experiment.modules:
         for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
             for name, tensor in named:
                 if _spoilt(tensor, nan_only=kind == "buffer"):
                     return f"{kind} `{name}` is not finite before anything runs: was it ever initialised?"
-    for path, leaf in leaves(task.problem.batch):
+    for path, leaf in leaves(experiment.problem.batch):
         if isinstance(leaf, torch.Tensor) and _spoilt(leaf, nan_only=True):
             return f"the batch holds NaN{f' in `{path}`' if str(path) else ''}"
     listener = _Listener()
     with suppress(GaverifyError):  # what was found until then counts
-        forward_pass(task, state, record, None, probe=listener)
+        experiment.forward(None, listener)
     return listener.describe_first
 
 

@@ -73,6 +73,7 @@ def norms_of(groups: Sequence[Alike]) -> list[Norms]:
     (low, high), pieces = _SAFE, list(_pieces(groups))
     norms: list[Norms] = [()] * sum(len(group.names) for group in groups)
     for piece, rows in zip(pieces, _fetch_tables([piece.measure_rows(wide=False) for piece in pieces]), strict=True):
+        # Squares below 1e-38 vanish in float32 and those above 3e38 overflow: such a norm is no number to decide by.
         if piece.narrow and not all(low < e < high and low < a < high and d < high for e, a, d in rows):
             rows = piece.measure_rows(wide=True).tolist()
         for place, row in zip(piece.places, rows, strict=True):
@@ -102,6 +103,7 @@ def _pieces(groups: Sequence[Alike]) -> Iterator[_Piece]:
     odd: dict[tuple[Any, ...], tuple[Tensors, Tensors, list[int]]] = {}
     for group in groups:
         first, count = group.expected[0], len(group.names)
+        # Few of a shape: a stack of two is no cheaper than two launches, so all shapes are laid end to end.
         if first.numel() < _SMALL and count < _ALIKE:
             expected, actual, places = odd.setdefault((first.dtype, group.actual[0].dtype, first.device), ([], [], []))
             expected += group.expected
@@ -135,6 +137,7 @@ def _norms_of_stack(expected: Tensors, actual: Tensors, wide: torch.dtype) -> to
 def _segments(expected: Tensors, actual: Tensors, wide: torch.dtype) -> torch.Tensor:
     """The norms of small parameters of any shapes: laid end to end, reduced by segments."""
     e, a = (flatten_tensors(side).to(wide) for side in (expected, actual))
+    # Not made on the device: filling it there from a list would wait for everything before it.
     lengths = torch.tensor([tensor.numel() for tensor in expected], device="cpu").to(e.device, non_blocking=True)
     squares = torch.stack([e * e, a * a, (a - e).square_()], dim=1)
     return torch.segment_reduce(squares, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).sqrt_()
@@ -148,6 +151,7 @@ def _norms_by_slices(expected: Tensors, actual: Tensors, wide: torch.dtype) -> t
     size = _SLICE_CPU if expected[0].device.type == "cpu" else _SLICE
     buffer = torch.empty(size, dtype=kind, device=expected[0].device)
     for e, a in zip(*(side[0].reshape(-1).split(size) for side in (expected, actual)), strict=True):
+        # The difference of two bfloat16 numbers is no bfloat16 number: it would be rounded as much as what it measures.
         if half:
             e, a = e.float(), a.float()
         difference = torch.sub(a, e, out=buffer[: len(e)])
@@ -160,6 +164,7 @@ def _norms_by_slices(expected: Tensors, actual: Tensors, wide: torch.dtype) -> t
 def _norm(values: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """The norm of a slice; on a CPU by the product with itself, which runs at the speed of memory."""
     if values.device.type == "cpu" and values.dtype is wide:
+        # `vector_norm` scales against overflow, which costs three times the product and is not needed within `_SAFE`.
         return torch.dot(values, values).sqrt_()
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=wide)
     return norm
@@ -181,6 +186,7 @@ def worst_elements(
     for numbers in devices.values():
         table = torch.stack([_worst(*pairs[at]) for at in numbers]).tolist()
         for at, (index, expected, actual) in zip(numbers, table, strict=True):
+            # A complex gradient was viewed as pairs of real numbers in a last dimension of its own.
             parts = 2 if pairs[at][0].dim() > len(shapes[at]) else 1
             elements[at] = Element(_unravel_index(int(index) // parts, shapes[at]), expected, actual)
     return [elements[at] for at in range(len(pairs))]

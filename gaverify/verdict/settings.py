@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from gaverify.passes.precision import short_name
-from gaverify.passes.task import Task
 from gaverify.records.comparison import Reference
 from gaverify.records.verdict import RunInfo
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.decision import Decision
+from gaverify.verdict.measurement import Measurement
 from gaverify.version import __version__
 
 Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
@@ -59,32 +59,33 @@ class Settings:
     """How the full batch runs: on the device, with activations on the host, or the first that fits."""
 
 
-def run_info(task: Task, judgement: Judgement, settings: Settings) -> RunInfo:
+def run_info(measurement: Measurement, decision: Decision, settings: Settings) -> RunInfo:
     """Returns what was run: the model, the batch, the recipe and the arithmetic."""
-    parameters = {id(p): p for module in task.modules for p in module.parameters()}
-    weighting = task.weighting
+    experiment = measurement.experiment
+    parameters = {id(p): p for module in experiment.modules for p in module.parameters()}
+    weighting = experiment.weighting
     if not isinstance(weighting, str):
         weighting = getattr(weighting, "__name__", "function") if callable(weighting) else "numbers"
     return RunInfo(
-        model=task.problem.name or type(task.problem.model).__name__,
+        model=experiment.problem.name or type(experiment.problem.model).__name__,
         parameters=sum(p.numel() for p in parameters.values()),
-        trainable=sum(p.numel() for p in task.parameters.values()),
-        batch_size=task.batch_size,
-        micro_batches=task.sizes,
-        weights=judgement.accumulated.weights,
+        trainable=sum(p.numel() for p in experiment.parameters.values()),
+        batch_size=experiment.batch_size,
+        micro_batches=experiment.sizes,
+        weights=measurement.accumulated.weights,
         weighting=weighting,
-        strategy=task.strategy,
-        device=" and ".join(map(str, task.devices)),
-        dtype=short_name(judgement.dtype),
+        strategy=experiment.strategy,
+        device=" and ".join(map(str, experiment.devices)),
+        dtype=short_name(measurement.dtype),
         seed=settings.seed,
         mode=settings.mode or "as is",
         torch=torch.__version__,
         gaverify=__version__,
-        autocast=short_name(task.autocast) if task.autocast else None,
-        reference=task.fitting.way,
-        reference_failed=tuple(task.fitting.failed),
-        rounded=tuple(f"{kind} {to}" for kind, to in judgement.rounded.items()),
-        part=judgement.part,
-        loss_full=judgement.full.loss,
-        loss_accumulated=judgement.accumulated.loss,
+        autocast=short_name(experiment.autocast) if experiment.autocast else None,
+        reference=experiment.fitting.way,
+        reference_failed=tuple(experiment.fitting.failed),
+        rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded.items()),
+        part=decision.part,
+        loss_full=measurement.full.loss,
+        loss_accumulated=measurement.accumulated.loss,
     )

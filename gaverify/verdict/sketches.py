@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import torch
 
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
-from gaverify.passes.task import Task
 from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import TINY
 from gaverify.torch_internals import no_dispatch_modes
@@ -76,6 +76,7 @@ class Earlier:
         A sketch keeps linear relations exactly: it cannot make a difference out of rounding. It hides one only where
         all of it falls into the same buckets with opposite signs.
         """
+        # A gradient that is missing is no zero: the optimizer would skip the parameter.
         if _present(gradients) != self.present:
             return math.inf
         new_sketch = sketch(list(gradients.values())).to(self.gradient.device)
@@ -104,12 +105,12 @@ class GradientSketches:
     """Sketches what each backward pass gives every parameter, before it is added to `.grad`.
 
     Args:
-        task: Whose parameters are listened to.
+        experiment: Whose parameters are listened to.
         release: Free each gradient once it is sketched, so that there is never a set of them.
     """
 
-    def __init__(self, task: Task, *, release: bool = False) -> None:
-        self._parameters = list(task.parameters.values())
+    def __init__(self, experiment: Experiment, *, release: bool = False) -> None:
+        self._parameters = list(experiment.parameters.values())
         self._release = release
         self._now: torch.Tensor | None = None
         self.taken: list[torch.Tensor] = []
@@ -135,6 +136,7 @@ class GradientSketches:
             self._now = gradient_sketch if self._now is None else self._now + gradient_sketch.to(self._now.device)
 
     def _take(self, _: int) -> None:
+        # On the host in float64: K sketches on the device would take the memory that they are to save.
         self.taken.append(self._now.to("cpu", torch.float64) if self._now is not None else torch.zeros(1, device="cpu"))
         self._now = None
 
@@ -153,11 +155,11 @@ def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches)
     """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
     columns = _divide_by_weights(seen.columns(), used)
-    window = Sketches(_on_host(full.gradients), columns, used, _on_host(accumulated.gradients))
+    window = Sketches(_fetch_sketch(full.gradients), columns, used, _fetch_sketch(accumulated.gradients))
     return window if len(window.columns) == len(window.full) and bool(window.full.any()) else None
 
 
-def _on_host(gradients: Gradients) -> torch.Tensor:
+def _fetch_sketch(gradients: Gradients) -> torch.Tensor:
     return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
@@ -172,8 +174,8 @@ class Sums:
     The sketch is linear, so the difference of two is the sketch of one micro-batch's share.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._parameters = list(task.parameters.values())
+    def __init__(self, experiment: Experiment) -> None:
+        self._parameters = list(experiment.parameters.values())
         self._sums: list[torch.Tensor] = []
 
     def note(self, _: int) -> None:
@@ -188,6 +190,7 @@ class Sums:
             used: The micro-batch weights.
         """
         sums = self._sums
+        # A model may lie on several devices, and each micro-batch reach other parts of it.
         if len({part.device for part in (target, *sums)}) > 1:  # some reached the parameters of one device only
             target, sums = target.cpu().double(), [part.cpu().double() for part in sums]
         steps = torch.stack([sums[0], *(b - a for a, b in pairwise(sums))], dim=1)
@@ -205,7 +208,8 @@ def fit_runs(runs: Sequence[Sketches]) -> WeightFit:
     norms = [torch.linalg.vector_norm(run.full).clamp_min(TINY) for run in runs]
     columns = torch.cat([run.columns / norm for run, norm in zip(runs, norms, strict=True)])
     target = torch.cat([run.full / norm for run, norm in zip(runs, norms, strict=True)])
-    equations = int((target != 0).logical_or(columns.any(1)).sum())  # a small gradient leaves most of a sketch empty
+    # A small gradient leaves most of a sketch empty; its empty rows would make the fit look determined.
+    equations = int((target != 0).logical_or(columns.any(1)).sum())
     fit = fit_weights(columns, target, weights=runs[0].used, singular=SINGULAR_FLOAT64, equations=equations)
     shares = runs[0].columns / norms[0] * torch.tensor(fit.weights, dtype=columns.dtype, device=columns.device)
     return replace(fit, noise=gradient_noise(shares))

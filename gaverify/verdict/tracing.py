@@ -10,15 +10,15 @@ import math
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, accumulated_gradients
-from gaverify.passes.task import Task
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import Gradients
 from gaverify.records.verdict import Trace, TraceRow, TraceStep
-from gaverify.verdict.judging import Judgement
+from gaverify.verdict.measurement import Measurement
 
 _OPTIMIZERS = {"sgd": ("SGD", 0.01), "adam": ("Adam", 0.001), "adamw": ("AdamW", 0.001)}
 
 
-def trace_passes(task: Task, judgement: Judgement, optimizer: str, lr: float | None) -> Trace:
+def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> Trace:
     """Returns the accumulated gradient after every backward pass, and the weights after one step of both strategies.
 
     Raises:
@@ -26,24 +26,27 @@ def trace_passes(task: Task, judgement: Judgement, optimizer: str, lr: float | N
     """
     if optimizer not in _OPTIMIZERS:
         raise ProblemError(f"unknown optimizer `{optimizer}`; write one of {', '.join(_OPTIMIZERS)}")
+    experiment = measurement.experiment
     kind, default_lr = _OPTIMIZERS[optimizer]
     rate = default_lr if lr is None else lr
-    before = [parameter.detach().clone() for parameter in task.parameters.values()]
+    before = [parameter.detach().clone() for parameter in experiment.parameters.values()]
     scalar = sum(value.numel() for value in before) == 1
     rows: list[TraceRow] = []
 
     def note(k: int) -> None:
-        gradients = [parameter.grad for parameter in task.parameters.values()]
-        moved = [parameter.detach() - old for parameter, old in zip(task.parameters.values(), before, strict=True)]
+        gradients = [parameter.grad for parameter in experiment.parameters.values()]
+        moved = [
+            parameter.detach() - old for parameter, old in zip(experiment.parameters.values(), before, strict=True)
+        ]
         rows.append(TraceRow(k + 1, _summary(gradients, scalar), _summary(moved, False), k + 1, 0, 1))
 
-    if task.strategy == "accumulate":
-        accumulated_gradients(task, judgement.state, judgement.record, judgement.full, after_backward=note)
+    if experiment.strategy == "accumulate":
+        experiment.micro_batches(measurement.full, after_backward=note)
     else:
-        gradients = list(judgement.accumulated.gradients.values())
-        rows.append(TraceRow(task.steps, _summary(gradients, scalar), 0.0, 1, 0, 1))
-    after_full = _step_once(task, judgement.full.gradients, kind, rate)
-    after_accumulated = _step_once(task, judgement.accumulated.gradients, kind, rate)
+        gradients = list(measurement.accumulated.gradients.values())
+        rows.append(TraceRow(experiment.steps, _summary(gradients, scalar), 0.0, 1, 0, 1))
+    after_full = _step_once(experiment, measurement.full.gradients, kind, rate)
+    after_accumulated = _step_once(experiment, measurement.accumulated.gradients, kind, rate)
     differences = [a - b for a, b in zip(after_accumulated, after_full, strict=True)]
     step = TraceStep(
         kind,
@@ -57,9 +60,9 @@ def trace_passes(task: Task, judgement: Judgement, optimizer: str, lr: float | N
     return Trace(tuple(rows), step)
 
 
-def _step_once(task: Task, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
+def _step_once(experiment: Experiment, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
     """Returns the weights after one step of a fresh optimizer; the model keeps its own."""
-    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in task.parameters.items()}
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in experiment.parameters.items()}
     for name, weight in weights.items():
         weight.grad = gradients[name]
     getattr(torch.optim, kind)(weights.values(), lr=lr).step()

@@ -18,7 +18,7 @@ logits of a softmax: the bias of attention's keys). What they leave goes to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,109 +26,83 @@ from typing import NamedTuple
 import torch
 
 from gaverify.errors import ProblemError
-from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.lifting import LiftedWeights
-from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import coarsest_unit
-from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights
-from gaverify.passes.task import Task
 from gaverify.passes.weighting import valid_targets
 from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison
 from gaverify.thresholds import CAPPED_UNITS, COHERENT, GROUPINGS, LOST_UNITS, SAME_NUMBER, SHOWS_GROUPINGS, U32, U64
 from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import in_float64
 from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
-from gaverify.verdict.sketches import GradientSketches, Sketches, fit_runs
+from gaverify.verdict.measurement import Measurement
+from gaverify.verdict.sketches import GradientSketches, fit_runs
 
-WORTH, WORTH_SAMPLES = 1 << 16, 1024
-"""Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
 # Samples that are looked into: an eighth of the batch, four at most and two at least. Two show a fault of structure as
 # well as any number does; four still do where two of them are alike.
 _SAMPLES, _SHARE, _LEAST = 4, 8, 2
 
 
-def worth(task: Task) -> bool:
-    """Whether a batch is so large that float64 on all of it costs more than what a part of it shows."""
-    return elements(task) >= WORTH or task.batch_size >= WORTH_SAMPLES
-
-
-def elements(task: Task) -> int:
-    """Numbers in the parameters and the batch together."""
-    tensors = [leaf for _, leaf in leaves(task.problem.batch) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() for tensor in (*task.parameters.values(), *tensors))
-
-
-def judge_few_samples(
-    task: Task, state: ModelState, record: DrawRecord, full: PassResult, window: Sketches
-) -> tuple[Outcome, FewSamples] | None:
+def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | None:
     """Returns what a window's weights, and a few of its samples, show; None where these have no gradient.
 
     Divergent is what no rounding of these samples explains: a part of the batch, or all of it, then tells in float64.
 
     Args:
-        task: What was run.
-        state: Of the model before the passes.
-        record: The draws, all of them dealt.
-        full: The full-batch pass.
-        window: Its gradients in sketches.
+        measurement: With the window's gradients in sketches.
 
     Raises:
         Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
     """
-    few = _few(task, state, record, full)
+    experiment, window = measurement.experiment, measurement.window
+    assert window is not None
+    few = _measure_few(measurement)
     if few is None:
         return None
+    # Relative to rounding, which is not coherent with the micro-batches' gradients, wrong weights stand out in the fit.
     best = window.used.new_tensor(fit_runs([window]).weights)
     residual, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
     lost = window.relative(window.accumulated - window.columns @ window.used)
     off = float((best / window.used - 1).abs().max())
     few = replace(few, rest=residual, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
-    unit = coarsest_unit(parameter.dtype for parameter in task.parameters.values())
-    added_up = lost <= LOST_UNITS * unit * math.sqrt(task.steps)
+    unit = coarsest_unit(parameter.dtype for parameter in experiment.parameters.values())
+    added_up = lost <= LOST_UNITS * unit * math.sqrt(experiment.steps)
     alike = few.structure <= CAPPED_UNITS * U32
+    # Each of the four can be true of a fault: only together they leave nothing but rounding.
     if added_up and alike and coherent <= COHERENT * residual and residual <= GROUPINGS * few.rounding:
         return Outcome.EQUIVALENT, few
     shows = residual > SHOWS_GROUPINGS * max(few.rounding, few.error)
     return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 
-def _in_float64(task: Task, state: ModelState, sketches: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
-    with suppress(ProblemError), in_float64(task, state, weights=False) as (lifted, float64_state):
-        return sketches(lifted, float64_state, lift=True, hooked=False)
-    with in_float64(task, state) as (lifted, float64_state):
-        return sketches(lifted, float64_state, lift=True)
-
-
-def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) -> FewSamples | None:
+def _measure_few(measurement: Measurement) -> FewSamples | None:
     """What the first samples show; None where they have no gradient.
 
     Where they have not the same one, at once and one by one, in float64, their error stands for their rounding.
     """
-    count = max(_LEAST, min(_SAMPLES, task.batch_size // _SHARE))
-    cuts = [(count,), (1,) * count]
-    dealt = replace(record, used=set(), draw_counts={})  # what these runs do with the draws is nothing to report
+    experiment = measurement.experiment
+    count = max(_LEAST, min(_SAMPLES, experiment.batch_size // _SHARE))
 
-    def sketches(task: Task, state: ModelState, *, lift: bool = False, hooked: bool = True) -> list[torch.Tensor]:
+    def sketch_samples(few: Experiment, *, hooked: bool = True) -> list[torch.Tensor]:
         """The gradient of all samples at once (S, 1), and those of each (S, samples)."""
         run_sketches = []
-        for sizes in cuts:
-            gradient_sketches = GradientSketches(task, release=True)
-            probe = None if hooked else LiftedWeights(task, gradient_sketches.add_gradient)
-            part = replace(task, sizes=sizes, weighting=[1.0] * len(sizes))
+        for sizes in [(count,), (1,) * count]:
+            gradient_sketches = GradientSketches(few, release=True)
+            # without hooks the lifted weights hand each gradient over, so that none is formed as a whole
+            probes = [] if hooked else [LiftedWeights(few, gradient_sketches.add_gradient)]
             with gradient_sketches.listening(hooked=hooked) as note:
-                accumulated_gradients(part, state, dealt, full, lift=lift, after_backward=note, probe=probe)
+                few.with_cut(sizes, 1.0).micro_batches(measurement.full, *probes, after_backward=note)
             run_sketches.append(gradient_sketches.columns())
         return run_sketches
 
-    task.progress(f"{count} samples")
-    at_once, singles = sketches(task, state)
+    apart = experiment.with_draws_apart()
+    apart.progress(f"{count} samples")
+    at_once, singles = sketch_samples(apart)
     at_once_gradient = at_once[:, 0]
-    task.progress(f"float64: {count} samples")
-    at_once, exact_singles = _in_float64(task, state, sketches)
+    apart.progress(f"float64: {count} samples")
+    at_once, exact_singles = _sketch_in_float64(apart, sketch_samples)
     exact = at_once[:, 0]
     norm = float(torch.linalg.vector_norm(exact))
     if not math.isfinite(norm) or norm == 0.0:
@@ -139,6 +113,14 @@ def _few(task: Task, state: ModelState, record: DrawRecord, full: PassResult) ->
     error = float(torch.linalg.vector_norm(at_once_gradient - exact)) / norm
     difference = float(torch.linalg.vector_norm(at_once_gradient - singles @ shares)) / norm
     return FewSamples(count, structure, difference if structure <= CAPPED_UNITS * U32 else error, error)
+
+
+def _sketch_in_float64(experiment: Experiment, sketch_samples: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
+    with suppress(ProblemError), experiment.in_float64(weights=False) as exact:
+        return sketch_samples(exact, hooked=False)
+    with experiment.in_float64() as exact:
+        return sketch_samples(exact)
 
 
 class _Only(PassProbe):
@@ -161,22 +143,14 @@ class Rounding(NamedTuple):
 
 
 def rounding_of_two_samples(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
-    full: PassResult,
-    names: Sequence[str],
-    share: float,
-    zero: float,
+    experiment: Experiment, full: PassResult, names: Sequence[str], share: float, zero: float
 ) -> dict[str, Rounding] | None:
     """Returns how far working precision rounds the gradient of the first two samples, for the parameters `names`.
 
     None where these samples at once and one by one have not the same gradient in float64.
 
     Args:
-        task: What to run, of two samples at least.
-        state: Restored in the end.
-        record: The full batch's draws.
+        experiment: What to run, of two samples at least.
         full: The full-batch pass.
         names: The parameters whose gradients are looked at.
         share: The weight of a sample: 1/2 of a mean, 1 of a sum.
@@ -185,28 +159,29 @@ def rounding_of_two_samples(
     Raises:
         Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
     """
-    only: PassProbe | None = _Only([task.parameters[name] for name in names])
+    # The few open parameters alone: forming all gradients would be most of what the two passes cost.
+    probes: list[PassProbe] = [_Only([experiment.parameters[name] for name in names])]
 
-    def gradients(task: Task, state: ModelState, count: int, weight: float, *, lift: bool) -> Gradients:
-        part = replace(task, sizes=(2 // count,) * count, weighting=[weight] * count)
-        sample_gradients = accumulated_gradients(part, state, record, full, lift=lift, probe=only).gradients
+    def gradients(two: Experiment, count: int, weight: float) -> Gradients:
+        part = two.with_cut((2 // count,) * count, weight)
+        sample_gradients = part.micro_batches(full, *probes).gradients
         return {name: sample_gradients[name] for name in names}
 
-    task.progress("two samples")
+    experiment.progress("two samples")
     rounded: Gradients = {}
     with suppress(ProblemError):
-        rounded = gradients(task, state, 1, 1.0, lift=False)
+        rounded = gradients(experiment, 1, 1.0)
     # reentrant activation checkpointing forms all gradients or none
     if not rounded or any(gradient is None for gradient in rounded.values()):
-        only = None
-        rounded = gradients(task, state, 1, 1.0, lift=False)
-    with in_float64(task, state) as (lifted, float64_state):
-        task.progress("float64: two samples")
-        at_once = gradients(lifted, float64_state, 1, 1.0, lift=True)
-        rows = measure(gradients(lifted, float64_state, 2, share, lift=True), at_once)
+        probes.clear()
+        rounded = gradients(experiment, 1, 1.0)
+    with experiment.in_float64() as exact:
+        exact.progress("float64: two samples")
+        at_once = gradients(exact, 1, 1.0)
+        rows = measure(gradients(exact, 2, share), at_once)
         if not _agree(rows, zero):
             return None
-        on_device = {name: g if g is None else g.to(task.parameters[name].device) for name, g in rounded.items()}
+        on_device = {name: g if g is None else g.to(exact.parameters[name].device) for name, g in rounded.items()}
         differences = measure(on_device, at_once)
         return {row.name: Rounding(row.difference, row.reference <= zero) for row in differences if row.why is None}
 
@@ -217,64 +192,53 @@ def _agree(rows: Sequence[Difference], zero: float) -> bool:
     return all(decide(row, grounds).outcome is Outcome.EQUIVALENT or row.scale <= zero for row in rows)
 
 
-def decide_open_rows(
-    task: Task,
-    state: ModelState,
-    record: DrawRecord,
-    passes: tuple[PassResult, PassResult],
-    rows: Iterable[Difference],
-    open_rows: Sequence[Difference],
-    unit: float,
-) -> list[ParameterComparison] | None:
+def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) -> list[ParameterComparison] | None:
     """Returns the records of rows that working precision left open, all equivalent; None where they are not settled.
 
     What rounds a mean over two samples by so much rounds that over B by no more: a sum that is formed term by term
     rounds in proportion to its terms at most, and independent roundings add in squares. A sum over B has B/2 times it.
-
-    Args:
-        task: What was run.
-        state: Of the model before the passes.
-        record: The draws.
-        passes: The full batch's and the accumulated one, without their gradients.
-        rows: All parameters'.
-        open_rows: What is left to decide.
-        unit: Unit roundoff of the working precision.
     """
-    full, accumulated = passes
-    share, norms = _share(task, accumulated), [row.reference for row in rows]
+    experiment, unit = measurement.experiment, measurement.coarse_unit
+    norms = [row.reference for row in measurement.differences.values()]
+    share = _share(experiment, measurement.accumulated)
     small = math.sqrt(unit) * max(filter(math.isfinite, norms), default=0.0)  # what may be rounding of nothing
-    if share is None or record.inner or record.ambiguous or record.unaligned:
+    draws = experiment.draws
+    if share is None or draws.inner or draws.ambiguous or draws.unaligned:
         return None
     if not all(fine(row) or row.scale <= small for row in open_rows):
         return None
-    dealt = replace(record, used=set(), draw_counts={})  # what these runs do with the draws is nothing to report
+    apart = experiment.with_draws_apart()
     try:
         names, zero = [row.name for row in open_rows], zero_in_float64(norms)
-        rounding = rounding_of_two_samples(task, state, dealt, full, names, share, zero)
+        rounding = rounding_of_two_samples(apart, measurement.full, names, share, zero)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
         return None
-    if rounding is None or dealt.unaligned or dealt.ambiguous:
+    if rounding is None or apart.draws.unaligned or apart.draws.ambiguous:
         return None
-    times = 1.0 if share < 1.0 else task.batch_size / 2
+    # Of a mean the rounding is that of two samples or less; a sum over B has as many terms as B/2 pairs.
+    times = 1.0 if share < 1.0 else experiment.batch_size / 2
     roundings = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
     grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in roundings]
     decided = [decide(row, roundings) for row, roundings in zip(open_rows, grounds, strict=True)]
     return decided if all(row.outcome is Outcome.EQUIVALENT for row in decided) else None
 
 
-def _share(task: Task, accumulated: PassResult) -> float | None:
+def _share(experiment: Experiment, accumulated: PassResult) -> float | None:
     """The weight that a sample would have among two; None where the micro-batches' weights or targets do not tell.
 
     A weight that is a little wrong, and a target more or less, are seen where all micro-batches are run.
     """
     weights = accumulated.weights
-    if task.steps < 2 or task.batch_size < 2 or len(weights) != task.steps:
+    if experiment.steps < 2 or experiment.batch_size < 2 or len(weights) != experiment.steps:
         return None
     targets = [valid_targets(observed) for observed in accumulated.observed]
-    if len({None if count is None else count / n for count, n in zip(targets, task.sizes, strict=True)}) > 1:
+    if len({None if count is None else count / n for count, n in zip(targets, experiment.sizes, strict=True)}) > 1:
         return None
-    if all(math.isclose(w, n / task.batch_size, rel_tol=SAME_NUMBER) for w, n in zip(weights, task.sizes, strict=True)):
+    if all(
+        math.isclose(w, n / experiment.batch_size, rel_tol=SAME_NUMBER)
+        for w, n in zip(weights, experiment.sizes, strict=True)
+    ):
         return 1 / 2
     return 1.0 if all(weight == 1.0 for weight in weights) else None

@@ -30,7 +30,7 @@ from gaverify import Problem
 from gaverify.passes import gradients
 from gaverify.passes.batching import fresh
 from gaverify.passes.precision import DTYPES
-from gaverify.passes.task import loss_of
+from gaverify.passes.user_code import loss_of
 
 STEPS, ROWS, TOKENS, SIDE, CLASSES = measuring.STEPS, 8, 64, 64, 10
 _TEXT = {"vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -173,14 +173,14 @@ def questions(name: str, device: str, dtype: str | None, autocast: str | None) -
     bare = _measured(lambda: measuring.bare(problem, autocast), device)[0]
     now: list[Any] = ["", time.process_time()]
 
-    def noted(task: Any, batch: Any, where: str) -> torch.Tensor:
+    def noted(experiment: Any, batch: Any, where: str) -> torch.Tensor:
         for question, rows in ((now[0], 0), (_asking(), len(next(iter(batch.values()))))):
             found = spent.setdefault(question, [0.0, 0.0])
             found[0] += rows / ROWS
             if not rows:
                 found[1] += time.process_time() - now[1]
         now[:] = [question, time.process_time()]
-        return loss_of(task, batch, where)
+        return loss_of(experiment, batch, where)
 
     with patch.object(gradients, "loss_of", noted):
         verified(problem, autocast)

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
-from gaverify.collective import flow
+from gaverify.passes import gradients as passes_gradients
 
 warnings.simplefilter("ignore")
 SAMPLES, STEPS = 24, 3
@@ -247,14 +247,14 @@ def of_all(value: Any) -> list[Any]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    plain_full = flow.full_batch_gradients
+    run_full_batch = passes_gradients._run_full_batch
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        result, record = plain_full(*args, **kwargs)
+    def keep_gradients(*args: Any, **kwargs: Any) -> Any:
+        result = run_full_batch(*args, **kwargs)
         seen.append({name: None if g is None else g.clone() for name, g in result.gradients.items()})
-        return result, record
+        return result
 
-    flow.full_batch_gradients = kept  # type: ignore[assignment]
+    passes_gradients._run_full_batch = keep_gradients
     answers = {name: case(name.split()) for name in sys.argv[1:]}
     if dist.get_rank() == 0:
         print(json.dumps(answers), flush=True)

@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 import gaverify
 from gaverify import Problem, ProblemError, Verdict
-from gaverify.passes.gradients import full_batch_gradients
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.reference import Fitting
-from gaverify.passes.task import Task
 from gaverify.records.comparison import Reference
 
 # Builders that draw from a generator of the host, which torch refuses while the device is the default.
@@ -107,20 +106,20 @@ def passed(way: Reference) -> tuple[dict[str, torch.Tensor], int]:
     with isolated_generators():
         model = layers()
         batch = torch.randn(1024, 64, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to("cuda")
-        task = Task(
+        experiment = Experiment(
             problem=gaverify.Problem(model, lambda model, batch: model(batch).square().mean(), batch),
             parameters=dict(model.named_parameters()),
             modules=[model],
             batch_size=1024,
             sizes=(512, 512),
-            weighting="uniform",
-            device=torch.device("cuda", 0),
+            state=ModelState([model]),
+            devices=(torch.device("cuda", 0),),
             fitting=Fitting(way),
         )
         seed_everything(0)
         before = DEVICE.live_bytes()
         DEVICE.reset_peak()
-        result, _ = full_batch_gradients(task, ModelState([model], (task.problem.loss,)))
+        result = experiment.full_batch()
         return {name: gradient.cpu() for name, gradient in result.gradients.items()}, (
             torch.cuda.max_memory_allocated() - before
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from gaverify.causes.bench import Bench, relative_difference
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
 from gaverify.passes.calls import Call, listening
-from gaverify.passes.gradients import Gradients, PassProbe, PassResult, accumulated_gradients, full_batch_gradients
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.nesting import map_leaves
-from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves
@@ -34,9 +33,9 @@ from gaverify.tracebacks import hands_over
 class _Cut(PassProbe):
     """Cuts the forward at the outputs of module calls: leaves in the full batch, cotangents in the micro-batches."""
 
-    def __init__(self, task: Task, inside: frozenset[int]) -> None:
-        self._task, self._inside = task, inside
-        self._bounds = list(task.bounds())
+    def __init__(self, experiment: Experiment, inside: frozenset[int]) -> None:
+        self._experiment, self._inside = experiment, inside
+        self._bounds = list(experiment.bounds())
         self._k: int | None = None
         self.leaves: list[torch.Tensor] = []
         self._closed = False  # a recomputation during the backward calls modules again
@@ -78,7 +77,7 @@ class _Cut(PassProbe):
             if following is not None:
                 return following
         start, stop = self._bounds[k]
-        return rows_for(leaf, output, start, stop, self._task.batch_size, leaf.grad)
+        return rows_for(leaf, output, start, stop, self._experiment.batch_size, leaf.grad)
 
     def _following(self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
         """The rows behind those of earlier micro-batches, where samples have unequally many: nodes, points, tokens.
@@ -135,16 +134,15 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     Setup, 2021, section 3.
     """
     # one backward over the summed losses would leave no place for the cotangents
-    task = replace(bench.task, strategy="accumulate")
-    task.progress("control: cached gradients")
-    cut = _Cut(task, inside)
-    probe = bench.with_probe(cut)
-    direct, _ = full_batch_gradients(task, bench.state, bench.record, lift=bench.lift, probe=probe)
+    experiment = bench.experiment.with_backwards_apart()
+    experiment.progress("control: cached gradients")
+    cut = _Cut(experiment, inside)
+    direct = experiment.full_batch(cut)
     if not cut.leaves:
         return run_own_cache(bench)
 
     def add_gradients(full: PassResult) -> Gradients:
-        parts = accumulated_gradients(task, bench.state, bench.record, full, lift=bench.lift, probe=probe)
+        parts = experiment.micro_batches(full, cut)
         total: dict[str, torch.Tensor | None] = {}
         for name, gradient in parts.gradients.items():
             direct_gradient = direct.gradients[name]
@@ -170,7 +168,7 @@ def run_own_cache(bench: Bench) -> ControlRun:
         ControlFailed: The model is run on more samples than a micro-batch holds, whatever numbers the loss keeps.
     """
     full, largest_call = _run_full_batch(bench)
-    most = max(bench.task.sizes)
+    most = max(bench.experiment.sizes)
     if largest_call <= most:
         return _make_control_run(bench, full, full, "")
     for owner, name in _sizes(bench, most):
@@ -199,8 +197,8 @@ def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
         runs_with_graph = runs_with_graph or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
 
-    with listening({bench.task.problem.model: ""}, enter, outside=""):
-        full = bench.full_batch()
+    with listening({bench.experiment.problem.model: ""}, enter, outside=""):
+        full = bench.experiment.full_batch()
     if not (rows and runs_with_graph):
         raise ControlFailed("no module output takes part in the loss")
     return full.gradients, max(rows)
@@ -208,8 +206,8 @@ def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
 
 def _sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
     """The numbers of the loss's own modules that may be the size of its parts."""
-    model = set(bench.task.problem.model.modules())
-    for owner in owners(bench.task).values():
+    model = set(bench.experiment.problem.model.modules())
+    for owner in owners(bench.experiment).values():
         if owner not in model:
             yield from ((owner, name) for name, value in vars(owner).items() if type(value) is int and value > most)
 

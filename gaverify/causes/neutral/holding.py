@@ -22,9 +22,9 @@ from gaverify.causes.trace.backward_listening import applications
 from gaverify.causes.trace.operations import named_calls
 from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
-from gaverify.passes.task import Task
 from gaverify.records.experiment import FunctionKey
 from gaverify.torch_internals import (
     is_in_functorch_transform,
@@ -45,15 +45,15 @@ class Held(PassProbe):
     """Keeps the full batch's values, without a graph, and lends micro-batches their rows of them.
 
     Args:
-        task: Whose micro-batches.
+        experiment: Whose micro-batches.
         order: How samples lie in results with several rows of each, as in `rows_for`.
     """
 
     missing: str | None = None
     """What is wrong where the full batch had no such place; None: a micro-batch keeps its own value there."""
 
-    def __init__(self, task: Task, order: int | None = None) -> None:
-        self._bounds, self._size, self._order = list(task.bounds()), task.batch_size, order
+    def __init__(self, experiment: Experiment, order: int | None = None) -> None:
+        self._bounds, self._size, self._order = list(experiment.bounds()), experiment.batch_size, order
         self._kept: dict[Hashable, Any] = {}
 
     @contextmanager
@@ -91,8 +91,8 @@ class ResultsHeld(Held):
 
     missing = "call other torch functions"
 
-    def __init__(self, task: Task, functions: Collection[FunctionKey], order: int | None = None) -> None:
-        super().__init__(task, order)
+    def __init__(self, experiment: Experiment, functions: Collection[FunctionKey], order: int | None = None) -> None:
+        super().__init__(experiment, order)
         self._functions = frozenset(functions)
 
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
@@ -130,8 +130,8 @@ class OutputHeld(Held):
 
     missing = "call the module more often"
 
-    def __init__(self, task: Task, module: nn.Module, positions: Sequence[int] = ()) -> None:
-        super().__init__(task)
+    def __init__(self, experiment: Experiment, module: nn.Module, positions: Sequence[int] = ()) -> None:
+        super().__init__(experiment)
         self._module, self._positions = module, frozenset(positions)
 
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
@@ -159,8 +159,8 @@ class DecisionsHeld(Held):
 
     missing = "decide more often"
 
-    def __init__(self, task: Task, frame: Frame) -> None:
-        super().__init__(task)
+    def __init__(self, experiment: Experiment, frame: Frame) -> None:
+        super().__init__(experiment)
         self._frame = frame
 
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
@@ -192,12 +192,12 @@ class ConstantsHeld(Held):
     from the batch, the backward depends on the batch though every forward may agree. Values with a row per sample stay.
 
     Args:
-        task: Whose micro-batches.
+        experiment: Whose micro-batches.
         only: Lines of the user's code; None: all of them.
     """
 
-    def __init__(self, task: Task, only: Collection[Frame] | None = None) -> None:
-        super().__init__(task)
+    def __init__(self, experiment: Experiment, only: Collection[Frame] | None = None) -> None:
+        super().__init__(experiment)
         self._only = only
         self.frames: list[Frame] = []
 
@@ -242,8 +242,8 @@ class ConstantsHeld(Held):
 class ApplicationHeld(Held):
     """Holds what one custom autograd function returns; by its number among their applications in a forward."""
 
-    def __init__(self, task: Task, position: int) -> None:
-        super().__init__(task)
+    def __init__(self, experiment: Experiment, position: int) -> None:
+        super().__init__(experiment)
         self._position = position
 
     def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:

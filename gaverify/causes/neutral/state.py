@@ -15,10 +15,11 @@ from gaverify.causes.trace.state import all_parameters, assignments, named_state
 from gaverify.causes.trace.writes import address, writes_diverted
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import PassMode
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
 from gaverify.passes.randomness import Recorder
-from gaverify.passes.task import Task, loss_of
+from gaverify.passes.user_code import loss_of
 from gaverify.torch_internals import no_dispatch_modes, without_torch_function
 
 
@@ -39,11 +40,11 @@ class StateRestored(PassProbe):
 class StateHeld(PassProbe):
     """Holds named state still in both runs: assignments and writes to it have no effect."""
 
-    def __init__(self, task: Task, names: Sequence[str]) -> None:
+    def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
         self._names = frozenset(names)
-        self._named = {name: get for name, (_, get) in named_state(task).items() if name in self._names}
-        self._parameters = {name: p for name, p in all_parameters(task).items() if name in self._names}
-        self._paths = {id(module): path for path, module in owners(task).items()}
+        self._named = {name: get for name, (_, get) in named_state(experiment).items() if name in self._names}
+        self._parameters = {name: p for name, p in all_parameters(experiment).items() if name in self._names}
+        self._paths = {id(module): path for path, module in owners(experiment).items()}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -67,17 +68,17 @@ class Primed(PassProbe):
     What it changes stays for the pass and is restored with the rest of the state at its end; its draws are its own.
     """
 
-    def __init__(self, task: Task, state: ModelState, *, lift: bool) -> None:
-        self._task, self._state, self._lift = task, state, lift
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Runs it where a strategy starts."""
         if k in (None, 0):
             restore = generator_states()
-            mode = PassMode(self._state, Recorder(), lift=self._lift)
+            mode = PassMode(self._experiment.state, Recorder(), lift=self._experiment.lift)
             with no_dispatch_modes(), mode:
-                loss_of(self._task, fresh(self._task.problem.batch), "the full batch")
+                loss_of(self._experiment, fresh(self._experiment.problem.batch), "the full batch")
             restore()
         yield
 

@@ -26,8 +26,8 @@ class GradientListener(PassProbe):
     """Keeps the gradients at module boundaries of the full batch, and compares the micro-batches' with their rows."""
 
     def __init__(self, bench: Bench) -> None:
-        self._names = {module: path for path, module in bench.task.named_modules()}
-        self._bounds, self._size = list(bench.task.bounds()), bench.task.batch_size
+        self._names = {module: path for path, module in bench.experiment.named_modules()}
+        self._bounds, self._size = list(bench.experiment.bounds()), bench.experiment.batch_size
         self._full: dict[Key, torch.Tensor] = {}
         self.worst: dict[int, dict[str, float]] = {}  # the largest relative difference, by call and side
         self.paths: dict[int, str] = {}

@@ -32,11 +32,11 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
         weight_facts: How micro-batches are weighted, for the gap between the full loss and their weighted sum.
         foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
     """
-    task = bench.task
+    experiment = bench.experiment
     full, parts, full_loss, losses = _traces(bench)
-    agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
-    shares = [_on_host([1.0] * task.steps), _on_host([size / task.batch_size for size in task.sizes])]
-    if len(weight_facts.valid_targets) == task.steps and sum(weight_facts.valid_targets) > 0:
+    agree = AGREE_FLOAT64 if bench.experiment.is_float64 else AGREE_FLOAT32
+    shares = [_on_host([1.0] * experiment.steps), _on_host([size / experiment.batch_size for size in experiment.sizes])]
+    if len(weight_facts.valid_targets) == experiment.steps and sum(weight_facts.valid_targets) > 0:
         shares.append(_on_host([count / sum(weight_facts.valid_targets) for count in weight_facts.valid_targets]))
     total = _on_host(losses)
     candidates = [_on_host(weight_facts.used), *shares]
@@ -44,7 +44,7 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
     gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
-    reader = Reader(matching, dependence, task.batch_size)
+    reader = Reader(matching, dependence, experiment.batch_size)
     suspects = list(reader.suspects(shares, agree, gap <= agree))
     return suspects, Forward(
         agree=not suspects, loss_gap=gap, shares=tuple(nearest.tolist()), modules=tuple(_modules(matching))
@@ -59,7 +59,7 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
     single operation does.
     """
     full, parts, _, _ = _traces(bench, _ADDED_UP)
-    agree = AGREE_FLOAT64 if bench.exact else AGREE_FLOAT32
+    agree = AGREE_FLOAT64 if bench.experiment.is_float64 else AGREE_FLOAT32
     matching = Matching(full, parts, agree)
     wrong, right, alone = ([_on_host(weights)] for weights in (used, fitted, (1.0, *(0.0 for _ in used[1:]))))
     for index in sorted(full.live()):
@@ -92,22 +92,22 @@ def _traces(
     bench: Bench, layouts: Collection[LayoutKind] = LAYOUT_KINDS
 ) -> tuple[Trace, list[Trace], float, list[float]]:
     """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `layouts`."""
-    task, record = bench.task, bench.record
-    names = {module: name for name, module in task.named_modules()}
+    experiment, record = bench.experiment, bench.experiment.draws
+    names = {module: name for name, module in experiment.named_modules()}
 
     def trace_forward(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
-        tracer = OperationTracer(names, task.batch_size, task.sizes[0], template, plan, layouts)
-        loss = bench.forward(tracer, k).detach()
+        tracer = OperationTracer(names, experiment.batch_size, experiment.sizes[0], template, plan, layouts)
+        loss = bench.experiment.forward(k, tracer).detach()
         return tracer.finish(loss), float(loss)
 
-    task.progress("tracing the full batch")
+    experiment.progress("tracing the full batch")
     record.rewind()
     shapes, _ = trace_forward(0)
     full, full_loss = trace_forward(None, template=shapes)
     record.rewind()
     parts, losses = [], []
-    for k in range(task.steps):
-        task.progress(f"tracing micro-batch {k + 1} of {task.steps}")
+    for k in range(experiment.steps):
+        experiment.progress(f"tracing micro-batch {k + 1} of {experiment.steps}")
         trace, loss = trace_forward(k, plan=full)
         parts.append(trace)
         losses.append(loss)

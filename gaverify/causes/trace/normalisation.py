@@ -31,9 +31,9 @@ def normalises(bench: Bench, path: str, reduction: str, functions: Collection[Fu
     block of a network, and one that appends a deviation as a feature changes the shape. Or whether a mean that it takes
     (by one of `functions`) and what else it does undo each other.
     """
-    module = dict(bench.task.named_modules())[path]
+    module = dict(bench.experiment.named_modules())[path]
     listener = _Listener(module)
-    bench.forward(listener)
+    bench.experiment.forward(None, listener)
     if listener.affine or _normalises_later(bench, module, listener.first):
         return True
     if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
@@ -51,7 +51,7 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     except Exception:  # it needs more than what it was given by position; then only the pass tells
         return False
     finally:
-        bench.state.restore()
+        bench.experiment.state.restore()
         restore()
     input_tensor, output_tensor = _first_tensor(inputs), _first_tensor(output)
     return input_tensor is not None and output_tensor is not None and per_channel_affine(input_tensor, output_tensor)
@@ -71,11 +71,11 @@ def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, function
     """
     listener = _Listener(module, functions)
     if functions:
-        bench.forward(listener)
+        bench.experiment.forward(None, listener)
     if not listener.scaled or not listener.outputs:
         return False
     of_results = _Listener(module, functions, of_results=True)
-    bench.forward(of_results)
+    bench.experiment.forward(None, of_results)
     distance = min(_size(before), _distance(before, of_results))
     return _distance(before, listener) <= SMALL_PART * distance
 

@@ -53,7 +53,7 @@ class OperationTracer(PassProbe):
     """Records the forward of a pass.
 
     Args:
-        names: The modules of the task and their paths.
+        names: The modules of the experiment and their paths.
         batch_size: B.
         count: n of the micro-batch that `template` was taken of.
         template: An earlier trace of a micro-batch without fingerprints, whose shapes tell where the samples lie; None

@@ -19,6 +19,7 @@ from gaverify.causes.trace.traces import Frame, locate_operation
 from gaverify.causes.trace.writes import address, writes_seen
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.devices import widest
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import (
@@ -26,7 +27,6 @@ from gaverify.passes.isolation import (
     CONTAINERS,
     OWN_ATTRIBUTES,
     UNSET,
-    ModelState,
     RewindableIterator,
     attributes_of,
     entries_of,
@@ -35,7 +35,6 @@ from gaverify.passes.isolation import (
     slots_of,
     variables,
 )
-from gaverify.passes.task import Task
 from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, version_of, without_torch_function
@@ -121,17 +120,17 @@ _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are wat
 _GRAD = torch.Tensor.grad
 
 
-def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
+def named_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
     """Returns place and getter of everything that a forward may change, by name, parameters excepted.
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
     getters: dict[str, tuple[str, Getter]] = {}
-    for root in task.modules:
+    for root in experiment.modules:
         getters |= _module_state(root, "")
-    modules = [module for root in task.modules for module in root.modules()]
+    modules = [module for root in experiment.modules for module in root.modules()]
     module_ids = set(map(id, modules))
-    for name, get in variables(task.problem.loss, *modules):
+    for name, get in variables(experiment.problem.loss, *modules):
         value = get()
         if not issubclass(type(value), nn.Module):
             getters.setdefault(name, ("closure", get))
@@ -142,11 +141,11 @@ def named_state(task: Task) -> dict[str, tuple[str, Getter]]:
     return getters
 
 
-def owners(task: Task) -> dict[str, nn.Module]:
+def owners(experiment: Experiment) -> dict[str, nn.Module]:
     """Returns the modules whose attributes are state, by path; those that only the loss reaches, by its variables."""
-    modules = {path: module for root in reversed(task.modules) for path, module in root.named_modules()}
+    modules = {path: module for root in reversed(experiment.modules) for path, module in root.named_modules()}
     module_ids = set(map(id, modules.values()))
-    for name, get in variables(task.problem.loss, *list(modules.values())):
+    for name, get in variables(experiment.problem.loss, *list(modules.values())):
         value = get()
         if issubclass(type(value), nn.Module) and id(value) not in module_ids:
             for path, module in value.named_modules(prefix=name):
@@ -154,10 +153,10 @@ def owners(task: Task) -> dict[str, nn.Module]:
     return modules
 
 
-def all_parameters(task: Task) -> dict[str, nn.Parameter]:
+def all_parameters(experiment: Experiment) -> dict[str, nn.Parameter]:
     """Returns the parameters by name, the frozen ones included: a forward may move a target network."""
-    named = {name: p for root in reversed(task.modules) for name, p in root.named_parameters()}
-    return named | task.parameters
+    named = {name: p for root in reversed(experiment.modules) for name, p in root.named_parameters()}
+    return named | experiment.parameters
 
 
 def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
@@ -187,15 +186,15 @@ def digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
 class StateWatch(PassProbe):
     """Notes what every pass changes, and which line wrote it."""
 
-    def __init__(self, task: Task, state: ModelState) -> None:
-        self._state = state
-        self._named = named_state(task)
-        modules = owners(task)
+    def __init__(self, experiment: Experiment) -> None:
+        self._state = experiment.state
+        self._named = named_state(experiment)
+        modules = owners(experiment)
         self._paths = {id(module): path for path, module in modules.items()}
-        self._parameters = {address(p): name for name, p in all_parameters(task).items()}
+        self._parameters = {address(p): name for name, p in all_parameters(experiment).items()}
         self._kinds = {path: type(module).__name__ for path, module in modules.items()}
         self._changed: dict[str, str] = {}
-        self._trained = list(task.parameters.values())
+        self._trained = list(experiment.parameters.values())
         self.clears_gradients = False
         self.clearing: Operation | None = None  # what changed a gradient first, with its line
         self._reads: set[str] = set()
@@ -240,7 +239,7 @@ class StateWatch(PassProbe):
         return tuple(StateChange(name, place, self._writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
 
     def absorb(self, later: StateWatch) -> None:
-        """Takes over what another watch saw of later passes of the same task."""
+        """Takes over what another watch saw of later passes of the same experiment."""
         self._changed |= {name: place for name, place in later._changed.items() if name not in self._changed}
         self._writers |= later._writers
         self._reads |= later._reads

@@ -243,7 +243,7 @@ def source_line(frame: Frame) -> str:
 
 
 def named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
-    """The innermost call of a module of the task."""
+    """The innermost call of a module of the experiment."""
     return next((call for call in trace.around(step.call) if call.path is not None), None)
 
 

@@ -56,7 +56,7 @@ def call_site() -> int:
     frame = sys._getframe(1)
     while frame is not None and len(place) < _DEPTH:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        if code.co_name == "loss_of" and module == "gaverify.passes.task":
+        if code.co_name == "loss_of" and module == "gaverify.passes.user_code":
             break
         if code is _CALL:
             # Only torch's own frame is asked for its locals: in a user's, the answer would keep tensors alive.

@@ -21,12 +21,10 @@ from gaverify.audit.recording.values import Roundoff
 from gaverify.collective.engines import join_group
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
-from gaverify.passes.gradients import full_batch_gradients
-from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
-from gaverify.preparation import task_of
-from gaverify.verdict.judging import working_unit
+from gaverify.preparation import place_experiment
+from gaverify.verdict.measurement import working_unit
 
 
 class TestBuffers:
@@ -134,9 +132,8 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
 def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -> float:
     problem = gaverify.Problem(model, lambda model, x: model(x).square().mean(), x)
     with ExitStack() as stack:
-        task = task_of(stack, problem, [model], 2, "cpu", None, autocast)
-        full, _ = full_batch_gradients(task, ModelState(task.modules))
-        return working_unit(task, full)
+        experiment = place_experiment(stack, problem, 2, "cpu", None, autocast)
+        return working_unit(experiment, experiment.full_batch())
 
 
 def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:

@@ -19,10 +19,10 @@ from torch import nn
 import gaverify
 from gaverify import Outcome, Verdict
 from gaverify.cli import main
-from gaverify.passes import gradients, task
+from gaverify.passes import experiment, gradients
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.sketches import SKETCH
-from gaverify.verdict import window
+from gaverify.verdict import measurement
 from gaverify.verdict.sketches import Earlier, keep_sketch, window_of
 
 
@@ -72,13 +72,13 @@ def test_nothing_is_held_against_a_gradient_that_tells_nothing(value: float) -> 
 def counted(problem: Problem, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[gaverify.Verdict, int]:
     """The verdict, and how often the full batch was run with its backward."""
     runs = []
-    original = gradients._full_batch
+    original = gradients._run_full_batch
 
     def full_batch(*args: Any) -> Any:
         runs.append(args)
         return original(*args)
 
-    monkeypatch.setattr(gradients, "_full_batch", full_batch)
+    monkeypatch.setattr(gradients, "_run_full_batch", full_batch)
     return gaverify.verify(problem, steps=4, **options), len(runs)
 
 
@@ -139,7 +139,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
 
     def stopped(*begins: object, **options: object) -> Verdict:
         clock = Clock(*begins)  # type: ignore[arg-type]
-        monkeypatch.setattr(task, "time", clock)
+        monkeypatch.setattr(experiment, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         targets = torch.randint(3, (16,))
@@ -183,7 +183,7 @@ def test_a_cause_that_was_found_in_time_is_told_beside_the_end_of_the_search(
 def test_a_part_that_was_not_confirmed_in_time_leaves_the_verdict(
     stopped_at: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window, "WORTH", 0)
+    monkeypatch.setattr(measurement, "WORTH", 0)
     late = stopped_at("control:", weighting="uniform")
     assert late.outcome is Outcome.DIVERGENT and ended(late), story(late)
     assert late.method == "float64-part" and late.run.part and all(row.outcome for row in late.parameters)

@@ -19,8 +19,8 @@ from gaverify.causes import operations, proof
 from gaverify.causes.neutral.holding import Evaluated, OutputHeld, ResultsHeld
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.normalisation import per_channel_affine
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.task import Task
 from gaverify.records.experiment import ControlKind, ControlRun
 
 # --- The gradient of one sample's outputs with respect to the others: exactly zero, or not ---------------------------
@@ -110,7 +110,7 @@ def held(run: Any, *names: str) -> list[torch.Tensor]:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     first = run.__code__.co_firstlineno
     places = [(name, (__file__, line), 0) for name in names for line in range(first, first + 6)]
-    probe = ResultsHeld(cast(Task, _HALVES), places)
+    probe = ResultsHeld(cast(Experiment, _HALVES), places)
     found = []
     for k, part in ((None, samples), (0, samples[:2]), (1, samples[2:])):
         with probe.around(k):
@@ -151,7 +151,7 @@ class _Centred(torch.nn.Module):
 def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     module = _Centred()
-    probe = OutputHeld(cast(Task, _HALVES), module, positions=(0,))
+    probe = OutputHeld(cast(Experiment, _HALVES), module, positions=(0,))
     whole = (samples - samples.mean(0)).detach()
     for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
         with probe.around(k):

@@ -14,8 +14,9 @@ from gaverify.collective.engines import Alone, Reach, blocks, join_group, of_all
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import watch_gathers
 from gaverify.passes.devices import available_devices
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.isolation import ModelState
 from gaverify.passes.problem import Problem
-from gaverify.passes.task import Task
 from gaverify.remedies import all_gather
 
 
@@ -32,16 +33,16 @@ class _Branches(nn.Module):
 def reach(*micro_batches: torch.Tensor) -> Reach:
     model = _Branches()
     problem = Problem(model, lambda m, b: m(b).sum(), micro_batches[0])
-    task = Task(
+    experiment = Experiment(
         problem=problem,
         parameters=dict(model.named_parameters()),
         modules=[model],
-        device=torch.device("cpu"),
+        state=ModelState([model], (problem.loss,)),
+        devices=(torch.device("cpu"),),
         batch_size=1,
         sizes=(1,),
-        weighting="uniform",
     )
-    alone = Alone(task, ranks=2)
+    alone = Alone(experiment, ranks=2)
     for k, micro_batch in enumerate(micro_batches):
         with alone.around(k):
             alone.backward(k, model(micro_batch).sum(), 1.0)

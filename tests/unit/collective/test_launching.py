@@ -222,11 +222,11 @@ def test_a_factory_that_draws_anew_is_told(tmp_path: Path) -> None:
     origin = LoadedAfresh(settings_of(vars(spec)), spec)
     known = origin.with_digests(origin.problem())
     with ExitStack() as stack, pytest.raises(ProblemError, match="its parameters differ from those of another one"):
-        known.task(stack, CPU)
+        known.experiment(stack, CPU)
     spec = Spec(model="mlp", steps=2, ranks=2)
     twin = LoadedAfresh(settings_of(vars(spec)), spec)
     with ExitStack() as stack:
-        assert twin.with_digests(twin.problem()).task(stack, CPU).steps == 4
+        assert twin.with_digests(twin.problem()).experiment(stack, CPU).steps == 4
 
 
 def test_devices_that_ranks_cannot_have_are_told() -> None:

@@ -367,8 +367,7 @@ def test_the_first_share_that_leaves_rounding_is_the_last_that_is_tried() -> Non
 def test_exact_changes_nothing_over_ranks_where_float64_is_impossible() -> None:
     """The noise floor, which needs passes, is not asked: this judgement has none."""
     row = Difference("weight", (2, 3), 1.0, 1.0, 1e-8, None, None)
-    judgement: Any = SimpleNamespace(working={"weight": row}, scales={}, method=Method.WORKING_PRECISION)
-    task: Any = None
-    flow.decide_window(task, judgement, U32, True, lambda: None)
-    assert judgement.method is Method.WORKING_PRECISION
-    assert [decided.outcome for decided in judgement.rows] == [Outcome.EQUIVALENT]
+    measurement: Any = SimpleNamespace(differences={"weight": row}, plain_terms={})
+    decision = flow.decide_window(measurement, U32, True, lambda: "a kernel has no float64")
+    assert decision.method is Method.WORKING_PRECISION and decision.control_failure == "a kernel has no float64"
+    assert [decided.outcome for decided in decision.rows] == [Outcome.EQUIVALENT]

@@ -19,6 +19,7 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
+from gaverify.passes.experiment import TimeLimit
 from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.draws import LOOSE, Draw, differ, fingerprint, matching_rows, tolerance
 from gaverify.passes.randomness.selection import (
@@ -30,7 +31,7 @@ from gaverify.passes.randomness.selection import (
     taken_from,
     withdraw,
 )
-from gaverify.passes.task import TimeLimit, loss_of
+from gaverify.passes.user_code import loss_of
 
 
 def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:
@@ -65,8 +66,10 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
         results.append(work())
         return torch.ones((), requires_grad=True)
 
-    task: Any = SimpleNamespace(problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext, limit=TimeLimit())
-    loss_of(task, None, "the batch")
+    experiment: Any = SimpleNamespace(
+        problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext, limit=TimeLimit()
+    )
+    loss_of(experiment, None, "the batch")
     return results[0]
 
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
-from gaverify.passes.gradients import PassProbe, accumulated_gradients, full_batch_gradients
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.isolation.flags import PRECISION, flag_states
 from gaverify.passes.lifting import LiftedWeights
@@ -28,9 +29,7 @@ from gaverify.passes.precision import (
     short_name,
     unit_roundoff,
 )
-from gaverify.passes.task import Task
 from gaverify.report import render
-from gaverify.verdict.control import in_float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -323,55 +322,55 @@ KINDS = {
 }
 
 
-def task_of(kind: type[nn.Module]) -> Task:
+def experiment_of(kind: type[nn.Module]) -> Experiment:
     torch.manual_seed(0)
     model = kind() if kind is Spectral else kind().to(torch.bfloat16)
     problem = Problem(model, lambda model, x: model(x).square().mean(), KINDS[kind]())
-    return Task(
+    return Experiment(
         problem=problem,
         batch_size=4,
         sizes=(2, 2),
-        weighting="uniform",
         parameters={name: value for name, value in problem.model.named_parameters() if value.requires_grad},
         modules=[problem.model],
-        device=torch.device("cpu"),
+        state=ModelState([problem.model], (problem.loss,)),
+        devices=(torch.device("cpu"),),
     )
 
 
-def gradients(task: Task, weights: bool, probe: Callable[[Task], PassProbe | None]) -> dict[str, Any]:
-    state = ModelState(task.modules, (task.problem.loss,))
-    full, record = full_batch_gradients(task, state)
-    with in_float64(task, state, weights=weights) as (lifted, there):
-        return dict(accumulated_gradients(lifted, there, record, full, lift=True, probe=probe(lifted)).gradients)
+def gradients(experiment: Experiment, weights: bool, probe: Callable[[Experiment], PassProbe | None]) -> dict[str, Any]:
+    recorded, full = experiment.record()
+    with recorded.in_float64(weights=weights) as exact:
+        probes = [each for each in [probe(exact)] if each is not None]
+        return dict(exact.micro_batches(full, *probes).gradients)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradients_are_those_of_a_model_in_float64(kind: type[nn.Module]) -> None:
-    task = task_of(kind)
-    copied = gradients(task, True, lambda _: None)
-    names, seen = list(task.parameters), {}
+    experiment = experiment_of(kind)
+    copied = gradients(experiment, True, lambda _: None)
+    names, seen = list(experiment.parameters), {}
 
     def listen(place: int, gradient: torch.Tensor) -> None:
         assert gradient.dtype is torch.float64
         seen[names[place]] = seen.get(names[place], 0.0) + gradient
 
-    before = {name: value.clone() for name, value in task.problem.model.state_dict().items()}
-    formed = gradients(task, False, lambda lifted: LiftedWeights(lifted, listen))
+    before = {name: value.clone() for name, value in experiment.problem.model.state_dict().items()}
+    formed = gradients(experiment, False, lambda lifted: LiftedWeights(lifted, listen))
     assert all(gradient is None for gradient in formed.values()), "no set of them is held"
     assert seen.keys() == copied.keys()
     for name, gradient in seen.items():
         torch.testing.assert_close(gradient, copied[name], rtol=1e-12, atol=1e-14)
-    for name, value in task.problem.model.state_dict().items():
+    for name, value in experiment.problem.model.state_dict().items():
         assert value.dtype is before[name].dtype and torch.equal(value, before[name])
-    assert {type(weight) for weight in task.parameters.values()} == {nn.Parameter}
+    assert {type(weight) for weight in experiment.parameters.values()} == {nn.Parameter}
 
 
 def test_what_an_operation_saves_is_the_weight_itself() -> None:
     """Between the forward and the backward nothing of a weight is in float64."""
-    task = task_of(Image)
-    probe = LiftedWeights(task, lambda *_: None)
+    experiment = experiment_of(Image)
+    probe = LiftedWeights(experiment, lambda *_: None)
     with probe.around(None):
-        out = torch.nn.functional.linear(torch.ones(2, 4, dtype=torch.float64), task.problem.model.out.weight)
+        out = torch.nn.functional.linear(torch.ones(2, 4, dtype=torch.float64), experiment.problem.model.out.weight)
         assert out.dtype is torch.float64
         assert probe._live and all(lifted() is None for lifted, _ in probe._live.values())
         out.sum().backward()
@@ -382,10 +381,10 @@ def test_weights_that_are_more_than_parameters_are_refused(how: str) -> None:
     class Own(nn.Parameter):
         pass
 
-    task = task_of(Image)
+    experiment = experiment_of(Image)
     if how == "hook":
-        task.problem.model.scale.register_hook(lambda gradient: gradient)
+        experiment.problem.model.scale.register_hook(lambda gradient: gradient)
     else:
-        task.problem.model.scale = Own(task.problem.model.scale.data)
+        experiment.problem.model.scale = Own(experiment.problem.model.scale.data)
     with pytest.raises(ProblemError, match="a weight"):
-        LiftedWeights(task, lambda *_: None)
+        LiftedWeights(experiment, lambda *_: None)

@@ -7,16 +7,15 @@ import torch
 from torch import nn
 
 from gaverify.errors import NoMemory
-from gaverify.passes.gradients import full_batch_gradients
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
-from gaverify.passes.task import Task
 from gaverify.records.comparison import Reference
 
 
-def short_of_memory(way: Reference, device: str, failures: int) -> Task:
-    """A task whose first forwards run out of memory; its tensors stay on the CPU, whatever `device` says."""
+def short_of_memory(way: Reference, device: str, failures: int) -> Experiment:
+    """A experiment whose first forwards run out of memory; its tensors stay on the CPU, whatever `device` says."""
     model, batch = nn.Linear(8, 2), torch.randn(4, 8, device="cpu")
     left = iter(range(failures))
 
@@ -25,26 +24,26 @@ def short_of_memory(way: Reference, device: str, failures: int) -> Task:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return model(batch).square().mean()
 
-    return Task(
+    return Experiment(
         problem=Problem(model, loss, batch),
         parameters=dict(model.named_parameters()),
         modules=[model],
         batch_size=4,
         sizes=(2, 2),
-        weighting="uniform",
-        device=torch.device(device),
+        state=ModelState([model]),
+        devices=(torch.device(device),),
         fitting=Fitting(way),
     )
 
 
-def run(task: Task) -> float:
-    return full_batch_gradients(task, ModelState(task.modules))[0].loss
+def run(experiment: Experiment) -> float:
+    return experiment.full_batch().loss
 
 
 def test_auto_offloads_where_the_full_batch_does_not_fit() -> None:
-    task = short_of_memory(Reference.AUTO, "cuda:0", 1)
-    assert run(task) > 0
-    assert (task.fitting.way, task.fitting.failed) == (Reference.OFFLOAD, [Reference.FULL])
+    experiment = short_of_memory(Reference.AUTO, "cuda:0", 1)
+    assert run(experiment) > 0
+    assert (experiment.fitting.way, experiment.fitting.failed) == (Reference.OFFLOAD, [Reference.FULL])
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,8 @@ def test_auto_offloads_where_the_full_batch_does_not_fit() -> None:
     ],
 )
 def test_advice_names_offloading_where_it_needs_less(way: Reference, device: str, advice: bool) -> None:
-    task = short_of_memory(way, device, 2)
+    experiment = short_of_memory(way, device, 2)
     with pytest.raises(NoMemory, match=f"out of memory on {device}") as caught:
-        run(task)
+        run(experiment)
     assert ("`--reference offload` needs less" in str(caught.value)) is advice
-    assert bool(task.fitting.failed) is (way is Reference.AUTO and device != "cpu")
+    assert bool(experiment.fitting.failed) is (way is Reference.AUTO and device != "cpu")

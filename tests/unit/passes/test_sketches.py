@@ -14,7 +14,7 @@ from gaverify.passes.devices import widest
 from gaverify.passes.dispatch import Observed
 from gaverify.passes.fingerprints import project_rows, real_numbers, summaries
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
-from gaverify.passes.weighting import Weighing, check_weighting, micro_batch_weight, targets_of, valid_targets
+from gaverify.passes.weighting import check_weighting, micro_batch_weight, targets_of, valid_targets
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 
@@ -207,10 +207,18 @@ BATCH = {"x": torch.zeros(6, 2), "labels": torch.tensor([1, -100, 2, 2, -100, -1
 
 def weight(weighting, k: int = 1, *, sizes=(4, 2), batch=BATCH, observed=None, full=None) -> float:
     problem = Problem(nn.Identity(), lambda model, batch: None, batch)
-    task = Weighing(problem=problem, batch_size=sum(sizes), sizes=sizes, weighting=weighting)
+    experiment = SimpleNamespace(
+        problem=problem,
+        batch_size=sum(sizes),
+        sizes=sizes,
+        steps=len(sizes),
+        weighting=weighting,
+        ignore_index=-100,
+        averaged_over=1,
+    )
     start = sum(sizes[:k])
     micro = {key: value[start : start + sizes[k]] for key, value in batch.items()}
-    return micro_batch_weight(task, k, micro, observed or Observed(), full or Observed())
+    return micro_batch_weight(experiment, k, micro, observed or Observed(), full or Observed())
 
 
 def counted(*counts: tuple[float, int]) -> Observed:

@@ -20,7 +20,7 @@ from gaverify import Outcome, ProblemError
 from gaverify.passes.randomness import DrawRecord
 from gaverify.records.comparison import Method, NotCompared
 from gaverify.thresholds import U32, U64
-from gaverify.verdict import control, judging
+from gaverify.verdict import control, measurement
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide, decide_at_once, floors_allowed, floors_wanted
 
@@ -369,29 +369,33 @@ def test_a_control_without_numbers_decides_nothing(broken: bool) -> None:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(autocast: torch.dtype | None) -> None:
     task: Any = SimpleNamespace(parameters={"w": torch.ones(1), "half": torch.ones(1).half()}, autocast=autocast)
-    assert judging.working_unit(task) == (2.0**-11 if autocast is None else 2.0**-8)
-    assert control.lowest_precision(task) is torch.float16
+    assert measurement.working_unit(task) == (2.0**-11 if autocast is None else 2.0**-8)
+    assert measurement.lowest_precision(task) is torch.float16
 
 
 def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = iter([3.0, 1.0, math.nan])
     weight = nn.Parameter(torch.ones(3))
-    task: Any = SimpleNamespace(parameters={"w": weight}, modules=[], progress=lambda _: None, problem=nn.Identity())
-    task.problem.loss = None
     passed: Any = SimpleNamespace(gradients={})
-    states = []
-    monkeypatch.setattr(
-        control, "full_batch_gradients", lambda _, state, *__, **___: (states.append(state) or passed, None)
-    )
+    states: list[bool] = []
+
+    class Experiment:
+        parameters = {"w": weight}  # noqa: RUF012
+        progress = print
+
+        def with_current_state(self) -> Any:
+            states.append(torch.equal(weight, torch.ones(3)))
+            return SimpleNamespace(full_batch=lambda: passed)
+
     monkeypatch.setattr(control, "measure", lambda *_: [Difference("w", (3,), 1.0, 1.0, next(moves), None, None)])
-    assert control.noise_floor(task, passed, passed, passed, U32) == {"w": 3.0}
-    assert len(states) == 3 and passed not in states, "a state of before would put the moved weights back"
+    assert control.noise_floor(Experiment(), passed, U32) == {"w": 3.0}  # type: ignore[arg-type]
+    assert states == [False] * 3, "a state of before would put the moved weights back"
     assert torch.equal(weight, torch.ones(3))
 
 
 @pytest.mark.parametrize(("other", "kept"), [(0.5, True), (2.0, False), (None, False)])
 def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer(
-    other: float | None, kept: bool
+    other: float | None, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that were not meant for these samples may raise; what is not kept leaves the record as it was."""
 
@@ -399,19 +403,28 @@ def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_close
         if difference is None:
             raise ProblemError("an index is out of range")
         rows = [Difference("w", (3,), 1.0, 1.0, each, None, None) for each in (difference, math.nan)]
-        return judging._Accumulated(None, None, rows)  # type: ignore[arg-type]
+        return measurement._Accumulation(None, None, rows)  # type: ignore[arg-type]
 
-    def again() -> Any:
+    def again(*_: Any) -> Any:
         record.unaligned["randint"] = "read otherwise"
         return read(other)
 
     first, record = read(1.0), DrawRecord(unaligned={"rand": "no rows"})
-    found = judging._other_reading(record, first, again)
+    monkeypatch.setattr(measurement, "_accumulate", again)
+    experiment: Any = SimpleNamespace(draws=record)
+    found = measurement._choose_reading(experiment, None, first, False, False)  # type: ignore[arg-type]
     assert (found is not first, record.inner) == (kept, kept)
     assert ("randint" in record.unaligned) is kept
 
 
 def test_a_first_reading_that_makes_the_gradients_agree_is_not_doubted() -> None:
     agree, differ = (Difference("w", (3,), 1.0, 1.0, apart, None, None) for apart in (1e-9, 1e-3))
-    assert judging._agree(U32, [agree]) and not judging._agree(U32, [agree, differ])
-    assert not judging._agree(2 * U32, [agree]), "below float32 agreement says little"
+
+    def agrees(dtype: torch.dtype, *rows: Difference) -> bool:
+        experiment: Any = SimpleNamespace(parameters={"w": torch.ones(1, dtype=dtype)}, autocast=None)
+        passed: Any = SimpleNamespace(observed=())
+        accumulation = measurement._Accumulation(passed, None, list(rows))  # type: ignore[arg-type]
+        return measurement._agree_in_float32(experiment, passed, accumulation)
+
+    assert agrees(torch.float32, agree) and not agrees(torch.float32, agree, differ)
+    assert not agrees(torch.bfloat16, agree), "below float32 agreement says little"

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem
+from gaverify.passes.experiment import Experiment
 from gaverify.records.comparison import Method
 from gaverify.thresholds import FEW_TIMES
-from gaverify.verdict import criteria, judging, window
+from gaverify.verdict import criteria, decision, measurement, window
 from gaverify.verdict.criteria import Difference
 
 
@@ -123,8 +124,8 @@ def test_exact_and_tolerances_contradict_each_other() -> None:
 def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, **options: Any) -> gaverify.Verdict:
     """Verifies, and checks that a part was asked and settled nothing."""
     answers = []
-    real = judging.decide_open_rows
-    monkeypatch.setattr(judging, "decide_open_rows", lambda *given: answers.append(real(*given)) or answers[-1])
+    real = decision.decide_open_rows
+    monkeypatch.setattr(decision, "decide_open_rows", lambda *given: answers.append(real(*given)) or answers[-1])
     verdict = gaverify.verify(problem, steps=4, diagnose=False, **options)
     assert answers == [None]
     return verdict
@@ -214,12 +215,12 @@ def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made
 def test_draws_that_are_open_to_doubt_are_settled_by_no_part(
     monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any], of_two: bool
 ) -> None:
-    where, name = (window, "rounding_of_two_samples") if of_two else (judging, "decide_open_rows")
+    where, name = (window, "rounding_of_two_samples") if of_two else (decision, "decide_open_rows")
     asked = getattr(where, name)
 
     def doubted(*given: Any) -> Any:
         answer = asked(*given) if of_two else None
-        vars(given[2]).update(copy.deepcopy(doubt))
+        vars(given[0].draws if of_two else given[0].experiment.draws).update(copy.deepcopy(doubt))
         return answer if of_two else asked(*given)
 
     monkeypatch.setattr(where, name, doubted)
@@ -236,7 +237,7 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
     """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
     found: list[Difference] = []
     settled = window.decide_open_rows
-    monkeypatch.setattr(judging, "decide_open_rows", lambda *given: found.extend(given[5]) or settled(*given))
+    monkeypatch.setattr(decision, "decide_open_rows", lambda *given: found.extend(given[1]) or settled(*given))
     monkeypatch.setattr(
         window,
         "rounding_of_two_samples",
@@ -251,15 +252,15 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
 def test_a_first_reading_of_draws_that_makes_the_gradients_agree_is_not_doubted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorded = judging._record_full_batch
+    record = Experiment.record
 
     def doubtful(*given: Any) -> Any:
-        task, full, record = recorded(*given)
-        record.ambiguous = True
-        return task, full, record
+        recorded, full = record(*given)
+        recorded.draws.ambiguous = True
+        return recorded, full
 
-    monkeypatch.setattr(judging, "_record_full_batch", doubtful)
-    monkeypatch.delattr(judging, "_other_reading")
+    monkeypatch.setattr(Experiment, "record", doubtful)
+    monkeypatch.delattr(measurement, "_choose_reading")
     assert gaverify.verify(quiet(), steps=4).outcome is Outcome.EQUIVALENT
     with pytest.raises(NameError):
         gaverify.verify(quiet(), steps=4, weighting="none")

@@ -25,16 +25,16 @@ from torch.nn.functional import cross_entropy
 
 import gaverify
 from gaverify import Finding, Outcome, Verdict
-from gaverify.causes import confirming, coupling, investigation, operations, proof, shrinking, weights
+from gaverify.causes import confirming, coupling, investigation, operations, part, proof, weights
 from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.trace import operations as tracing
 from gaverify.causes.trace.traces import Layout, describe_tensor
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import DrawRecord
-from gaverify.passes.task import Task
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, Weights
@@ -49,7 +49,7 @@ from gaverify.thresholds import (
     U32,
     U64,
 )
-from gaverify.verdict import window
+from gaverify.verdict import measurement
 from gaverify.verdict.criteria import Difference
 
 # A divergence is judged and searched on a part of the batch, and confirmed on all of it; else the whole batch is.
@@ -90,7 +90,7 @@ def verified(everywhere: bool, flagged: bool, **options: object) -> Verdict:
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the smallest batches are worth a part."""
-    monkeypatch.setattr(window, "WORTH", 0)
+    monkeypatch.setattr(measurement, "WORTH", 0)
 
 
 @pytest.mark.usefixtures("everything")
@@ -166,15 +166,17 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
             for name, each in sizes.items()
         ]
         working = {name: difference(each, norm) for name, each in sizes.items()}
-        return SimpleNamespace(rows=rows, working=working, few=few, control=object())
+        micro_batches = (16, 16) if norm == WHOLE else (4, 4)
+        experiment = SimpleNamespace(sizes=micro_batches)
+        measurement = SimpleNamespace(experiment=experiment, differences=working, coarse_unit=U32)
+        return measurement, SimpleNamespace(rows=rows, few=few, control=object())
 
-    whole, part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
-    sizes: Any = (SimpleNamespace(sizes=(16, 16)), SimpleNamespace(sizes=(4, 4)))
-    rows = shrinking._decide_by_part(*sizes, whole, part, U32)
+    whole, of_part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
+    rows = part._decide_by_part(*whole, *of_part)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
-    part.control = None
-    assert shrinking._decide_by_part(*sizes, whole, part, U32) is None, "float64 did not run"
+    of_part[1].control = None
+    assert part._decide_by_part(*whole, *of_part) is None, "float64 did not run"
 
 
 @pytest.mark.parametrize(
@@ -196,29 +198,45 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     rows = {"w": difference(0.3, 0.3), "b": difference(0.4, 0.4)}
     passes = SimpleNamespace(loss=loss), SimpleNamespace(micro_losses=(1.0, loss))
 
-    def control(part: Any, state: Any, record: DrawRecord, listener: Any) -> Any:
-        given.append(record)
-        record.ambiguous = doubts
+    def control(experiment: Any, make_probe: Any) -> Any:
+        given.append(experiment.draws)
+        experiment.draws.ambiguous = doubts
         return SimpleNamespace(rows=rows, full=passes[0], accumulated=passes[1])
 
-    recorded = DrawRecord(draws=[object()])  # type: ignore[list-item]
-    monkeypatch.setattr(shrinking, "full_batch_gradients", lambda *_: (None, recorded))
-    monkeypatch.setattr(shrinking, "float64_control", control)
-    monkeypatch.setattr(shrinking, "judge", lambda *_, **__: "in both")
+    class First:
+        """The first samples as an experiment."""
+
+        def __init__(self, draws: DrawRecord) -> None:
+            self.draws = draws
+
+        def record(self) -> Any:
+            return First(DrawRecord(draws=[object()])), None  # type: ignore[list-item]
+
+        def with_second_reading(self) -> Any:
+            return First(replace(self.draws, inner=True))
+
+    monkeypatch.setattr(part, "run_in_float64", control)
+    monkeypatch.setattr(part, "measure_and_decide", lambda *_, **__: "in both")
     working = {"w": difference(1.0, 0.6), "b": difference(0.0, 0.8)}
-    scales = {"w": 0.0, "b": 8.0}
-    whole: Any = SimpleNamespace(few=None, record=drawn, working=working, scales=scales, dtype=torch.float32)
-    part: Any = SimpleNamespace(modules=[], problem=SimpleNamespace(loss=squared_error))
-    found = shrinking._judge_part(part, whole, U32, None)
-    assert (given[0] is recorded) is bool(drawn.count) and given[0].inner is drawn.inner
+    whole: Any = SimpleNamespace(
+        experiment=SimpleNamespace(draws=drawn),
+        differences=working,
+        plain_terms={"w": 0.0, "b": 8.0},
+        coarse_unit=U32,
+    )
+    first: Any = First(DrawRecord())
+    decision: Any = SimpleNamespace(few=None)
+    found: Any = part._judge_part(first, whole, decision, None)
+    assert bool(given[0].count) is bool(drawn.count) and given[0].inner is drawn.inner
     if not alone:
         assert found == "in both"
         return
-    assert found.working == {} and found.full is passes[0]
-    allowed = [row.allowed for row in found.rows]
+    measurement, decided = found
+    assert measurement.differences == {} and measurement.full is passes[0]
+    allowed = [row.allowed for row in decided.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
-    whole.few = "below float32"
-    assert shrinking._judge_part(part, whole, U32, None) == "in both"
+    decision.few = "below float32"
+    assert part._judge_part(first, whole, decision, None) == "in both"
 
 
 @pytest.mark.parametrize(
@@ -231,12 +249,14 @@ def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
 ) -> None:
     looked: list[object] = []
     seen = {"w": difference(1e-4, 1.0), "zero": difference(1e-9, 0.0)}
-    monkeypatch.setattr(shrinking, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
+    monkeypatch.setattr(part, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
     least = FEW_UNITS * U32
-    whole: Any = SimpleNamespace(working={"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)})
+    differences = {"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)}
+    whole: Any = SimpleNamespace(differences=differences, coarse_unit=U32)
     rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
-    found: Any = SimpleNamespace(rows=rows, working={})
-    rounds = shrinking._rounding_of(None, whole, found, U32)  # type: ignore[arg-type]
+    of_part: Any = SimpleNamespace(experiment=None, differences={})
+    found: Any = SimpleNamespace(rows=rows)
+    rounds = part._rounding_of(whole, of_part, found)
     assert rounds("zero") == pytest.approx(FEW_TIMES * 1e-9 if looks else least)
     assert rounds("w") == pytest.approx(FEW_TIMES * 1e-4) and len(looked) == 1
 
@@ -258,15 +278,18 @@ def test_a_part_is_like_the_whole_or_there_is_none(
     changes: dict[str, Any], why: NotCompared | None, unit: float, size: int | None
 ) -> None:
     model, batch = nn.Linear(3, 1), (torch.randn(16, 3), torch.randn(16, 1))
-    task = Task(
+    experiment = Experiment(
         problem=Problem(model, squared_error, batch),
         parameters=dict(model.named_parameters()),
         modules=[model],
-        **{"batch_size": 16, "sizes": (4,) * 4, "weighting": "uniform", "device": torch.device("cpu"), **changes},
+        state=ModelState([model]),
+        devices=(torch.device("cpu"),),
+        **{"batch_size": 16, "sizes": (4,) * 4, **changes},
     )
-    judgement: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
-    part = shrinking._part_of(task, judgement, unit)
-    assert (part.batch_size if part is not None else None) == size
+    measurement: Any = SimpleNamespace(experiment=experiment, coarse_unit=unit)
+    decision: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
+    found = part._part_of(measurement, decision)
+    assert (found.batch_size if found is not None else None) == size
 
 
 @pytest.mark.usefixtures("everything")
@@ -274,7 +297,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
 def test_a_part_finds_what_the_whole_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case: Case = _CASES[name]
     part = gaverify.verify(case.build(), steps=case.steps, **case.options)
-    monkeypatch.setattr(window, "WORTH", 1 << 60)
+    monkeypatch.setattr(measurement, "WORTH", 1 << 60)
     whole = gaverify.verify(case.build(), steps=case.steps, **case.options)
     assert said(part) == said(whole), story(part)
     assert {row.name for row in part.divergent} == {row.name for row in whole.divergent}
@@ -292,7 +315,7 @@ def test_the_whole_is_the_second_batch_of_what_a_part_shows_but_for_numbers_with
         return told
 
     assert "a second batch" in runs()
-    monkeypatch.setattr(window, "WORTH", 0)
+    monkeypatch.setattr(measurement, "WORTH", 0)
     assert ("a second batch" in runs()) == again, told
 
 
@@ -302,7 +325,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def noted(bench: Bench, facts: Facts) -> Facts:
-        sizes.append(bench.task.batch_size)
+        sizes.append(bench.experiment.batch_size)
         return facts
 
     monkeypatch.setattr(investigation, "QUESTIONS", (noted, *investigation.QUESTIONS))
@@ -393,16 +416,17 @@ def test_a_state_that_was_forgotten_holds_no_weights() -> None:
 def bench(total: float, dtype: torch.dtype = torch.float32, *, lift: bool = False) -> Bench:
     model = nn.Linear(2, 1, dtype=dtype, device="cpu")
     problem = Problem(model, lambda m, b: m(b).mean(), torch.ones(4, 2, dtype=dtype, device="cpu"))
-    task = Task(
+    experiment = Experiment(
         problem=problem,
         parameters=dict(model.named_parameters()),
         modules=[model],
+        state=ModelState([model]),
         batch_size=4,
         sizes=(2, 2),
-        weighting="uniform",
-        device=torch.device("cpu"),
+        devices=(torch.device("cpu"),),
+        lift=lift,
     )
-    return Bench(task, ModelState([model]), DrawRecord(), lift, total=total)
+    return Bench(experiment, total=total)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +440,8 @@ def test_an_eighth_of_a_small_difference_is_not_rounding(total: float, rounding:
 
 def test_float64_leaves_less_whatever_the_difference_is() -> None:
     assert bench(3e-4, torch.float64).rounding == bench(0.5, lift=True).rounding == 4 * 2.0**-24
-    assert bench(3e-4, torch.float64).exact and not bench(1e-9).exact, "how small it is does not make it exact"
+    assert bench(3e-4, torch.float64).experiment.is_float64, "its weights are"
+    assert not bench(1e-9).experiment.is_float64, "how small it is does not make it exact"
 
 
 # --- Release one by one: what is needed stays, what is not goes, and nothing is run that tells nothing ---------------
@@ -536,9 +561,12 @@ def test_a_cause_is_confirmed_where_no_more_is_left_than_correct_models_show(
     assert (confirming.confirm_on_batch(bench, FOUND, FOUND) is not None) is kept
 
 
+EXACT = SimpleNamespace(is_float64=True)
+
+
 def confirms(confirm: Any, found: Facts, **bench: Any) -> bool:
     """Whether one of the ways to confirm something tells more than was known of the whole batch."""
-    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "exact": True, "earlier": None, **bench})
+    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "experiment": EXACT, "earlier": None, **bench})
     return confirm(known, FACTS, found) is not FACTS
 
 
@@ -597,7 +625,7 @@ def test_layers_that_others_replace_are_confirmed_by_that_repair(
     part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)), batch_size=4)
     assert confirms(confirming._confirm_cause, part) is told
     if told:
-        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, exact=True)
+        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, experiment=EXACT)
         (shown,) = confirming._confirm_cause(bench, FACTS, part).forward.causes
         assert shown.control is not None and shown.control.what.endswith("on the first 4 samples"), "it ran there alone"
 
@@ -631,7 +659,7 @@ def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
     monkeypatch.setattr(weights, "replace", lambda value, **_: value)
     found = SimpleNamespace(gradients={"w": None}, micro_losses=(2.0,))
     bench: Any = SimpleNamespace(
-        task=SimpleNamespace(sizes=(2, 2)), possible=lambda ask: ask(), run_micro_batches=lambda *_: found
+        experiment=SimpleNamespace(sizes=(2, 2), micro_batches=lambda *_: found), possible=lambda ask: ask()
     )
     earlier: Any = SimpleNamespace(
         shares=SimpleNamespace(columns=torch.tensor([[before, 1.0]])), full=None, losses=(2.0,)

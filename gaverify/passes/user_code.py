@@ -1,16 +1,14 @@
-"""A problem made ready for its passes: the calls of the user's own code, and how long a search may take.
+"""Calls of the user's own code in a pass: split, loss and model.
 
-Whatever the user's split and loss raise becomes a sentence that names the samples and the line.
+Whatever these raise becomes a sentence that names the samples and the line.
 """
 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,37 +17,10 @@ from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_mem
 from gaverify.passes.batching import other_reading, take
 from gaverify.passes.isolation import variables
 from gaverify.passes.problem import Problem
-from gaverify.passes.reference import Fitting
-from gaverify.passes.weighting import Weighing
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
 
-
-class TimeUp(BaseException):
-    """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
-
-
-@dataclass
-class TimeLimit:
-    """Seconds since a verification began, None for no limit; only a search is ended by it, never a verdict."""
-
-    seconds: float | None = None
-    begun: float = field(default_factory=time.monotonic)
-    _searching: bool = False
-
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Ends with `TimeUp` what runs in it when the time is over."""
-        self._searching = True
-        try:
-            yield
-        finally:
-            self._searching = False
-
-    def check(self) -> None:
-        """Raises `TimeUp` where a search has had its time."""
-        if self._searching and self.seconds is not None and time.monotonic() - self.begun >= self.seconds:
-            raise TimeUp
-
+if TYPE_CHECKING:
+    from gaverify.passes.experiment import Experiment
 
 _OUTPUTS = ("input", "output", "out", "pred", "prediction", "logit", "y_pred", "y_hat", "yhat", "score", "y")
 """How criteria name the model's output, their first parameter, but for a plural's s."""
@@ -64,48 +35,8 @@ def named_parameters(problem: Problem) -> dict[str, nn.Parameter]:
     return named
 
 
-@dataclass(kw_only=True)
-class Task(Weighing):
-    """A problem made ready: parameters by name, sizes, and the settings that both strategies share."""
-
-    parameters: dict[str, nn.Parameter]
-    modules: list[nn.Module]
-    device: torch.device
-    devices: tuple[torch.device, ...] = ()  # all that the model lies on, that of `device` first
-    lay_on: tuple[torch.device, ...] = ()  # where the user had put it
-    autocast: torch.dtype | None = None
-    strategy: str = "accumulate"
-    math_kernels: bool = False
-    fitting: Fitting = field(default_factory=Fitting)
-    limit: TimeLimit = field(default_factory=TimeLimit)
-    progress: Callable[[str], None] = field(default=lambda _: None)
-
-    def __post_init__(self) -> None:
-        self.devices = self.devices or (self.device,)
-
-    @contextmanager
-    def autocasting(self, *, enabled: bool = True) -> Iterator[None]:
-        """Autocast as it was asked for, on every kind of device that the model lies on; nothing where it was not."""
-        with ExitStack() as stack:
-            for kind in dict.fromkeys(device.type for device in self.devices) if self.autocast is not None else ():
-                stack.enter_context(torch.autocast(kind, self.autocast, enabled=enabled))
-            yield
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields every module of model and loss with its path."""
-        for root in self.modules:
-            yield from root.named_modules()
-
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        """Yields `start, stop` of each micro-batch."""
-        start = 0
-        for size in self.sizes:
-            yield start, start + size
-            start += size
-
-
 @contextmanager
-def told_as_users(where: str, task: Task) -> Iterator[None]:
+def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
     """Turns whatever the user's code raises into a sentence that says on which samples and where.
 
     What gaverify's own code raises, while it watches a pass, goes on as it is: that is no finding about a model.
@@ -116,7 +47,7 @@ def told_as_users(where: str, task: Task) -> Iterator[None]:
         raise
     except (Exception, GeneratorExit) as error:
         if is_out_of_memory(error):
-            raise _out_of_memory(where, task) from error
+            raise _out_of_memory(where, experiment) from error
         if is_own_fault(error):
             raise
         text = text_of(error)
@@ -127,28 +58,30 @@ def told_as_users(where: str, task: Task) -> Iterator[None]:
         raise ProblemError(
             f"the model or loss raised on {where}: {type(error).__name__}: {text or 'no message'}"
             + (f" ({frame})" if frame else "")
-            + (hint or _left_behind(task, text) or _criterion(task.problem) or _other_reading(task))
+            + (hint or _left_behind(experiment, text) or _criterion(experiment.problem) or _other_reading(experiment))
         ) from error
 
 
-def _left_behind(task: Task, text: str) -> str:
+def _left_behind(experiment: Experiment, text: str) -> str:
     """A hint where tensors of several devices meet: those that the loss and the model hold themselves nobody moved."""
     if "on the same device" not in text and not ("input type" in text.lower() and "weight type" in text.lower()):
         return ""
-    if len(task.lay_on) > 1:
-        places = " and ".join(map(str, task.lay_on))
-        if len(task.devices) == 1:
-            return f"; the model lay on {places} and `device` moved it to {task.device}: leave `device` out"
+    if len(experiment.lay_on) > 1:
+        places = " and ".join(map(str, experiment.lay_on))
+        if len(experiment.devices) == 1:
+            return f"; the model lay on {places} and `device` moved it to {experiment.device}: leave `device` out"
         return f"; gaverify leaves the model on {places} and the batch where it is: the loss has to move the rest"
-    owned = [(name, get()) for name, get in variables(task.problem.loss)]
-    for root in task.modules:
+    owned = [(name, get()) for name, get in variables(experiment.problem.loss)]
+    for root in experiment.modules:
         for path, module in root.named_modules():
             owned += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]
     names = [
-        f"`{name}`" for name, value in owned if any(leaf.device not in task.devices for leaf in _tensors_in(value))
+        f"`{name}`"
+        for name, value in owned
+        if any(leaf.device not in experiment.devices for leaf in _tensors_in(value))
     ]
     what = ", ".join(dict.fromkeys(names)) or "tensors that the loss or the model makes without a device"
-    return f"; gaverify moves model and batch to {task.device}; move the rest yourself: {what}"
+    return f"; gaverify moves model and batch to {experiment.device}; move the rest yourself: {what}"
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -171,35 +104,35 @@ def _criterion(problem: Problem) -> str:
     )
 
 
-def _other_reading(task: Task) -> str:
-    problem = task.problem
+def _other_reading(experiment: Experiment) -> str:
+    problem = experiment.problem
     settled = problem.batch_size is not None or problem.split is not None
-    return "" if settled else other_reading(problem.batch, task.batch_size)
+    return "" if settled else other_reading(problem.batch, experiment.batch_size)
 
 
-def _out_of_memory(where: str, task: Task) -> NoMemory:
+def _out_of_memory(where: str, experiment: Experiment) -> NoMemory:
     advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
-    elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
-    return NoMemory(f"out of memory on {task.device} while running {where}; try {advice}" + elsewhere)
+    elsewhere = "" if experiment.device.type == "cpu" else ", or --device cpu"
+    return NoMemory(f"out of memory on {experiment.device} while running {where}; try {advice}" + elsewhere)
 
 
-def micro_batch_of(task: Task, start: int, stop: int, where: str) -> Any:
-    """Returns the samples `start` to `stop - 1` of the task's batch, by the user's split where there is one."""
-    with told_as_users(f"split for {where}", task):
-        return take(task.problem.batch, start, stop, task.batch_size, task.problem.split)
+def micro_batch_of(experiment: Experiment, start: int, stop: int, where: str) -> Any:
+    """Returns the samples `start` to `stop - 1` of the experiment's batch, by the user's split where there is one."""
+    with explain_user_errors(f"split for {where}", experiment):
+        return take(experiment.problem.batch, start, stop, experiment.batch_size, experiment.problem.split)
 
 
 @hands_over
-def loss_of(task: Task, batch: Any, where: str) -> torch.Tensor:
+def loss_of(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
     """Runs the user's loss and returns it as a scalar tensor with a graph.
 
     Raises:
         TimeUp: This is a pass of a search whose time is over.
         ProblemError: What it returned is no such tensor.
     """
-    task.limit.check()
-    with task.autocasting():
-        value = task.problem.loss(task.problem.model, batch)
+    experiment.limit.check()
+    with experiment.autocasting():
+        value = experiment.problem.loss(experiment.problem.model, batch)
     if isinstance(value, Mapping) and "loss" in value:
         value = value["loss"]
     elif not isinstance(value, torch.Tensor) and hasattr(value, "loss"):

@@ -1,0 +1,284 @@
+"""An experiment: a problem made ready to run, and its passes.
+
+Variants are derived from it, never put together by hand: in float64, on its first samples, on another batch, with
+other micro-batch weights, with probes that change both strategies alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaverify.passes.batching import draw_batch, fresh, micro_batch_sizes, move_split
+from gaverify.passes.devices import return_freed, widest
+from gaverify.passes.gradients import (
+    AfterBackward,
+    PassProbe,
+    PassResult,
+    accumulated_gradients,
+    combine_probes,
+    forward_pass,
+    full_batch_gradients,
+    record_full_batch,
+)
+from gaverify.passes.isolation import ModelState, generator_states, seed_torch
+from gaverify.passes.precision import convert_weights
+from gaverify.passes.problem import Problem
+from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.reference import Fitting
+from gaverify.passes.user_code import micro_batch_of
+
+
+class TimeUp(BaseException):
+    """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
+
+
+@dataclass
+class TimeLimit:
+    """Seconds since a verification began, None for no limit; only a search is ended by it, never a verdict."""
+
+    seconds: float | None = None
+    begun: float = field(default_factory=time.monotonic)
+    _searching: bool = False
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Ends with `TimeUp` what runs in it when the time is over."""
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+
+    def check(self) -> None:
+        """Raises `TimeUp` where a search has had its time."""
+        if self._searching and self.seconds is not None and time.monotonic() - self.begun >= self.seconds:
+            raise TimeUp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A problem made ready to run: both strategies start from the same state and use the same random draws."""
+
+    problem: Problem
+    """Model, loss, batch and split."""
+    parameters: dict[str, nn.Parameter]
+    """The trainable parameters by name; those of a loss that is a module begin with `loss.`."""
+    modules: list[nn.Module]
+    """The model, and the loss where it is a module."""
+    state: ModelState
+    """What every pass starts from and leaves behind: buffers, attributes, what the loss can reach."""
+    batch_size: int
+    """B, the number of samples of the full batch."""
+    sizes: tuple[int, ...]
+    """The number of samples of each micro-batch, K numbers."""
+    weighting: Any = "uniform"
+    """A word, K numbers, or the user's function: the factor of each micro-batch's loss."""
+    ignore_index: int = -100
+    """The target value that the weighting `tokens` does not count."""
+    averaged_over: int = 1
+    """By how much a mean over ranks divides losses that the weighting leaves as they are."""
+    strategy: str = "accumulate"
+    """`accumulate`: K backward passes; `summed-loss`: one over the sum of the weighted losses."""
+    devices: tuple[torch.device, ...]
+    """Where the model lies, each device once; the first is that of the first trainable parameter."""
+    lay_on: tuple[torch.device, ...] = ()
+    """Where the user had put the model."""
+    autocast: torch.dtype | None = None
+    """The dtype of `torch.autocast` in the forwards; None: no autocast."""
+    lift: bool = False
+    """Casts inside the model are raised to float64."""
+    math_kernels: bool = False
+    """Attention and recurrent layers run on unfused kernels, because draws inside a fused one are not seen."""
+    draws: DrawRecord = field(default_factory=DrawRecord)
+    """The random draws of the full batch, which every pass uses again."""
+    probes: tuple[PassProbe, ...] = ()
+    """What looks on at every pass, or changes it."""
+    fitting: Fitting = field(default_factory=Fitting)
+    """How the full batch is run where memory is short; all variants share it."""
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    """How long a search for a cause may take; all variants share it."""
+    progress: Callable[[str], None] = field(default=lambda _: None)
+    """Is told what begins."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first trainable parameter."""
+        return self.devices[0]
+
+    @property
+    def steps(self) -> int:
+        """K, the number of micro-batches."""
+        return len(self.sizes)
+
+    @property
+    def is_float64(self) -> bool:
+        """Whether its passes run in float64."""
+        double = (torch.float64, torch.complex128)
+        return self.lift or all(parameter.dtype in double for parameter in self.parameters.values())
+
+    @contextmanager
+    def autocasting(self, *, enabled: bool = True) -> Iterator[None]:
+        """Autocast as it was asked for, on every kind of device that the model lies on; nothing where it was not."""
+        with ExitStack() as stack:
+            for kind in dict.fromkeys(device.type for device in self.devices) if self.autocast is not None else ():
+                stack.enter_context(torch.autocast(kind, self.autocast, enabled=enabled))
+            yield
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields every module of model and loss with its path."""
+        for root in self.modules:
+            yield from root.named_modules()
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Yields `start, stop` of each micro-batch."""
+        start = 0
+        for size in self.sizes:
+            yield start, start + size
+            start += size
+
+    # Its passes. Each begins with the same state, which it puts back in the end.
+
+    def record(self, *probes: PassProbe, seed: int | None = None) -> tuple[Experiment, PassResult]:
+        """Runs the full batch; returns the experiment with the draws that this made, and the pass.
+
+        Args:
+            probes: What looks on.
+            seed: Seeds torch's generators before; None: they go on from where they are.
+
+        Raises:
+            ProblemError: The model or loss raised, or the loss cannot be differentiated.
+        """
+        restore = generator_states()
+        if seed is not None:
+            seed_torch(seed)
+        try:
+            full, draws = record_full_batch(self, self._combine(probes))
+            # a fused kernel draws where nobody sees it: once more on kernels that draw outside
+            if draws.fused and not self.math_kernels:
+                return replace(self, math_kernels=True).record(*probes, seed=seed)
+        finally:
+            if seed is not None:
+                restore()
+        return replace(self, draws=draws), full
+
+    def full_batch(self, *probes: PassProbe) -> PassResult:
+        """Runs the full batch with the recorded draws."""
+        return full_batch_gradients(self, self._combine(probes))
+
+    def micro_batches(
+        self,
+        full: PassResult,
+        *probes: PassProbe,
+        after_backward: AfterBackward | None = None,
+        own: Collection[int] | None = None,
+    ) -> PassResult:
+        """Runs the micro-batches, each with its share of the recorded draws.
+
+        Args:
+            full: The full-batch pass, whose target counts the weighting `tokens` needs.
+            probes: What looks on, beside the experiment's own.
+            after_backward: Called with k after each backward pass.
+            own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
+        """
+        return accumulated_gradients(self, full, after_backward=after_backward, probe=self._combine(probes), own=own)
+
+    def forward(self, k: int | None, *probes: PassProbe) -> torch.Tensor:
+        """Runs one forward without a backward, of the full batch where `k` is None, and returns its loss."""
+        return forward_pass(self, k, self._combine(probes))
+
+    def _combine(self, probes: Sequence[PassProbe]) -> PassProbe | None:
+        return combine_probes((*self.probes, *probes))
+
+    # Its variants.
+
+    def with_probes(self, *probes: PassProbe) -> Experiment:
+        """The experiment with more probes, in every pass."""
+        return replace(self, probes=(*self.probes, *probes))
+
+    def with_weights(self, weights: Sequence[float]) -> Experiment:
+        """The experiment with other micro-batch weights."""
+        return replace(self, weighting=list(weights))
+
+    def with_cut(self, sizes: tuple[int, ...], weight: float) -> Experiment:
+        """The same batch, of which only the first samples are run, in micro-batches of these sizes of equal weight."""
+        return replace(self, sizes=sizes, weighting=[weight] * len(sizes))
+
+    def with_constant_draws(self) -> Experiment:
+        """The experiment with every draw replaced by one typical value."""
+        return replace(self, draws=replace(self.draws, constant=True, unaligned={}))
+
+    def with_second_reading(self) -> Experiment:
+        """The experiment with its draws dealt by place and contents, not in order (`randomness`)."""
+        return replace(self, draws=replace(self.draws, inner=True))
+
+    def with_backwards_apart(self) -> Experiment:
+        """The experiment with a backward pass per micro-batch: one over their sum would not tell them apart."""
+        return replace(self, strategy="accumulate")
+
+    def with_draws_apart(self) -> Experiment:
+        """The experiment with notes of its own on which draws were dealt: what its passes do with them is no fact."""
+        return replace(self, draws=replace(self.draws, used=set(), draw_counts={}))
+
+    def with_current_state(self) -> Experiment:
+        """The experiment with the state and the weights that the model has now."""
+        return replace(self, state=ModelState(self.modules, (self.problem.loss,)))
+
+    def first_samples(self, sizes: tuple[int, ...]) -> Experiment:
+        """The experiment on its first samples, a batch of their own in micro-batches of these sizes.
+
+        What it draws is not recorded yet, and its state is that which the model has now.
+        """
+        count = sum(sizes)
+        batch = micro_batch_of(self, 0, count, "a part of the batch")
+        problem = replace(self.problem, batch=batch, batch_size=count)
+        first = replace(self, problem=problem, batch_size=count, sizes=sizes, draws=DrawRecord())
+        return first.with_current_state()
+
+    def with_seed(self, seed: int) -> Experiment:
+        """The experiment on another batch: rows drawn again; its draws are not recorded yet.
+
+        Of a batch that only the user's split can cut, it is the samples behind the first micro-batch.
+        """
+        if self.problem.split is None:
+            batch = draw_batch(self.problem.batch, self.batch_size, seed)
+            return replace(self, problem=replace(self.problem, batch=batch))
+        size = self.batch_size - self.sizes[0]
+        batch = micro_batch_of(self, self.sizes[0], self.batch_size, "a second batch")
+        problem = replace(self.problem, batch=batch, batch_size=size)
+        return replace(self, problem=problem, batch_size=size, sizes=micro_batch_sizes(size, self.steps))
+
+    @contextmanager
+    def in_float64(self, *, weights: bool = True) -> Iterator[Experiment]:
+        """Gives the experiment in float64, all on the CPU where a device has none, for as long as the block runs.
+
+        The weights, the batch and the draws are the same numbers. The tensors are exchanged inside the user's own
+        parameters, so that the working precision has no passes until the block ends.
+
+        Args:
+            weights: False leaves the weights as they are: they are to be lifted as they are used.
+        """
+        everywhere = all(widest(device) is torch.float64 for device in self.devices)
+        device = None if everywhere else torch.device("cpu")  # None: each tensor where it is
+        devices = self.devices if device is None else (device,)
+        default = torch.get_default_dtype()
+        return_freed()  # what the passes before left in pieces
+        with ExitStack() as stack:
+            stack.callback(return_freed)
+            stack.enter_context(convert_weights(self.modules, device=device, dtype=torch.float64, weights=weights))
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, default)
+            stack.enter_context(self.autocasting(enabled=False))
+            batch = fresh(self.problem.batch, device, torch.float64)
+            split = self.problem.split and move_split(self.problem.split, device, torch.float64)
+            problem = replace(self.problem, batch=batch, split=split)
+            exact = replace(self, problem=problem, devices=devices, autocast=None, lift=True).with_current_state()
+            # who looked on may live longer, and would keep the weights in float64
+            stack.callback(exact.state.forget)
+            yield exact

@@ -1,0 +1,252 @@
+"""Decides every parameter of a measurement: in working precision, by float64, or by the noise of moved weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.precision import short_name, unit_roundoff
+from gaverify.records.comparison import (
+    FewSamples,
+    Method,
+    NotCompared,
+    Outcome,
+    ParameterComparison,
+    PrecisionLoss,
+    outcome_of,
+    resolution_of,
+)
+from gaverify.records.findings import Finding
+from gaverify.thresholds import TENTH, U32, U64
+from gaverify.tracebacks import is_own_fault
+from gaverify.verdict.comparison import by_tolerance
+from gaverify.verdict.control import (
+    Control,
+    MakeProbe,
+    control_floor,
+    failure_sentence,
+    judge_by_control,
+    judge_by_floor,
+    noise_floor,
+    precision_loss,
+    run_in_float64,
+)
+from gaverify.verdict.criteria import decide_at_once, floors_wanted, not_compared, record
+from gaverify.verdict.measurement import Measurement, measure_strategies, shows_divergence
+from gaverify.verdict.window import decide_open_rows, judge_few_samples
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about every parameter, by which method."""
+
+    rows: tuple[ParameterComparison, ...]
+    """One comparison per parameter."""
+    method: Method
+    """The method that decided the rows."""
+    is_open: bool = False
+    """Working precision could not tell, or float64 was asked for: `decide_open` has to decide."""
+    shows_fault: bool = False
+    """Of an open decision: the difference is clearly more than rounding, so that a diagnosis is to be expected."""
+    control: Control | None = None
+    """The float64 runs; None: none was needed, or it failed."""
+    control_failure: str = ""
+    """Why the float64 control was impossible, as a sentence; empty: it ran, or was not needed."""
+    precision: PrecisionLoss | None = None
+    """Relative gradient errors against float64 where parameters are below float32; None: not measured."""
+    few: FewSamples | None = None
+    """What a few samples showed of the rounding below float32; None: not measured, or too imprecise."""
+    part: tuple[int, ...] = ()
+    """Micro-batch sizes of the part of the batch that decided, or showed the cause; empty: the full batch."""
+
+    @property
+    def is_divergent(self) -> bool:
+        """Whether any parameter is."""
+        return any(row.outcome is Outcome.DIVERGENT for row in self.rows)
+
+    @property
+    def resolution(self) -> float:
+        """The smallest relative difference that the deciding method could have seen."""
+        return resolution_of(self.rows)
+
+    def outcome(self, findings: tuple[Finding, ...]) -> Outcome:
+        """The verdict of all parameters together."""
+        faults = any(finding.severity == "fault" for finding in findings)
+        return Outcome.DIVERGENT if faults else outcome_of(self.rows)
+
+
+def measure_and_decide(
+    experiment: Experiment, *, exact: bool = False, keep_gradients: bool = False, make_probe: MakeProbe | None = None
+) -> tuple[Measurement, Decision]:
+    """Runs both strategies and decides every parameter, in float64 on all of the batch where that is needed.
+
+    Args:
+        experiment: What to run.
+        exact: In float64 whatever working precision says; where a kernel has none, the answer is what it would have
+            been without, and `control_failure` says so.
+        keep_gradients: Keep those of working precision.
+        make_probe: Makes what looks on at the float64 runs where a diagnosis is to be expected.
+
+    Raises:
+        ProblemError: The loss of the full batch is not finite, or the user's code raised.
+    """
+    measurement = measure_strategies(experiment, sketched=not exact)
+    measured_at = time.perf_counter()
+    decision = decide(measurement, exact=exact)
+    if not keep_gradients and not needs_gradients(measurement, decision):
+        measurement.free_gradients()
+    if decision.is_open:
+        decision = decide_open(measurement, decision, exact=exact, make_probe=make_probe)
+        if not keep_gradients:
+            measurement.free_gradients()
+    if exact and decision.control_failure:
+        failure = decision.control_failure
+        del measurement, decision  # their gradients take the memory of the next passes
+        measurement, decision = measure_and_decide(experiment, keep_gradients=keep_gradients, make_probe=make_probe)
+        return measurement, replace(decision, control_failure=decision.control_failure or failure)
+    measurement.seconds["control"] = time.perf_counter() - measured_at
+    return measurement, decision
+
+
+def needs_gradients(measurement: Measurement, decision: Decision) -> bool:
+    """Whether a float64 control still measures what adding up loses: from sketches it was read already."""
+    is_low = unit_roundoff(measurement.dtype) > U32
+    return decision.is_open and is_low and measurement.window is None and measurement.has_gradients
+
+
+def decide_by_tolerance(measurement: Measurement, rtol: float, atol: float) -> Decision:
+    """Decides by |actual − expected| ≤ atol + rtol · |expected|, in working precision alone."""
+    differences = list(measurement.differences.values())
+    gradients = measurement.accumulated.gradients, measurement.full.gradients
+    return Decision(tuple(by_tolerance(differences, *gradients, rtol, atol)), Method.TOLERANCE)
+
+
+def decide(measurement: Measurement, *, exact: bool = False) -> Decision:
+    """Decides what working precision can tell, with a few samples in float64 where these are enough.
+
+    Args:
+        measurement: In working precision.
+        exact: Leave it to float64, where that is finer.
+
+    Returns:
+        An open decision where float64 has to decide.
+    """
+    # Not the coarse unit: products whose inputs are rounded to TF32 mostly agree to float32's rounding all the same.
+    unit, differences = measurement.unit, measurement.differences.values()
+    decision = Decision(tuple(decide_at_once(differences, unit, measurement.terms)), Method.WORKING_PRECISION)
+    if unit <= U32 and not (exact and unit > U64):
+        closed = _close_rows(measurement, decision)
+        if closed is not None:
+            return closed
+    decision = replace(decision, is_open=True)
+    if measurement.window is not None:
+        decision = _decide_from_window(measurement, decision)
+    if not decision.is_open or decision.shows_fault:
+        return decision
+    return replace(decision, shows_fault=unit > U64 and shows_divergence(measurement, measurement.coarse_unit))
+
+
+def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None:
+    """The decision where working precision decides all, or two samples the few that it leaves open; else None."""
+    open_rows = [
+        measurement.differences[row.name]
+        for row in decision.rows
+        if row.outcome is Outcome.INCONCLUSIVE and row.method != Method.NOT_COMPARED
+    ]
+    if not open_rows:
+        return decision
+    # In float64 there is nothing finer that two samples could be run in.
+    # What agrees to float32's own rounding does so however products are rounded; what is open is judged by theirs.
+    if measurement.coarse_unit <= U64:
+        return None
+    decided_rows = decide_open_rows(measurement, open_rows)
+    if decided_rows is None:
+        return None
+    decided = {row.name: row for row in decided_rows}
+    rows = tuple(decided.get(row.name, row) for row in decision.rows)
+    return replace(decision, rows=rows, method=Method.TWO_SAMPLES)
+
+
+def _decide_from_window(measurement: Measurement, decision: Decision) -> Decision:
+    """What the window's weights and a few samples of it show; still open where they do not show equivalence."""
+    rows = list(measurement.differences.values())
+    if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
+        return decision
+    try:
+        few_samples = judge_few_samples(measurement)
+    except Exception as error:  # single samples that the model does not take, a kernel without float64
+        if is_own_fault(error):
+            raise
+        return decision
+    if few_samples is None or few_samples[1].allowed > TENTH:
+        return decision
+    outcome, few = few_samples
+    decision = replace(decision, few=few, shows_fault=outcome is Outcome.DIVERGENT)
+    if unit_roundoff(measurement.dtype) > U32:
+        lost = math.hypot(few.error, few.lost)
+        loss = PrecisionLoss(short_name(measurement.dtype), few.error, lost, samples=few.samples)
+        decision = replace(decision, precision=loss)
+    if outcome is not Outcome.EQUIVALENT:
+        return decision
+    # Below float32 a single parameter shows little: each is allowed what the whole gradient is.
+    allowed = few.allowed * math.hypot(*(row.reference for row in rows if math.isfinite(row.reference)))
+    equivalent = tuple(
+        not_compared(row)
+        if row.why is not None
+        else record(row, Outcome.EQUIVALENT, Method.FEW_SAMPLES, allowed, row.difference)
+        for row in rows
+    )
+    return replace(decision, rows=equivalent, method=Method.FEW_SAMPLES, is_open=False)
+
+
+def decide_open(
+    measurement: Measurement, decision: Decision, *, exact: bool = False, make_probe: MakeProbe | None = None
+) -> Decision:
+    """Decides what working precision left open, by float64 on all of the batch; by the noise floor where there is none.
+
+    Args:
+        measurement: In working precision.
+        decision: What that told.
+        exact: Only float64 is asked for: where it is impossible the decision stays as it is, and says why.
+        make_probe: Makes what looks on at the float64 runs where a diagnosis is to be expected.
+    """
+    unit = measurement.coarse_unit
+    if measurement.unit > U64:
+        try:
+            control = run_in_float64(measurement.experiment, make_probe if decision.shows_fault else None)
+            # A kernel without float64 does not always say so: some read a wrong number of bytes.
+            control.check_losses(measurement.full, measurement.accumulated)
+        except Exception as error:
+            if is_own_fault(error):
+                raise
+            decision = replace(decision, control_failure=failure_sentence(error))
+            if exact:
+                return decision
+        else:
+            if needs_gradients(measurement, decision):
+                decision = replace(decision, precision=precision_loss(measurement, control.full.gradients))
+            return decide_by_control(measurement, decision, control, unit)
+    # Run once more: the gradients of the measurement were freed, and the moved runs are compared with them.
+    floor = noise_floor(measurement.experiment, measurement.experiment.full_batch(), unit)
+    rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
+    return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR, is_open=False)
+
+
+def decide_by_control(measurement: Measurement, decision: Decision, control: Control, unit: float) -> Decision:
+    """Decides every parameter by a float64 control, with its noise floor where only that can tell.
+
+    Args:
+        measurement: In working precision.
+        decision: What that told; its rows are replaced.
+        control: The float64 runs.
+        unit: Unit roundoff of the working precision.
+    """
+    working, scales = measurement.differences, measurement.plain_terms
+    rows = judge_by_control(working, control, scales, unit)
+    # A gradient that is zero in exact arithmetic (attention's key bias) differs by 0.02 to 3 of itself in float64, too.
+    if floors_wanted(rows):
+        floor = control_floor(measurement.experiment, control)
+        rows = judge_by_control(working, control, scales, unit, floor)
+    return replace(decision, rows=tuple(rows), method=Method.FLOAT64_CONTROL, control=control, is_open=False)
