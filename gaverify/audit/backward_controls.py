@@ -18,6 +18,7 @@ from gaverify.audit.coupling_controls import (
     CouplingBench,
     Pair,
     PinnedRuns,
+    Pins,
     agree,
     calls_of_pair,
     difference_allowed,
@@ -40,14 +41,14 @@ def control_backward(trial: Trial, record: Record) -> Record:
     # The script may divide its losses, or the gradients after its backward passes, in each run as it likes.
     times = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
     bench = CouplingBench(trial, record, update, times)
-    runs = bench.run_both({"frozen": (), "held": ()})
+    runs = bench.run_both(Pins())
     if not runs.each or not agree(runs.pairs, record.unit):
         return record
     cause: Cause | None = None
     for operation in _candidates(runs, times, record.unit, update.number):
         path = SCRIPT if operation.module is None else operation.module
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
-        pinned_runs = bench.run_both({"frozen": (), "held": (path,)}, runs.each)
+        pinned_runs = bench.run_both(Pins(modules=(path,)), runs.each)
         control = bench.control(
             pinned_runs, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH
         )

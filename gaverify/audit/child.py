@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.folders import ERROR, RANK, SCRIPT_FAILED, folder_for, note_fault
-from gaverify.audit.job import Job
+from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, torchrun_variables
 from gaverify.children.launching import cause_of
 from gaverify.errors import ProblemError
@@ -41,7 +41,7 @@ def main(path: str) -> NoReturn:
         _keep_from_others(job, folder)
     except BaseException as error:
         _give_up(error, folder)
-    if job.launcher:
+    if job.command.launcher:
         _launch(job, Path(path))
     try:
         recorder = install_recorder(job, folder)
@@ -49,11 +49,12 @@ def main(path: str) -> NoReturn:
         _give_up(error, folder)
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
-        edits = Edits(job.values, job.script if job.module else "", folder / PLACED)
+        command = job.command
+        edits = Edits(command.values, command.script if command.module else "", folder / PLACED)
         if edits.missing_names:
             edits.install()
-        _seed(job)
-        _run(job, edits)
+        _seed(command.seed)
+        _run(command, edits)
     except ProblemError as error:
         _write_error(folder, f"{error}\n")
         os._exit(SCRIPT_FAILED)
@@ -74,14 +75,15 @@ def _keep_from_others(job: Job, folder: Path) -> None:
     from gaverify.audit.outputs import IMPOSSIBLE, enter, shared_folders
 
     if job.files == "view":
-        needed = [Path.cwd()] if job.module else [Path.cwd(), Path(job.script).resolve().parent]
-        together = [] if job.launcher else _meeting(job)  # the processes of a launcher share this view
+        command = job.command
+        needed = [Path.cwd()] if command.module else [Path.cwd(), Path(command.script).resolve().parent]
+        together = [] if command.launcher else _meeting(job)  # the processes of a launcher share this view
         reason = enter(folder, [*shared_folders(), *together], needed)
         if reason:
             with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
                 (folder / "no-view.txt").write_text(reason, encoding="utf-8")
             os._exit(IMPOSSIBLE)
-    elif job.files == "guard" and not job.launcher:
+    elif job.files == "guard" and not job.command.launcher:
         _keep_under_guard(job, folder)
 
 
@@ -105,8 +107,8 @@ def _meeting(job: Job) -> list[Path]:
 
 def _launch(job: Job, path: Path) -> NoReturn:
     """Becomes the launcher, all of whose Python processes enter the recorder."""
-    first, *words = job.launcher
-    words = [find_program(first), *words, *(["-m"] if job.module else []), job.script, *job.arguments]
+    command, (first, *words) = job.command, job.command.launcher
+    words = [find_program(first), *words, *(["-m"] if command.module else []), command.script, *command.arguments]
     os.environ |= entry_variables(path, os.environ)
     os.execv(words[0], words)
 
@@ -145,42 +147,40 @@ def install_recorder(job: Job, folder: Path) -> Recorder:
     from gaverify.audit.recording.storage import Storage
     from gaverify.tracebacks import set_home
 
-    recorder = Recorder(job, Storage(folder))
+    recorder, command = Recorder(job, Storage(folder)), job.command
+    for change in job.changes:
+        change.install(recorder)
     install(recorder)
-    if job.float32:
-        from gaverify.audit.recording.lifting import compute_in_float32
-
-        compute_in_float32()
-    set_home(os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
+    set_home(os.getcwd() if command.module else os.path.dirname(os.path.abspath(command.script)))
     return recorder
 
 
-def _seed(job: Job) -> None:
+def _seed(seed: int | None) -> None:
     """Seeds what a script seeds that wants to be repeated: Python's generator, NumPy's and torch's."""
-    if job.seed is None:
+    if seed is None:
         return
     import importlib.util
     import random
 
     import torch
 
-    random.seed(job.seed)
+    random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         import numpy
 
-        numpy.random.seed(job.seed)
-    torch.manual_seed(job.seed)
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
-def _run(job: Job, edits: Edits) -> None:
-    if job.module:
+def _run(command: Command, edits: Edits) -> None:
+    if command.module:
         _first_on_path(os.getcwd())
-        sys.argv = [job.script, *job.arguments]
-        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        sys.argv = [command.script, *command.arguments]
+        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
         return
-    script = os.path.abspath(job.script)
+    script = os.path.abspath(command.script)
     _first_on_path(os.path.dirname(os.path.realpath(script)))
-    sys.argv = [job.script, *job.arguments]
+    sys.argv = [command.script, *command.arguments]
     if os.path.isdir(script):
         runpy.run_path(script, run_name="__main__")
         return
@@ -226,7 +226,7 @@ def enter(path: str) -> None:
         if job.files == "guard":
             _keep_under_guard(job, folder)
         recorder = install_recorder(job, folder)
-        _seed(job)
+        _seed(job.command.seed)
     except BaseException as error:
         _give_up(error, folder)
     _tell_of_failures(folder)
@@ -251,8 +251,8 @@ def _tell_of_failures(folder: Path) -> None:
 
 def _close_record(recorder: Recorder, process: int) -> None:
     """Writes the closing record of a process that ends before all updates are made; its exit status stays its own."""
-    if os.getpid() == process and recorder.steps and not (Path(recorder.job.folder) / ERROR).exists():
+    if os.getpid() == process and recorder.steps and not (recorder.storage.folder / ERROR).exists():
         try:
             recorder.close(Ending.SCRIPT)
         except Exception as error:
-            _give_up(error, Path(recorder.job.folder))
+            _give_up(error, recorder.storage.folder)

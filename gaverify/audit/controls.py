@@ -11,11 +11,21 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from gaverify.audit.backward_controls import control_backward
+from gaverify.audit.changes import (
+    Change,
+    ClearGradients,
+    DifferentiateGathers,
+    DifferentiateTerm,
+    FreezeBuffers,
+    ScaleLosses,
+    SynchroniseGradients,
+    UndoSteps,
+    WeightMicroBatches,
+)
 from gaverify.audit.coupling_controls import find_coupling
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
@@ -54,7 +64,7 @@ def control_noise_floor(trial: Trial, record: Record) -> Record:
     if not differences or not all(difference < SMALLEST_FAULT for difference in differences):
         return record
     more_perturbed = trial.runner.runs(
-        *(trial.perturbed_jobs(coins=coins, shrink=factor) for coins, factor in _OTHERWISE)
+        *(trial.perturbed_jobs(seed, ScaleLosses(factor)) for seed, factor in _OTHERWISE)
     )
     factors = [factor for _, factor in _OTHERWISE]
     return replace(record, updates=trial.compare(extra_perturbed=[*zip(more_perturbed, factors, strict=True)]))
@@ -70,7 +80,7 @@ def control_clipping(trial: Trial, record: Record) -> Record:
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
-    control = trial.repeat_with(shrink=TOO_SMALL_TO_CLIP, shown_as="unclipped")
+    control = trial.repeat_with(ScaleLosses(TOO_SMALL_TO_CLIP), shown_as="unclipped")
     small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
     weighed_record = control_weights(control, replace(record, updates=small, windows=windows))
@@ -107,8 +117,8 @@ def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateC
 def control_terms(trial: Trial, record: Record) -> Record:
     """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
 
-    Nothing is told unless the terms' gradients add up to those of the whole, in both runs. Behind the first update the
-    full batch's steps are led as well: its term alone would train other weights.
+    Nothing is told unless the terms' gradients add up to those of the whole, in both runs. The full batch's steps are
+    led as well: its term alone would train other weights for the next update.
     """
     update = record.divergent
     if update is None or is_explained(record):
@@ -120,9 +130,10 @@ def control_terms(trial: Trial, record: Record) -> Record:
         return record
     alone = []
     for term in range(1, count + 1):
-        change: dict[str, Any] = {"term": term, "shown_as": "terms", "updates": update.number}
-        full_jobs = trial.jobs("full" if update.number == 1 else "perturbed", **change)
-        full, accumulated = trial.runner.runs(full_jobs, trial.jobs("accumulated", **change))
+        full, accumulated = trial.runner.runs(
+            trial.full_batch_jobs(DifferentiateTerm(term), updates=update.number, shown_as="terms"),
+            trial.jobs("accumulated", DifferentiateTerm(term), updates=update.number, shown_as="terms"),
+        )
         alone.append((full, accumulated))
     loss_terms = fit_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
     return replace(record, terms=loss_terms)
@@ -142,7 +153,7 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     ):
         return record
     number = update_and_fit[0].number
-    cleared = trial.run_control("accumulated", cleared=True, updates=number)
+    cleared = trial.run_control("accumulated", ClearGradients(), updates=number)
     difference_left = gradient_difference(trial.accumulated, cleared, update=number)
     if not difference_left <= record.tolerance or not cleared.meta["cleared_gradients"]:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
@@ -160,7 +171,9 @@ def control_weights(trial: Trial, record: Record) -> Record:
     has_control = record.overwritten is not None or record.weighed is not None
     if update is None or not shares or has_control or record.ranks > 1:
         return record
-    control_run = trial.run_control("accumulated", shares=shares, updates=update.number, shown_as="weights")
+    control_run = trial.run_control(
+        "accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights"
+    )
     passes = [event for event in control_run.events if event.kind == "backward" and event.update == update.number]
     loss_line = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
     return replace(
@@ -176,7 +189,7 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
     steps = record.expected(first) if first is not None else None
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_HELD:
         return record
-    frozen_run = trial.run_control("frozen", updates=steps)
+    frozen_run = trial.run_control("accumulated", UndoSteps(), updates=steps, led=False)
     samples = [frozen_run.samples(round_) for round_ in rounds_of(frozen_run.events)[:steps]]
     # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
     increments_seen = [
@@ -207,9 +220,9 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
     Updates whose weights change alike then have no fault. Their gradients differ by a factor that the step takes out
     again: a step that divides by K, a lower rate.
     """
-    if trial.options.get("by_hand") or not any(update.other_step for update in record.updates):
+    if trial.is_by_hand or not any(update.other_step for update in record.updates):
         return record
-    full, own_run = trial.full, trial.run_control("accumulated", lead=False)
+    full, own_run = trial.full, trial.run_control("accumulated", led=False)
     accepted = tuple(_accept_factor(update, full, own_run) for update in trial.compare(own_run))
     pairs = zip(record.updates, accepted, strict=False)
     takes_factor = any(after.step_takes_factor and before.other_step for before, after in pairs)
@@ -223,12 +236,12 @@ def control_change(trial: Trial, record: Record) -> Record:
     sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size. Nor is it asked
     for where their change tells what the gradients do, or agrees where it alone was seen.
     """
-    if not trial.options.get("by_hand"):
+    if not trial.is_by_hand:
         return record
     full, accumulated = trial.full, trial.accumulated
     if not any(_needs_half(update, full, accumulated) for update in record.updates):
         return record
-    half = trial.run_control("full", shrink=0.5, shown_as="unclipped")
+    half = trial.run_control("full", ScaleLosses(0.5), shown_as="unclipped")
     return replace(record, updates=decide_by_change(record.updates, full, accumulated, half))
 
 
@@ -310,25 +323,25 @@ def control_ranks(trial: Trial, record: Record) -> Record:
     stages = record.updates[0].stages if record.updates else ()
     at_the_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
 
-    def difference_left(*, also_full: bool = False, **change: Any) -> float:
+    def difference_left(change: Change, *, also_full: bool = False) -> float:
         """What a changed run of the ranks leaves, against the full-batch run, or against that with the same change."""
         try:
-            full = trial.run_control("full", shown_as="ranks", **change) if also_full else trial.full
-            accumulated = trial.run_control("accumulated", source=full, shown_as="ranks", **change)
+            full = trial.run_control("full", change, shown_as="ranks") if also_full else trial.full
+            accumulated = trial.run_control("accumulated", change, source=full, shown_as="ranks")
         except ProblemError:
             return math.nan
         return gradient_difference(full, accumulated, summed=not at_the_step)
 
     if ranks.stepped_without:
-        ranks = replace(ranks, sync_control=difference_left(also_full=True, synchronise=True))
+        ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients(), also_full=True))
     elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
-        ranks = replace(ranks, sync_control=difference_left(synchronise=True))
+        ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients()))
     elif ranks.at_fault and ranks.buffers_apart:
-        ranks = replace(ranks, frozen_control=difference_left(also_full=True, frozen=ranks.buffers_apart))
+        ranks = replace(ranks, frozen_control=difference_left(FreezeBuffers(ranks.buffers_apart), also_full=True))
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
-        ranks = replace(ranks, gather_control=difference_left(gathers=True))
+        ranks = replace(ranks, gather_control=difference_left(DifferentiateGathers()))
     elif ranks.at_fault:
-        ranks = with_shares(ranks, lambda shares: difference_left(shares=shares))
+        ranks = with_shares(ranks, lambda shares: difference_left(WeightMicroBatches(shares)))
     return replace(record, together=ranks)
 
 

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from gaverify.audit.changes import (
+    Change,
+    DisableCompilation,
+    FreezeBuffers,
+    PinModules,
+    PinnedRows,
+    WatchModules,
+    WeightMicroBatches,
+)
 from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
@@ -304,15 +313,22 @@ def find_coupling(trial: Trial, record: Record) -> Record:
 PairsOfRanks = Sequence[Sequence[Pair | None]]
 """The pairs of each rank."""
 
-PinnedFields = Mapping[str, tuple[str, ...]]
-"""Fields of `Job`: buffers whose modules run in evaluation mode, and code that is held."""
+
+@dataclass(frozen=True)
+class Pins:
+    """What both runs of a control do as the full batch did."""
+
+    frozen: tuple[str, ...] = ()
+    """Buffers whose modules run in evaluation mode."""
+    modules: tuple[str, ...] = ()
+    """Paths of code whose outputs and input gradients are the full batch's."""
 
 
 @dataclass(frozen=True)
 class PinnedRuns:
-    """Both runs with something held, and their forwards that hold the same rows."""
+    """Both runs with something pinned, and their forwards that hold the same rows."""
 
-    pinned: PinnedFields
+    pins: Pins
     full: Run
     accumulated: Run
     each: list[list[Pair | None]]  # by rank
@@ -337,26 +353,25 @@ class CouplingBench:
         self._trial, self.record, self.update, self._times = trial, record, update, given_back
         self.weighed: ControlRun | None = None
 
-    def run_both(self, pinned: PinnedFields, first: PairsOfRanks = ()) -> PinnedRuns:
-        """Makes both runs; the pairs of those in which nothing is held tell whose rows are given to which forward."""
-        full = self._again("full", **pinned)
-        accumulated = self._run_accumulated(full, pinned, first)
-        return PinnedRuns(pinned, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
+    def run_both(self, pins: Pins, first: PairsOfRanks = ()) -> PinnedRuns:
+        """Makes both runs; the pairs of those in which nothing is pinned tell whose rows are given to which forward."""
+        full = self._again("full", pins)
+        accumulated = self._run_accumulated(full, pins, first)
+        return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
     def weigh(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
-        """Runs the losses times the weights that fit what is left, with the same things held."""
+        """Runs the losses times the weights that fit what is left, with the same things pinned."""
         # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
         shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
-            control_run = self._run_accumulated(runs.full, runs.pinned, first, shares=shares)
+            control_run = self._run_accumulated(runs.full, runs.pins, first, WeightMicroBatches(shares))
             self.weighed = compare_weighed_run(runs.full, control_run, self.record)
 
-    def _run_accumulated(self, full: Run, pinned: PinnedFields, first: PairsOfRanks, **changed: Any) -> Run:
-        spots = tuple(
+    def _run_accumulated(self, full: Run, pins: Pins, first: PairsOfRanks, *changes: Change) -> Run:
+        rows = tuple(
             tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
         )
-        changed |= {"spots": spots, "given_back": self._given_back}
-        return self._again("accumulated", source=full, **pinned, **changed)
+        return self._again("accumulated", pins, *changes, source=full, rows=rows)
 
     @property
     def _given_back(self) -> float:
@@ -374,7 +389,7 @@ class CouplingBench:
 
     def feels(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
         """Whether a loss gives other gradients to half of the rows where the other half has other values."""
-        moved = self._again("full", frozen=runs.pinned["frozen"], moved=level)
+        moved = self._again("full", Pins(runs.pins.frozen), WatchModules(level))
         return feels_the_rest(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
 
     def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
@@ -397,16 +412,20 @@ class CouplingBench:
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
         return ControlRun(what, difference_left, False, fit if explains else None, kind)
 
-    def _again(self, role: Role, **changed: Any) -> Run:
-        number = self.update.number
-        changed |= {"eager": True, "outputs": True, "updates": number, "shown_as": "coupling"}
-        return self._trial.run_control(role, **changed)
+    def _again(self, role: Role, pins: Pins, *changes: Change, source: Run | None = None, rows: PinnedRows = ()) -> Run:
+        every_change = [DisableCompilation(), WatchModules()]
+        every_change += [FreezeBuffers(pins.frozen)] if pins.frozen else []
+        every_change += [PinModules(pins.modules, rows, self._given_back)] if pins.modules else []
+        every_change += changes
+        return self._trial.run_control(
+            role, *every_change, source=source, updates=self.update.number, shown_as="coupling"
+        )
 
 
 def _causes(bench: CouplingBench) -> Iterator[Cause]:
     """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
     runs, unit, difference = (
-        bench.run_both({"frozen": (), "held": ()}),
+        bench.run_both(Pins()),
         bench.record.unit,
         bench.update.relative_difference,
     )
@@ -418,16 +437,16 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         if suspect is None:
             yield from _loss_causes(bench, runs, first)
             return
-        pinned, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
-        runs = bench.run_both(pinned, first)
+        pins, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
+        runs = bench.run_both(pins, first)
         following = first_module(runs.pairs, unit)
         if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
             # It does the same in evaluation mode: its buffers are not what couples.
-            pinned, what, kind = _pin_module(suspect, before, {})
-            runs = bench.run_both(pinned, first)
+            pins, what, kind = _pin_module(suspect, before, {})
+            runs = bench.run_both(pins, first)
         control = bench.control(runs, what, kind)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
-        control = replace(control, modules=_owners(pinned["frozen"]) if kind is ControlKind.FROZEN else ())
+        control = replace(control, modules=_owners(pins.frozen) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
             bench.weigh(runs, control.fit, first)
@@ -446,7 +465,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
 
     The second is only known by the control, and where no scale of a term can be behind it.
     """
-    pairs, pinned, record = runs.pairs, runs.pinned, bench.record
+    pairs, pins, record = runs.pairs, runs.pins, bench.record
     terms = [event.values.get("terms", 0) for window in record.windows for event in window.of("backward")]
     weights_excluded = max(terms, default=0) < 2 or bool(record.terms)
     backwards = [e for e in runs.full.events if e.kind == "backward" and e.update == bench.update.number]
@@ -456,7 +475,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
         feels = difference > 0 and bench.feels(runs, level)
         if not feels and not (difference and weights_excluded):
             continue
-        more: PinnedFields = {**pinned, "held": tuple(dict.fromkeys((*pinned["held"], *level)))}
+        more = replace(pins, modules=tuple(dict.fromkeys((*pins.modules, *level))))
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(bench.run_both(more, first), what, kind)
         if feels or control.rounding:
@@ -466,11 +485,9 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
             return
 
 
-def _pin_module(
-    suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]
-) -> tuple[PinnedFields, str, ControlKind]:
+def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]) -> tuple[Pins, str, ControlKind]:
     """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
-    path, pinned = suspect.operation.module or "", runs.pinned
+    path, pins = suspect.operation.module or "", runs.pins
     if path in writers:  # in their forwards modules write the buffers with these names
         # a codebook that moves is state, and no statistics of the batch: what is named is held, and nothing else
         kinds = {call["path"]: call["kind"] for pair in runs.pairs if pair is not None for call in pair[0]["calls"]}
@@ -479,9 +496,9 @@ def _pin_module(
         steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
         frozen = tuple(key for step in steps for key in step.get("buffers", {}) if key.partition(":")[2] in names)
         if frozen:
-            return {**pinned, "frozen": frozen}, _describe_modules(frozen), ControlKind.FROZEN
+            return replace(pins, frozen=frozen), _describe_modules(frozen), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
-    return {**pinned, "held": (*pinned["held"], path)}, what, ControlKind.FULL_BATCH
+    return replace(pins, modules=(*pins.modules, path)), what, ControlKind.FULL_BATCH
 
 
 def _owners(frozen: tuple[str, ...]) -> tuple[str, ...]:

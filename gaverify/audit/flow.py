@@ -15,8 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gaverify.audit.changes import (
+    Changes,
+    ComputeInFloat32,
+    DisableCompilation,
+    Order,
+    Replay,
+    ReplayData,
+    merge_changes,
+)
 from gaverify.audit.editing import check_values
-from gaverify.audit.job import Order, Replay
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, encode_request, read_request
 from gaverify.audit.running import Progress, Runner, Trial
@@ -191,7 +199,7 @@ class _Audit:
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
         self._replay: Replay = "samples"
-        self._made: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # fields of `Job` in the runs that are judged
+        self._changes: Changes = ()  # of the runs that are judged
 
     def events_only(self) -> Record:
         """One run, its calls alone."""
@@ -201,21 +209,20 @@ class _Audit:
 
     def compare(self) -> Record:
         """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
-        full, visible = self._runner.first("full")
-        record = self._in_float32(self._compare_with_replay(full, visible))
-        return self._with_tail(record, visible) if self._request.tail else replace(record, epochs=self._epochs())
+        full, changes = self._runner.first("full")
+        record = self._in_float32(self._compare_with_replay(full, changes))
+        return self._with_tail(record, changes) if self._request.tail else replace(record, epochs=self._epochs())
 
-    def _compare_with_replay(self, full: Run, visible: dict[str, Any]) -> Record:
+    def _compare_with_replay(self, full: Run, changes: Changes) -> Record:
         """Compares, and again with the data of the full-batch run where that may help."""
-        first = self._against(full, visible, {})
-        self._made = visible, {}
+        first = self._against(full, changes)
+        self._changes = changes
         main, unaligned = self.main, dict(first.unaligned)
         for way in self._ways(first, full):
-            replay_fields = {"replay": way, **visible}
-            parts = {"parts": parts_of(first)}
-            record = self._against(self._runner.run("full", **replay_fields), replay_fields, parts)
+            replaying = (ReplayData(way, parts_of(first)), *changes)
+            record = self._against(self._runner.run("full", *replaying), replaying)
             if record.updates and record.updates[0].data.same:
-                self._replay, self._made = way, (replay_fields, parts)
+                self._replay, self._changes = way, replaying
                 return record
             unaligned |= record.unaligned
         self.main = main
@@ -225,10 +232,10 @@ class _Audit:
         """The same in float32, where rounding below it hides what the loop does; a script may not run so."""
         if not hidden_below_float32(record):
             return record
-        visible, parts = self._made
-        main, visible = self.main, {**visible, "float32": True, "eager": True, "shown_as": "float32"}
+        main, changes = self.main, merge_changes(self._changes, [ComputeInFloat32(), DisableCompilation()])
         with suppress(ProblemError):
-            float32_record = self._against(self._runner.run("full", **visible), visible, parts)
+            full = self._runner.run("full", *changes, shown_as="float32")
+            float32_record = self._against(full, changes, "float32")
             if float32_record.updates and not hidden_below_float32(float32_record):
                 record = replace(float32_record, float32=True)
         self.main = main
@@ -257,7 +264,7 @@ class _Audit:
             "; no epoch's end was reached (`--tail` makes one)" if unseen else ""
         )
 
-    def _with_tail(self, record: Record, visible: dict[str, Any]) -> Record:
+    def _with_tail(self, record: Record, changes: Changes) -> Record:
         """The same runs on epochs that end with a short window, where nothing was found without."""
         if record.divergent is not None or is_explained(record):
             return record
@@ -266,17 +273,15 @@ class _Audit:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
             why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
             return replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}")
-        tail: dict[str, Any] = {"parts": parts, "tail": parts // 2}
         # A whole window, the short one, and the first of the next epoch:
         self._runner.updates = max(self._request.updates, 3)
-        replay_fields = {"replay": "batches" if self._replay == "batches" else "samples", **visible}
-        full = self._runner.run("full", **replay_fields, **tail)
-        record = self._against(full, replay_fields, tail)
+        replay = ReplayData("batches" if self._replay == "batches" else "samples", parts, parts // 2)
+        record = self._against(self._runner.run("full", replay, *changes), (replay, *changes))
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
 
-    def _against(self, full: Run, visible: dict[str, Any], parts: dict[str, Any]) -> Record:
+    def _against(self, full: Run, changes: Changes, shown_as: str = "") -> Record:
         """Makes the runs that are held against a full-batch run, and compares."""
-        trial = Trial(self._runner, full, {**visible, **parts})
+        trial = Trial(self._runner, full, changes, shown_as)
         self.main = trial.accumulated
         self._runner.progress("comparing", self._runner.done, 3)
         from gaverify.audit.controls import run_controls

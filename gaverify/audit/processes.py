@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gaverify.amounts import bytes_text
+from gaverify.audit.changes import WatchWeights
 from gaverify.audit.editing import PLACED, explain_unplaced
 from gaverify.audit.folders import (
     DISK_FULL,
@@ -51,13 +52,12 @@ _JOB, _DONE = "job.json", "done.json"
 
 @dataclass
 class Child:
-    """A run of the script: what it was told, the command that it stands for, how many seconds it took.
+    """A run of the script: what it was told, and how many seconds it took.
 
     `handle` is its process, where it was not made by an earlier audit.
     """
 
     job: Job
-    command: str
     seconds: float = 0.0
     handle: Kept | None = None
     started: float = 0.0
@@ -75,12 +75,12 @@ class Child:
     @property
     def title(self) -> str:
         """What it is, for sentences."""
-        return TITLES[self.job.role] + (f" (rank {self.job.rank} of {self.job.ranks})" if self.job.ranks > 1 else "")
+        return TITLES[self.job.kind] + (f" (rank {self.job.rank} of {self.job.ranks})" if self.job.ranks > 1 else "")
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, or all ranks that its launcher started are done: what it does then is no concern."""
-        return self.status is not None or (bool(self.job.launcher) and self.has_all)
+        return self.status is not None or (bool(self.job.command.launcher) and self.has_all)
 
     @property
     def has_all(self) -> bool:
@@ -92,7 +92,7 @@ class Child:
 
     def write(self) -> None:
         """Notes beside the record what only the parent knows."""
-        text = json.dumps({"command": self.command, "seconds": self.seconds})
+        text = json.dumps({"seconds": self.seconds})
         (self.folder / _DONE).write_text(text, encoding="utf-8")
 
     @classmethod
@@ -154,9 +154,9 @@ def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
     path = child.folder / PLACED
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    missing = [name for name, _ in child.job.values if name not in taken]
+    missing = [name for name, _ in child.job.command.values if name not in taken]
     if missing:
-        sentences = [explain_unplaced(name, child.job.script) for name in missing]
+        sentences = [explain_unplaced(name, child.job.command.script) for name in missing]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 
@@ -168,7 +168,7 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
         said = last_lines(child.folder / "log.txt")[-1:] if not trace else []
         rank = f"rank {(first / RANK).read_text(encoding='ascii')}: " if (first / RANK).exists() else ""
         return rank + ": ".join([cause, *said]), trace
-    if child.job.launcher:
+    if child.job.command.launcher:
         return _of_launcher(child, status), ""
     assert status is not None
     if status < 0:
@@ -178,7 +178,7 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
 
 def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
     """Which ranks had come to their end before one failed that may have waited for them; ends its line."""
-    if child.job.launcher:
+    if child.job.command.launcher:
         ended = ended_early(child.folder)
     else:
         siblings = [
@@ -191,7 +191,7 @@ def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
 
 def _of_launcher(child: Child, status: int | None) -> str:
     """Why a launcher's run has no complete record although no process of it said so."""
-    word = child.job.launcher[0]
+    word = child.job.command.launcher[0]
     folders = ranks_of(child.folder)
     if folders:
         ranks, updates = meta_of(folders[0])["ranks"], [meta_of(folder)["updates"] for folder in folders]
@@ -206,7 +206,7 @@ def progress_so_far(child: Child, children: Sequence[Child]) -> str:
     if not child.job.updates:
         return ""
     of = f"of {child.job.updates} updates"
-    if child.job.launcher:
+    if child.job.command.launcher:
         counts = [count for count in map(updates_of, folders_of(child.folder)) if count]
         return f"its processes had made {', '.join(map(str, counts)) or 0} {of}\n"
     if child.job.ranks == 1:
@@ -241,11 +241,11 @@ _LINGER = 0.5  # seconds: when a rank fails the others lose their connections, a
 _PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
 
 
-def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable[[str], None]) -> list[Child]:
+def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None]) -> list[Child]:
     """Runs jobs side by side until all have ended.
 
     Args:
-        jobs: Each with the command that it stands for.
+        jobs: What to run.
         timeout: Seconds for each.
         progress: Told what is running.
 
@@ -253,10 +253,10 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
         NoView: The kernel makes no view of the files.
         ProblemError: A script failed, hung, or was killed; the message holds its own traceback and last output.
     """
-    progress(" and ".join(dict.fromkeys(TITLES[job.shown_as or job.role] for job, _ in jobs)))
+    progress(" and ".join(dict.fromkeys(TITLES[job.name] for job in jobs)))
     children: list[Child] = []
     try:
-        children += [_start(job, command) for job, command in jobs]
+        children += map(_start, jobs)
         failed = _wait(children, timeout)
     finally:
         for child in children:
@@ -271,8 +271,8 @@ def run_jobs(jobs: Sequence[tuple[Job, str]], timeout: float, progress: Callable
     return children
 
 
-def _start(job: Job, command: str) -> Child:
-    child = Child(job, command)
+def _start(job: Job) -> Child:
+    child = Child(job)
     child.folder.mkdir(parents=True, exist_ok=True)
     if job.meeting is not None:
         job.meeting.mkdir(exist_ok=True)
@@ -292,11 +292,10 @@ def _start(job: Job, command: str) -> Child:
 
 def _environment(job: Job) -> dict[str, str]:
     """The variables of a run; all runs order sets of strings alike, or they might order their data differently."""
-    fixed = {"PYTHONHASHSEED": str(job.seed or 0)}
-    if job.seed is None and os.environ.get("PYTHONHASHSEED"):
+    fixed = {"PYTHONHASHSEED": str(job.command.seed or 0)}
+    if job.command.seed is None and os.environ.get("PYTHONHASHSEED"):
         fixed = {}
-    eager = {"TORCH_COMPILE_DISABLE": "1"} if job.eager else {}
-    return {**os.environ, **fixed, **dict(job.environment), **eager}
+    return {**os.environ, **fixed, **job.environment}
 
 
 def _wait(children: Sequence[Child], timeout: float) -> Child | None:
@@ -309,7 +308,7 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
                 open_children.remove(child)
                 if child.status and not child.has_all:
                     return _first_of(children)
-            elif child.job.launcher and rank_that_failed(child.folder, _PATIENCE):
+            elif child.job.command.launcher and rank_that_failed(child.folder, _PATIENCE):
                 return child
             elif child.seconds > timeout:
                 values = {"progress": progress_so_far(child, children), "output": output_of(child)}
@@ -366,7 +365,7 @@ def check_updates(child: Child, run: Run) -> None:
     """
     backwards, train = any(event.kind == "backward" for event in run.events), phrase("runs.train")
     if not any(event.kind == "step" for event in run.events):
-        if run.meta["by_hand"] and not child.job.by_hand:
+        if run.meta["by_hand"] and not child.job.find(WatchWeights):
             return  # it is run again
         activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
         raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {activity}"))
@@ -376,7 +375,7 @@ def check_updates(child: Child, run: Run) -> None:
 
 def _instead(job: Job, run: Run, train: str) -> str:
     """What a script did that was seen to train nothing, with what would help."""
-    if run.meta.get("processes") and not job.launcher:
+    if run.meta.get("processes") and not job.command.launcher:
         return phrase("runs.other-processes", processes=run.meta["processes"])
     if run.meta.get("elsewhere"):
         return phrase("runs.no-parameters")
@@ -388,5 +387,5 @@ def _instead(job: Job, run: Run, train: str) -> str:
 def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
     has_exited = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if has_exited else "it ran to its end"
-    title = TITLES[child.job.role]
-    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)
+    title = TITLES[child.job.kind]
+    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.job.command, advice=advice)

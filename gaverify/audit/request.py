@@ -6,10 +6,9 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gaverify.audit.job import tuples
+from gaverify.audit.job import Command, Role, tuples
 from gaverify.audit.launchers import find_program
 from gaverify.errors import SpecError
 from gaverify.rules.wording import phrase
@@ -91,23 +90,25 @@ class Request:
         """Whether the accumulated run trains in several processes."""
         return self.ranks is not None or bool(self.launcher)
 
-    def launcher_of(self, role: str) -> tuple[str, ...]:
-        """What starts the run that plays a role; empty where gaverify runs the script itself."""
+    def launcher_of(self, role: Role) -> tuple[str, ...]:
+        """Returns the words of the command that starts the run of a role; empty where gaverify runs the script."""
         if not self.launcher:
             return ()
-        return (self.full_launcher or ("python",)) if role in ("full", "perturbed") else self.launcher
+        return (self.full_launcher or ("python",)) if role == "full" else self.launcher
 
-    def setting(self, role: str) -> Setting:
-        """What the run that plays a role is given."""
-        return self.full_setting if role in ("full", "perturbed") else self.accumulated_setting
-
-    def command(self, arguments: tuple[str, ...], setting: Setting = Setting(), launcher: Sequence[str] = ()) -> str:
-        """Returns the command that a run stands for."""
-        script = setting.script or self.script
-        head = [*(launcher or ["python"]), *(["-m"] if self.module else []), script]
-        variables = [f"{name}={shlex.quote(value)}" for name, value in setting.environment]
-        values = [f"with {name}={word}" for name, word in setting.values]
-        return " ".join([*variables, shlex.join([*head, *arguments]), *values])
+    def command_of(self, role: Role) -> Command:
+        """Returns how the run of a role is started."""
+        setting = self.full_setting if role == "full" else self.accumulated_setting
+        arguments = {"full": self.full, "accumulated": self.accumulated, "events": ()}[role]
+        return Command(
+            setting.script or self.script,
+            self.module,
+            (*self.common, *arguments),
+            self.launcher_of(role),
+            setting.environment,
+            setting.values,
+            self.seed,
+        )
 
     def check(self) -> None:
         """Raises `SpecError` with every problem of the request."""

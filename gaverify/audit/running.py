@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from gaverify.audit.changes import (
+    Change,
+    Changes,
+    DisableCompilation,
+    LeadSteps,
+    PerturbWeights,
+    ReplayData,
+    UseMathKernels,
+    WatchWeights,
+    merge_changes,
+)
 from gaverify.audit.folders import COMPILED, ranks_of
 from gaverify.audit.job import Files, Job, Role
 from gaverify.audit.launchers import free_port
@@ -48,43 +59,8 @@ class Runner:
         self.done, self._last = 0, -1  # how many processes have ended, and the number of the last run
         self._files: Files = "in-place" if self.request.in_place else "view"
 
-    def _job(self, role: Role, *, rank: int = 0, source: Run | None = None, **options: Any) -> Job:
-        """Returns the job of the next run, which plays `role`; `options` are fields of `Job`.
-
-        Args:
-            role: Its part.
-            rank: Which of the run's ranks it is.
-            source: The full-batch run; where that has ranks, each follows its own and is dealt the draws of all.
-            options: Other fields of `Job`.
-        """
-        request, launcher = self.request, self.request.launcher_of(role)
-        arguments = {"accumulated": request.accumulated, "frozen": request.accumulated, "events": ()}.get(
-            role, request.full
-        )
-        folder = self.folder / (f"{self._last}-{role}" + (f"-rank-{rank}" if rank else ""))
-        if request.has_ranks and launcher not in filter(None, (request.launcher, request.full_launcher)):
-            options.setdefault("world", (0, 1, free_port()))
-        if source is not None:
-            members = getattr(source, "ranks", (source,))
-            options["source"] = str(members[rank if rank < len(members) else 0].folder)
-            options["sources"] = tuple(str(member.folder) for member in members)
-        setting = request.setting(role)
-        return Job(
-            role,
-            setting.script or request.script,
-            request.module,
-            (*request.common, *arguments),
-            str(folder),
-            files=self._files,
-            environment=setting.environment,
-            values=setting.values,
-            seed=request.seed,
-            launcher=launcher,
-            **{"updates": self.updates, **options},
-        )
-
-    def first(self, role: Role) -> tuple[Run, dict[str, Any]]:
-        """Returns the run that all others are held against, and the fields of `Job` with which it could be recorded.
+    def first(self, role: Role) -> tuple[Run, Changes]:
+        """Returns the run that all others are held against, and the changes with which it could be recorded.
 
         A script whose steps were not seen is run again: without compilation where it compiles, else by the change of
         its weights. So is one whose random draws were out of sight, in a way that shows them.
@@ -92,29 +68,29 @@ class Runner:
         Raises:
             ProblemError: It failed, or trained in several processes without being asked to.
         """
-        visible: dict[str, Any] = {}
+        changes: Changes = ()
         run = self.run(role)
         if self.request.launcher and not self.request.full_launcher and run.meta["ranks"] > 1:
             raise ProblemError(phrase("runs.full-ranks", ranks=run.meta["ranks"]))
         if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
-            visible["eager"] = True
-            run = self.run(role, **visible)
+            changes = (DisableCompilation(),)
+            run = self.run(role, *changes)
         if run.meta["by_hand"]:
-            visible["by_hand"] = True
-            run = self.run(role, **visible)
-        if run.meta["fused"]:
-            visible["math_kernels"] = set(run.meta["fused"]) != {COMPILED}
-            visible["eager"] = visible.get("eager", False) or COMPILED in run.meta["fused"]
-            run = self.run(role, **visible)
-        return run, visible
+            changes = merge_changes(changes, [WatchWeights()])
+            run = self.run(role, *changes)
+        if fused := set(run.meta["fused"]):
+            kernels = [UseMathKernels()] if fused != {COMPILED} else []
+            changes = merge_changes(changes, kernels, [DisableCompilation()] if COMPILED in fused else [])
+            run = self.run(role, *changes)
+        return run, changes
 
-    def run(self, role: Role, **options: Any) -> Run:
-        """Makes one run; `options` are fields of `Job`.
+    def run(self, role: Role, *changes: Change, shown_as: str = "") -> Run:
+        """Makes a run that follows no other.
 
         Raises:
             ProblemError: It failed, or did not train.
         """
-        return self.runs(self.jobs(role, **options))[0]
+        return self.runs(self.jobs(role, *changes, shown_as=shown_as))[0]
 
     def runs(self, *groups: list[Job]) -> list[Run]:
         """Makes runs, two side by side, each given by the jobs of its ranks, and returns what they recorded.
@@ -125,26 +101,57 @@ class Runner:
         children = iter(self._children(groups))
         return [self._together([run for _ in jobs for run in self._read_runs(next(children))]) for jobs in groups]
 
+    def jobs(
+        self, role: Role, *changes: Change, source: Run | None = None, updates: int | None = None, shown_as: str = ""
+    ) -> list[Job]:
+        """Returns the jobs of the next run, one for each rank that gaverify starts itself.
+
+        Args:
+            role: Its role.
+            changes: What it does otherwise.
+            source: The full-batch run that it follows; where that has ranks, each of its own follows one of them and
+                is dealt the draws of all.
+            updates: Updates to record; None: as many as the audit compares.
+            shown_as: How the report calls it.
+        """
+        self._last += 1
+        members = () if source is None else getattr(source, "ranks", (source,))
+        job = Job(
+            self.request.command_of(role),
+            role,
+            "",
+            self.updates if updates is None else updates,
+            tuple(str(member.folder) for member in members),
+            changes,
+            shown_as,
+            self._files,
+        )
+        job = replace(job, folder=str(self.folder / f"{self._last}-{job.kind}"))
+        count = None if role == "full" else self.request.ranks
+        if count is None:
+            # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it.
+            return [replace(job, world=(0, 1, free_port())) if self._is_alone_beside_ranks(job) else job]
+        port = free_port()
+        return [
+            replace(job, folder=job.folder + (f"-rank-{rank}" if rank else ""), world=(rank, count, port))
+            for rank in range(count)
+        ]
+
+    def _is_alone_beside_ranks(self, job: Job) -> bool:
+        launchers = filter(None, (self.request.launcher, self.request.full_launcher))
+        return self.request.has_ranks and job.command.launcher not in launchers
+
     def _read_runs(self, child: Child) -> list[Run]:
         """Returns what a process recorded, or all ranks of its launcher."""
         from gaverify.audit.reading import Run
 
         runs = [Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
         self.done += 1
-        self.timings[child.job.shown_as or child.job.role] = child.seconds
+        self.timings[child.job.name] = child.seconds
         self.summaries.append(_summary(child, runs))
         for run in runs:
             check_updates(child, run)
         return runs
-
-    def jobs(self, role: Role, **options: Any) -> list[Job]:
-        """Returns the jobs of a run, one for each rank that gaverify starts itself; `options` are fields of `Job`."""
-        count = None if role in ("full", "perturbed") else self.request.ranks
-        self._last += 1
-        if count is None:
-            return [self._job(role, **options)]
-        port = free_port()
-        return [self._job(role, rank=rank, world=(rank, count, port), **options) for rank in range(count)]
 
     def _together(self, runs: list[Run]) -> Run:
         """Returns the processes of a run as one run."""
@@ -160,13 +167,11 @@ class Runner:
         """Two runs side by side, or one after the other where they would write into the same folder."""
         if self.reuse_records:
             return [Child.read(Path(job.folder)) for jobs in groups for job in jobs]
-        request, children, at_once = self.request, list[Child](), 2 if self._files == "view" else 1
+        children, at_once = list[Child](), 2 if self._files == "view" else 1
         try:
             for at in range(0, len(groups), at_once):
                 jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
-                commands = [request.command(job.arguments, request.setting(job.role), job.launcher) for job in jobs]
-                pairs = list(zip(jobs, commands, strict=True))
-                children += run_jobs(pairs, request.timeout, lambda what: self.progress(what, self.done, 3))
+                children += run_jobs(jobs, self.request.timeout, lambda what: self.progress(what, self.done, 3))
             return children
         except NoView:
             self._files = "guard"
@@ -179,37 +184,63 @@ class Trial:
     Args:
         runner: Makes the runs.
         full: The full-batch run.
-        options: Fields of `Job` that all three have; `parts` is the accumulated run's.
+        changes: What all three do otherwise than the script.
+        shown_as: How the report calls them; empty: by what they are.
     """
 
-    def __init__(self, runner: Runner, full: Run, options: dict[str, Any]) -> None:
-        self.runner, self.full, self.options = runner, full, options
+    def __init__(self, runner: Runner, full: Run, changes: Changes, shown_as: str = "") -> None:
+        self.runner, self.full, self.changes, self.shown_as = runner, full, changes, shown_as
         accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self.perturbed_jobs())
         self.accumulated = accumulated.beside(full)
         self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
 
-    def jobs(self, role: Role, *, source: Run | None = None, **changed: Any) -> list[Job]:
-        """Returns the jobs of a control: of the run that plays a role, with other fields of `Job`.
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the script moves its weights itself."""
+        return any(isinstance(change, WatchWeights) for change in self.changes)
+
+    def jobs(
+        self,
+        role: Role,
+        *changes: Change,
+        source: Run | None = None,
+        updates: int | None = None,
+        shown_as: str = "",
+        led: bool = True,
+    ) -> list[Job]:
+        """Returns the jobs of a control: of a run with more changes than the runs that are compared.
 
         Args:
-            role: Its part.
-            source: The full-batch run that it follows, where that is another.
-            changed: What is other than in the runs that are compared.
+            role: Its role.
+            changes: The control's own; they replace changes of the same class.
+            source: The full-batch run that it follows; None: an accumulated run follows the trial's, a full-batch run
+                follows none.
+            updates: Updates to record; None: as many as the audit compares.
+            shown_as: How the report calls it; empty: like the trial's runs.
+            led: Let it step with the gradients of the run that it follows.
         """
-        options = {**self.options, **changed}
-        if role != "full":
-            options["source"] = source or self.full
-        if role == "perturbed" and "parts" in options:
-            options["parts"] = 1
-        return self.runner.jobs(role, **options)
+        if source is None and role == "accumulated":
+            source = self.full
+        leads = [LeadSteps()] if led and source is not None else []
+        every_change = merge_changes(self.changes, leads, changes)
+        return self.runner.jobs(role, *every_change, source=source, updates=updates, shown_as=shown_as or self.shown_as)
 
-    def run_control(self, role: Role, **changed: Any) -> Run:
+    def run_control(
+        self,
+        role: Role,
+        *changes: Change,
+        source: Run | None = None,
+        updates: int | None = None,
+        shown_as: str = "",
+        led: bool = True,
+    ) -> Run:
         """Makes a control, as `jobs` says.
 
         Raises:
             ProblemError: It failed.
         """
-        return self.runner.runs(self.jobs(role, **changed))[0]
+        jobs = self.jobs(role, *changes, source=source, updates=updates, shown_as=shown_as, led=led)
+        return self.runner.runs(jobs)[0]
 
     def shares(self, record: Record, right: Sequence[float]) -> Shares:
         """Returns what each backward pass multiplies its loss by, for weights in the first update that differs.
@@ -224,9 +255,10 @@ class Trial:
         times = dict(zip(own_passes, right, strict=True))
         return (tuple(times.get(event, 1.0) for event in passes),)
 
-    def repeat_with(self, **changed: Any) -> Trial:
-        """Makes all three runs again."""
-        return Trial(self.runner, self.run_control("full", **changed), {**self.options, **changed})
+    def repeat_with(self, *changes: Change, shown_as: str) -> Trial:
+        """Makes all three runs again, with more changes."""
+        full = self.run_control("full", *changes, shown_as=shown_as)
+        return Trial(self.runner, full, merge_changes(self.changes, changes), shown_as)
 
     def compare(
         self, own_run: Run | None = None, *, unclipped: bool = False, extra_perturbed: Sequence[tuple[Run, float]] = ()
@@ -237,25 +269,31 @@ class Trial:
         runs = self.full, self.perturbed, own_run or self.accumulated
         return compare_updates(*runs, self.runner.updates, unclipped=unclipped, extra_perturbed=extra_perturbed)
 
-    def perturbed_jobs(self, **changed: Any) -> list[Job]:
-        """Returns the jobs of a run with moved weights."""
-        unit, early = float(self.full.meta["unit"]), not self.full.meta["modules"]
-        return self.jobs("perturbed", unit=unit, perturb_early=early, **changed)
+    def perturbed_jobs(self, seed: int = 0, *changes: Change) -> list[Job]:
+        """Returns the jobs of a full-batch run with moved weights, in directions that the seed gives."""
+        perturbation = PerturbWeights(float(self.full.meta["unit"]), seed, at_optimizer=not self.full.meta["modules"])
+        return self.full_batch_jobs(perturbation, *changes)
+
+    def full_batch_jobs(self, *changes: Change, updates: int | None = None, shown_as: str = "") -> list[Job]:
+        """Returns the jobs of a full-batch run that follows the trial's: it is given the same samples, and is led."""
+        whole_batches = [replace(change, parts=1) for change in self.changes if isinstance(change, ReplayData)]
+        return self.jobs("full", *whole_batches, *changes, source=self.full, updates=updates, shown_as=shown_as)
 
 
 def _summary(child: Child, members: list[Run]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
-    what = {"inputs": "inputs", "batches": "batches and draws"}.get(job.replay, "samples and draws")
-    replay_note = [f"with the full-batch run's {what}"] if job.replay and job.source else []
-    ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
-    how = ", ".join(
-        [
-            *["without compilation"] * job.eager,
-            *["attention unfused"] * job.math_kernels,
-            *["its steps seen by its weights"] * job.by_hand,
-            *["compared by the change of the weights"] * run.meta["by_change"],
-            *replay_note,
-        ]
+    replay = job.find(ReplayData)
+    replayed = {"inputs": "inputs", "batches": "batches and draws"}.get(
+        replay.way if replay else "", "samples and draws"
     )
-    return RunSummary(job.shown_as or job.role, child.command, run.updates, child.seconds, disk, ended, how)
+    ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
+    notes = {
+        "without compilation": job.find(DisableCompilation),
+        "attention unfused": job.find(UseMathKernels),
+        "its steps seen by its weights": job.find(WatchWeights),
+        "compared by the change of the weights": run.meta["by_change"],
+        f"with the full-batch run's {replayed}": replay and job.sources,
+    }
+    how = ", ".join(note for note, applies in notes.items() if applies)
+    return RunSummary(job.name, str(job.command), run.updates, child.seconds, disk, ended, how)

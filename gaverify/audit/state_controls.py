@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from gaverify.audit.changes import Change, DisableCompilation, FreezeBuffers, RestoreState, WeightMicroBatches
 from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
@@ -30,7 +31,7 @@ def control_state(trial: Trial, record: Record) -> Record:
     layer whose evaluation mode removes a part of the difference: that part is its own.
     """
     update = record.divergent
-    if update is None or update.backwards < 2 or record.ranks > 1 or trial.options.get("by_hand") or is_proven(record):
+    if update is None or update.backwards < 2 or record.ranks > 1 or trial.is_by_hand or is_proven(record):
         return record
     bench = _Bench(trial, record, update)
     moving, control = bench.put_back((EVERYTHING,))
@@ -77,9 +78,11 @@ class _Bench:
         ]
         return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
 
-    def _again(self, role: Role, **changed: Any) -> Run:
-        changed |= {"frozen": self.frozen, "updates": self._update.number, "eager": True, "shown_as": "state"}
-        return self._trial.run_control(role, **changed)
+    def _again(self, role: Role, *changes: Change, source: Run | None = None) -> Run:
+        frozen = [FreezeBuffers(self.frozen)] if self.frozen else []
+        every_change = (*frozen, DisableCompilation(), *changes)
+        number = self._update.number
+        return self._trial.run_control(role, *every_change, source=source, updates=number, shown_as="state")
 
     def weigh(self, state: State, fit: WeightFit) -> ControlRun | None:
         """Returns what is left with the blamed values put back and the losses times the weights that fit then."""
@@ -87,7 +90,8 @@ class _Bench:
         names = tuple(change.name for change in state.blamed)
         if not shares:
             return None
-        return compare_weighed_run(self._full, self._again("accumulated", restored=names, shares=shares), self._record)
+        run = self._again("accumulated", RestoreState(names), WeightMicroBatches(shares))
+        return compare_weighed_run(self._full, run, self._record)
 
     @property
     def alone(self) -> float:
@@ -100,7 +104,7 @@ class _Bench:
 
     def put_back(self, names: tuple[str, ...]) -> tuple[list[Any], ControlRun]:
         """Returns what forwards were seen to move, and what is left, or the weights that explain it."""
-        run = self._again("accumulated", source=self._full, restored=names)
+        run = self._again("accumulated", RestoreState(names), source=self._full)
         unit, number, tolerance = self._record.unit, self._update.number, self._record.tolerance
         left = gradient_difference(self._full, run, update=number)
         is_rounding = left <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from gaverify.audit.changes import WeightMicroBatches
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.reading import Place, Run, Samples, labels
 from gaverify.audit.running import Trial
@@ -48,8 +48,12 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     shares = [trial.shares(record, each) for each in counts]
     if not sums_apart <= record.tolerance or not all(shares):
         return record
-    control: dict[str, Any] = {"updates": update.number, "shown_as": "transformed"}
-    runs = trial.runner.runs(*(trial.jobs("accumulated", shares=each, **control) for each in shares))
+    runs = trial.runner.runs(
+        *(
+            trial.jobs("accumulated", WeightMicroBatches(each), updates=update.number, shown_as="transformed")
+            for each in shares
+        )
+    )
     used = [_used(run, update) for run in (trial.accumulated, *runs)]
     transformed = compare_responses(record, update, labels(trial.full, trial.accumulated), *used)
     return replace(record, transformed=transformed and replace(transformed, sums_apart=sums_apart))

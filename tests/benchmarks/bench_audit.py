@@ -110,12 +110,20 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...]) -> None:
     """Runs one job of an audit."""
-    from gaverify.audit.job import Job
+    from gaverify.audit.changes import LeadSteps
+    from gaverify.audit.job import Command, Job
     from gaverify.audit.processes import run_jobs
 
-    source = str(folder / "full") if role == "accumulated" else None
-    job = Job(role, str(script), False, arguments, str(folder / role), 2, source)  # type: ignore[arg-type]
-    run_jobs([(job, str(script))], 600, lambda _: None)
+    follows = role == "accumulated"
+    job = Job(
+        Command(str(script), arguments=arguments),
+        role,  # type: ignore[arg-type]
+        str(folder / role),
+        2,
+        (str(folder / "full"),) if follows else (),
+        (LeadSteps(),) if follows else (),
+    )
+    run_jobs([job], 600, lambda _: None)
 
 
 def _written(folder: Path, role: str) -> tuple[float, float]:

@@ -119,9 +119,9 @@ def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system without private views of files."""
     original = processes._start
 
-    def start(job: Job, command: str) -> processes.Child:
+    def start(job: Job) -> processes.Child:
         if job.files != "view":
-            return original(job, command)
+            return original(job)
         raise processes.NoView("not allowed here")
 
     monkeypatch.setattr(processes, "_start", start)

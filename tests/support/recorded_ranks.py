@@ -50,14 +50,12 @@ def trained(folder: Path, engine: Engine, width: int, *, recorded: bool, updates
 
 def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, updates: int) -> Trained:
     from gaverify.audit.child import install_recorder
-    from gaverify.audit.job import Job
+    from gaverify.audit.job import Command, Job
 
     own = folder / f"rank-{rank}"
     own.mkdir()
     world = (rank, RANKS, 0)
-    job = Job(
-        "accumulated", "train.py", False, (), str(own), updates + 1, world=world
-    )  # one more than are made: it stays
+    job = Job(Command("train.py"), "accumulated", str(own), updates + 1, world=world)  # never made: the process stays
     recorder = install_recorder(job, own) if recorded else None
     meter = TrafficMeter()
     with join_group(rank, RANKS, folder / "store"), meter.counting():

@@ -33,17 +33,20 @@ class Changes:
     Args:
         watch: The optimizers.
         event: Writes an event: kind, place, values.
-        hunting: Look for the line in every window: no call tells when the weights move.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any], hunting: bool = False) -> None:
+    def __init__(self, watch: Watch, event: Callable[..., Any]) -> None:
         self._watch, self._event = watch, event
         self._hunt: LineHunt | None = None
-        self._always = hunting
-        self._hunting = set[What](["moved"] if hunting else [])
+        self._always = False
+        self._hunting = set[What]()
         self._what: What | None = None  # that was done by the line that the hunt has found
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
+
+    def hunt_always(self) -> None:
+        """Looks in every window for the line that moves the weights: no call tells of it."""
+        self._always, self._hunting = True, {"moved"}
 
     @property
     def moving_line(self) -> Place | None:

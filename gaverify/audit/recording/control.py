@@ -8,68 +8,115 @@ itself. What the step makes of the same gradients is compared as well: a step th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.audit.job import Job
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Names, copy_values, place_in_group, plain, same
-from gaverify.audit.recording.watching import Watched
+from gaverify.audit.recording.values import copy_values, plain, same
+from gaverify.audit.recording.watching import Watch, Watched
 from gaverify.passes.precision import Coins, move, rounding_share
+from gaverify.tracebacks import LineHunt, Owner, Place
+
+Work = Callable[[], AbstractContextManager[None]]
+"""Surrounds the recorder's own code, which is not recorded."""
+
+
+Roots = torch.Tensor | Sequence[torch.Tensor]
+"""What a backward pass differentiates."""
 
 
 class Control:
-    """What a run changes in each pass; nothing, unless its job asks for it.
+    """What changes put around the script's forwards and backward passes; nothing in a run without changes."""
 
-    Args:
-        job: The run.
-        names: The script's models.
-    """
-
-    def __init__(self, job: Job, names: Names) -> None:
-        self._job, self._names = job, names
-        if job.math_kernels:  # draws inside a fused kernel cannot be replayed
-            from torch.nn.attention import SDPBackend, sdpa_kernel
-
-            self._kernels = sdpa_kernel(SDPBackend.MATH)
-            self._kernels.__enter__()  # for good: it ends when nobody holds it
-
-    def forward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What a forward runs in: DDP asks in its forward whether it shall reduce."""
-        if self._job.frozen:
-            buffers = [value for name, value in self._names.buffers().items() if name in self._job.frozen]
-            return use_evaluation_mode(buffers, self._names.models)
-        return synchronise_models([module]) if self._job.synchronise else nullcontext()
+    def __init__(self) -> None:
+        self.forwards: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
+        self.losses: list[Callable[[Roots, int], AbstractContextManager[None]]] = []
+        self.backwards: list[Callable[[Terms], AbstractContextManager[None]]] = []
+        self.descriptions: list[Callable[[Terms, Place | None], Mapping[str, object]]] = []
 
     @contextmanager
-    def backward(self, roots: Any, number: int, terms: Terms) -> Iterator[None]:
-        """What a backward pass runs in, of which there were `number` before it."""
-        with (
-            self.scale_losses(roots, number),
-            terms.only(self._job.term) if self._job.term else nullcontext(),
-            synchronise_models(self._names.models) if self._job.synchronise else nullcontext(),
-        ):
+    def forward(self, module: nn.Module) -> Iterator[None]:
+        """Surrounds the forward of an outermost module."""
+        with ExitStack() as stack:
+            for around in self.forwards:
+                stack.enter_context(around(module))
             yield
 
     @contextmanager
-    def scale_losses(self, roots: torch.Tensor | Sequence[torch.Tensor], number: int) -> Iterator[None]:
-        """Multiplies what is differentiated, and so every gradient; a power of two rounds nothing."""
-        shares = self._job.shares[place_in_group()[0]] if self._job.shares else (1.0,)
-        factor = self._job.shrink * shares[number % len(shares)]
-        several = [roots] if isinstance(roots, torch.Tensor) else roots
-        changed = [root for root in several if root.requires_grad] if factor != 1.0 else []
-        hooks = [root.register_hook(lambda gradient: gradient * factor) for root in changed]
+    def differentiation(self, roots: Roots, number: int) -> Iterator[None]:
+        """Surrounds a backward pass or a call of `autograd.grad`, before which there were `number` backward passes."""
+        with ExitStack() as stack:
+            for around in self.losses:
+                stack.enter_context(around(roots, number))
+            yield
+
+    @contextmanager
+    def backward(self, roots: Roots, number: int, terms: Terms) -> Iterator[None]:
+        """Surrounds a backward pass of a loss with these terms."""
+        with self.differentiation(roots, number), ExitStack() as stack:
+            for around in self.backwards:
+                stack.enter_context(around(terms))
+            yield
+
+    def describe(self, terms: Terms, place: Place | None) -> dict[str, Any]:
+        """Returns what the event of a backward pass tells of the changes."""
+        return {name: value for describe in self.descriptions for name, value in describe(terms, place).items()}
+
+
+@contextmanager
+def scale_losses(roots: Roots, factor: float) -> Iterator[None]:
+    """Multiplies the gradients of what is differentiated, and so every gradient; a power of two rounds nothing."""
+    several = [roots] if isinstance(roots, torch.Tensor) else roots
+    changed = [root for root in several if root.requires_grad] if factor != 1.0 else []
+    hooks = [root.register_hook(lambda gradient: gradient * factor) for root in changed]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class GradientClearing:
+    """Clears gradients before each backward pass, and finds the user's line that writes them during the pass.
+
+    Args:
+        watch: The optimizers.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.count = 0
+        """Backward passes before which there was something to clear."""
+        self.setter: Place | None = None
+        """The line that was found."""
+
+    def clear(self) -> None:
+        """Makes all gradients zero."""
+        self.count += self._watch.clear()
+
+    @contextmanager
+    def find_setter(self, work: Work) -> Iterator[None]:
+        """Surrounds a backward pass, in which the first change of a gradient tells the line; `work` runs the look."""
+
+        def has_edits(_: Place) -> bool:
+            with work():
+                return self._watch.has_edits()
+
+        hunt = LineHunt(has_edits, Owner.USER)
+        if self.setter is None and sys.gettrace() is None:  # a debugger keeps its own trace function
+            hunt.start()
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hunt.stop()
+            self.setter = self.setter or hunt.found
 
 
 class Perturbation:
@@ -78,10 +125,11 @@ class Perturbation:
     Args:
         unit: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
         coins: Seeds the directions.
+        at_optimizer: Whether the weights are moved as soon as an optimizer is made.
     """
 
-    def __init__(self, unit: float, coins: int = 0) -> None:
-        self._unit = unit
+    def __init__(self, unit: float, coins: int = 0, *, at_optimizer: bool = False) -> None:
+        self._unit, self.at_optimizer = unit, at_optimizer
         self._moved: dict[int, torch.Tensor] = {}  # keeps the parameters, so that no id is used again
         self._coins = Coins(coins)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from gaverify.audit.folders import COMPILED
-from gaverify.audit.job import Job
 from gaverify.audit.same_data import Matcher
 from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.precision import Arithmetic
@@ -28,12 +27,18 @@ class Draws:
     """What a run does about the random draws of its forwards: nothing, unless its role asks for more.
 
     Args:
-        job: The run.
         arithmetic: What the script computes in.
     """
 
-    def __init__(self, job: Job, arithmetic: Arithmetic) -> None:
-        self._eager, self._arithmetic = job.eager, arithmetic
+    is_eager = False
+    """Whether modules that look compiled run as they are written."""
+    deals_loop_draws = False
+    """Whether draws outside the forwards are dealt out as well."""
+    repeats_first_update = False
+    """Whether all updates get the draws of the full batch's first."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
         self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
         self._handler: Recorder | Dealer | None = None
         self._fused: set[str] = set()
@@ -52,7 +57,7 @@ class Draws:
     def in_forward(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Returns what to run a forward in; compiled graphs do not run under a mode, their draws stay their own."""
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if self._handler is None or (compiled and not self._eager):
+        if self._handler is None or (compiled and not self.is_eager):
             return nullcontext()
         return draw_mode(self._handler, self._arithmetic)
 
@@ -84,13 +89,12 @@ class KeptDraws(Draws):
     """The full-batch run: one `Recorder` per forward, written when the update is over.
 
     Args:
-        job: The run.
         arithmetic: What the script computes in.
         folder: Where it writes.
     """
 
-    def __init__(self, job: Job, arithmetic: Arithmetic, folder: Path) -> None:
-        super().__init__(job, arithmetic)
+    def __init__(self, arithmetic: Arithmetic, folder: Path) -> None:
+        super().__init__(arithmetic)
         self._folder = folder
         self._forwards: list[tuple[Key, Shapes, DrawRecord]] = []
 
@@ -128,10 +132,9 @@ class DealtDraws(Draws):
     batch's j-th, counted among forwards of the same model in the same mode.
     """
 
-    def __init__(self, job: Job, arithmetic: Arithmetic) -> None:
-        super().__init__(job, arithmetic)
-        self._sources = [Path(source) for source in job.sources]
-        self._job = job
+    def __init__(self, arithmetic: Arithmetic, sources: Sequence[Path]) -> None:
+        super().__init__(arithmetic)
+        self._sources = sources
         self._outside: list[bytes] | None = None  # the generators at the end of the last forward
         self._open(1)
 
@@ -187,8 +190,7 @@ class DealtDraws(Draws):
 
     def leave_forward(self) -> None:
         """Remembers the generators."""
-        # In a replay what is drawn outside the forwards is dealt out as well.
-        self._outside = None if self._job.replay else torch_generator_states()
+        self._outside = None if self.deals_loop_draws else torch_generator_states()
 
     def enter_backward(self) -> None:
         """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
@@ -199,7 +201,7 @@ class DealtDraws(Draws):
     def close(self, update: int) -> None:
         """Ends an update."""
         super().close(update)
-        if self._job.role != "frozen":  # all its steps belong to the full batch's first update
+        if not self.repeats_first_update:
             self._close()
             self._open(update + 1)
 
@@ -207,14 +209,6 @@ class DealtDraws(Draws):
         """Returns what came of it, for the closing record."""
         self._close()
         return super().summary()
-
-
-def draws_of(job: Job, arithmetic: Arithmetic, folder: Path) -> Draws:
-    """Returns what a run that writes to a folder does about random draws."""
-    if job.role == "full":
-        return KeptDraws(job, arithmetic, folder)
-    dealt = job.source is not None and job.role in ("accumulated", "frozen")
-    return (DealtDraws if dealt else Draws)(job, arithmetic)
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

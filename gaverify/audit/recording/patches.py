@@ -116,7 +116,7 @@ def _gathers(recorder: Recorder) -> None:
     if recorder.job.has_ranks and torch.distributed.is_available():
         from gaverify.collective.traffic import watch_gathers
 
-        watch_gathers(recorder.note_gather, with_gradient=recorder.job.gathers)
+        watch_gathers(recorder.note_gather, with_gradient=recorder.differentiates_gathers)
 
 
 def _optimizers(recorder: Recorder) -> None:
@@ -227,7 +227,7 @@ def _losses(recorder: Recorder) -> None:
 
 def _loads(recorder: Recorder) -> None:
     """Notes the files that `torch.load` reads: who starts from other weights may have resumed."""
-    audits = os.path.join(os.path.dirname(os.path.abspath(recorder.job.folder)), "")
+    audits = os.path.join(os.path.dirname(os.path.abspath(recorder.storage.folder)), "")
 
     def note(f: Any, *_: Any, **__: Any) -> None:
         path = os.path.abspath(os.fspath(f)) if isinstance(f, str | os.PathLike) else audits

@@ -6,7 +6,6 @@ weights (but in the runs that move or hold them on purpose) and exceptions pass 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
@@ -26,7 +25,7 @@ from gaverify.audit.recording.watching import Look
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending, Kind
 from gaverify.records.ranks import Collective
-from gaverify.tracebacks import LineHunt, Owner, Place, user_place
+from gaverify.tracebacks import Place, user_place
 
 
 class Recorder(Steps):
@@ -39,9 +38,9 @@ class Recorder(Steps):
         """Surrounds the forward of an outermost module; gives a function that is to be called with its result."""
         graded = torch.is_grad_enabled()
         with self._loop.ignore_draws():
-            if self.job.by_hand:  # there is no optimizer that would be made
+            if self.by_hand:  # there is no optimizer that would be made
                 self._loop.start()
-            with self._work():
+            with self.work():
                 if graded:
                     self._loop.forward(next((shape[0] for shape in input_shapes(args, kwargs)), None))
                     if self._inputs is not None:
@@ -49,7 +48,7 @@ class Recorder(Steps):
                 trains = graded and self._trains(module)
                 if trains:
                     self._before_forward(module, args, kwargs)
-            number = self._numbers["forward"]
+            number, listens = self._numbers["forward"], trains and self._is_last_update
 
             def listen(output: Any) -> None:
                 if trains:
@@ -59,19 +58,19 @@ class Recorder(Steps):
             self._in_forward = True
             try:
                 with (
-                    self._state.around(module, self.names.prefix(module)) if graded and self._state else nullcontext(),
-                    self._draws.in_forward(module) if trains else nullcontext(),
-                    self._control.forward(module),
-                    self._holding.listening(module, args, kwargs) if trains and self._holding else nullcontext(),
-                    self._outputs.listening(module, args, kwargs) if trains and self._outputs else nullcontext(),
+                    self.state.around(module, self.names.prefix(module)) if graded and self.state else nullcontext(),
+                    self.draws.in_forward(module) if trains else nullcontext(),
+                    self.control.forward(module),
+                    self.holding.listening(module, args, kwargs) if listens and self.holding else nullcontext(),
+                    self.outputs.listening(module, args, kwargs) if listens and self.outputs else nullcontext(),
                 ):
                     yield listen
             finally:
                 self._in_forward = False
                 if trains:
-                    with self._work():
+                    with self.work():
                         self._changes.note(self.watch.look(), "forward")
-                        self._draws.leave_forward()
+                        self.draws.leave_forward()
 
     def inside_forward(self) -> bool:
         """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
@@ -89,39 +88,37 @@ class Recorder(Steps):
             kwargs: The same, by name.
         """
         with self._loop.ignore_draws():
-            with self._work():
+            with self.work():
                 place = self._differentiates()
                 self._begin()
                 self._goes_on()
-                self._draws.enter_backward()
+                self.draws.enter_backward()
                 self.watch.let_go()
-                if self.job.cleared:
-                    self._cleared_gradients += self.watch.clear()
-                if self.job.role in ("events", "accumulated", "full"):
+                if self.clearing is not None:
+                    self.clearing.clear()
+                if self.job.role != "full" or self.job.is_reference:
                     self._weight.begin(tensors)
                 for entry in self.watch:
                     self._incoming.listen(entry)
                 terms, self._meter = Terms(tensors), TrafficMeter()
-                loss_values: dict[str, Any] = {}
-                if self._outputs is not None:
-                    lines = [*self._outputs.meetings(tensors), *filter(None, [terms.loss_line])]
-                    loss_values = {"met": lines, "inside": self._outputs.inside(tensors)}
-                    loss_values["custom"] = self._outputs.custom_functions(tensors)
-                elif self.job.shares:
-                    loss_values = {"made": terms.made_within(place)}
-                if self._holding is not None:
-                    self._holding.note_differentiation(tensors)
+                loss_values = self.control.describe(terms, place)
+                if self.outputs is not None and self._is_last_update:
+                    lines = [*self.outputs.meetings(tensors), *filter(None, [terms.loss_line])]
+                    loss_values |= {"met": lines, "inside": self.outputs.inside(tensors)}
+                    loss_values["custom"] = self.outputs.custom_functions(tensors)
+                if self.holding is not None and self._is_last_update:
+                    self.holding.note_differentiation(tensors)
             try:
                 with (
-                    self._draws.in_backward(),
-                    self._control.backward(tensors, self._numbers["backward"], terms),
-                    self._meter.counting() if self.job.has_ranks or self.job.world is not None else nullcontext(),
-                    self._setters(),
+                    self.draws.in_backward(),
+                    self.control.backward(tensors, self._numbers["backward"], terms),
+                    self._meter.counting() if self.job.counts_traffic else nullcontext(),
+                    self.clearing.find_setter(self.work) if self.clearing is not None else nullcontext(),
                 ):
                     yield
             finally:
                 self._in_backward = False
-            with self._work():
+            with self.work():
                 self._after_backward(place, tensors, terms, loss_values)
             self._end_pass()
 
@@ -130,14 +127,14 @@ class Recorder(Steps):
         """Surrounds a call of `autograd.grad` for parameters; gives a function to be called with its result."""
         results: list[Any] = []
         with self._loop.ignore_draws():
-            with self._work():
+            with self.work():
                 place = self._differentiates()
             try:
-                with self._draws.in_backward(), self._control.scale_losses(outputs, self._numbers["backward"]):
+                with self.draws.in_backward(), self.control.differentiation(outputs, self._numbers["backward"]):
                     yield results.extend
             finally:
                 self._in_backward = False
-            with self._work():
+            with self.work():
                 targets = [(int(valid), total) for valid, total in self._targets]
                 changes = self._sample_results(inputs, results)
                 if changes:
@@ -148,11 +145,11 @@ class Recorder(Steps):
     @contextmanager
     def zero_grad(self) -> Iterator[None]:
         """Surrounds a call of `zero_grad`, of an optimizer or a module."""
-        with self._work():
+        with self.work():
             self._settle_by_hand()
             self._changes.note(self.watch.look(), "backward" if self._in_backward else "between")
         yield
-        with self._work():
+        with self.work():
             cleared = self.watch.look().cleared
             self.watch.forget(cleared)
             self._event("zero_grad", cleared=cleared)
@@ -167,12 +164,12 @@ class Recorder(Steps):
             norm: What stands for the result where that is None.
         """
         result: list[Any] = []
-        with self._work():
+        with self.work():
             look = self.watch.look()
             self._changes.note(look, "between")
             self.watch.keep_unclipped(look)
         yield result.append
-        with self._work():
+        with self.work():
             changed = self.watch.look().changed
             for index in changed:
                 self.watch.of(index).clipped = True
@@ -183,17 +180,17 @@ class Recorder(Steps):
 
     def keep_unscaled(self) -> None:
         """After a `GradScaler` took its scale out of the gradients: they are kept as they are without it."""
-        with self._work():
+        with self.work():
             self.watch.keep_unclipped(self.watch.look())
 
     @contextmanager
     def scaler(self, call: str) -> Iterator[None]:
         """Surrounds a call of a `GradScaler`."""
-        with self._work():
+        with self.work():
             self._changes.note(self.watch.look(), "between")
             before, place = self.steps, user_place()
         yield
-        with self._work():
+        with self.work():
             self.watch.look()
             skipped = call == "step" and self.steps == before
             self._event("scaler", place, call=call, skipped=skipped)
@@ -202,7 +199,7 @@ class Recorder(Steps):
 
     def simple(self, kind: Kind, **values: Any) -> None:
         """Notes a call that needs nothing measured."""
-        with self._work():
+        with self.work():
             self._event(kind, **values)
             if kind == "scheduler":
                 self._changes.know_settings()
@@ -237,33 +234,16 @@ class Recorder(Steps):
     def _end_pass(self) -> None:
         """A backward pass is over, whatever it was for."""
         self._loop.backwards += 1
-        if self._state is not None:
-            self._state.end_micro_batch()
+        if self.state is not None:
+            self.state.end_micro_batch()
         if self._inputs is not None:
             self._inputs.after_backward()
-
-    @contextmanager
-    def _setters(self) -> Iterator[None]:
-        """Looks for the user's line that writes gradients while a backward pass runs, where a run asks for it."""
-
-        def has_edits(_: Place) -> bool:
-            with self._work():
-                return self.watch.has_edits()
-
-        hunt = LineHunt(has_edits, Owner.USER)
-        if self.job.cleared and self._setter is None and sys.gettrace() is None:
-            hunt.start()
-        try:
-            yield
-        finally:
-            hunt.stop()
-            self._setter = self._setter or hunt.found
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._settle_by_hand()
         watched_ids = {id(parameter) for parameter in self.watch.all_parameters()}
         new = [parameter for parameter in module.parameters() if id(parameter) not in watched_ids]
-        if self.job.by_hand:
+        if self.by_hand:
             trained = [parameter for parameter in new if parameter.requires_grad]
             if trained:
                 self.watch.add(ByHand(trained))
@@ -275,10 +255,10 @@ class Recorder(Steps):
         self._begin()
         self._goes_on()
         self.roundoff.add(module)
-        if self._perturbation is not None:
-            self._perturbation.move([*module.parameters(), *self.watch.all_parameters()])
+        if self.perturbation is not None:
+            self.perturbation.move([*module.parameters(), *self.watch.all_parameters()])
             self.watch.look()
-        if self.job.role == "full":
+        if self.job.is_reference:
             self._buffers.know(self.names.buffers(of_losses=True))
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
@@ -289,8 +269,8 @@ class Recorder(Steps):
         prints = input_rows(args, kwargs) if self.job.role != "events" else {}
         self._forwards[number] = self._update.number, len(self._update.rows)
         self._update.rows.append(prints)
-        self._draws.begin((model, module.training, len(shapes)), shapes, prints)
-        if self.job.by_hand and self._perturbation is not None:
+        self.draws.begin((model, module.training, len(shapes)), shapes, prints)
+        if self.by_hand and self.perturbation is not None:
             for entry in self.watch:
                 entry.optimizer.take()  # moved by their roundoff: no step of the script's
 
@@ -332,8 +312,6 @@ class Recorder(Steps):
         if len(terms):
             values["terms"] = len(terms)
         values |= loss_values
-        if self.job.term:
-            values["term"] = terms.place(self.job.term)
         self._event(
             "backward", place, touched=touched, targets=targets, forwards=reached, **values, **self._describe_traffic()
         )
@@ -373,14 +351,14 @@ class Recorder(Steps):
         """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""
         if out_of_sight():
             return False
-        with self._work():
+        with self.work():
             differs = self._changes.differ()
             if differs:
                 self._keep_used()
             return differs
 
     def _keep_used(self) -> None:
-        for entry in self.watch if self.job.by_hand else ():
+        for entry in self.watch if self.by_hand else ():
             entry.keep_used()
 
     def _sample_results(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:

@@ -9,19 +9,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from gaverify.audit.job import Job
 from gaverify.audit.recording.changes import ByHand, Changes, Unannounced, Waiting
-from gaverify.audit.recording.control import Buffers, Control, Lead, Perturbation
-from gaverify.audit.recording.draws import draws_of
-from gaverify.audit.recording.graph import Reach, Weight, keep_lines
-from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
+from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
+from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
+from gaverify.audit.recording.graph import Reach, Weight
+from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Holding, Outputs
-from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
+from gaverify.audit.recording.samples import Inputs, Loaders
 from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspend_modes
@@ -35,15 +34,51 @@ from gaverify.tracebacks import Place, user_place
 _BY_THE_SCRIPT = "weights moved by the script itself"
 
 
+class Assignment(Protocol):
+    """What a recorder knows of its run; everything else that the run asks for installs itself."""
+
+    @property
+    def role(self) -> str:
+        """Whether it is the `full` or the `accumulated` run, or one of which only `events` are recorded."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates after which the script is stopped; 0: it runs to its end."""
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether other runs follow this one."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Folders of all ranks of the full-batch run that it follows."""
+
+    @property
+    def source(self) -> Path | None:
+        """That of the rank which this process follows."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether several processes may train together in the run."""
+
+    @property
+    def counts_traffic(self) -> bool:
+        """Whether its backward passes may reduce gradients, also in a group of one."""
+
+    @property
+    def meeting(self) -> Path | None:
+        """A folder that all ranks of the run see; None where it is alone."""
+
+
 class Session:
     """What a `Recorder` works on.
 
     Args:
-        job: What is run, and the part that it plays.
+        job: The part that the process plays.
         storage: Where the record goes.
     """
 
-    def __init__(self, job: Job, storage: Storage) -> None:
+    def __init__(self, job: Assignment, storage: Storage) -> None:
         self.job, self.storage = job, storage
         self.watch, self.names, self.roundoff = Watch(), Names(), Roundoff()
         self.steps = 0  # optimizer steps so far, of any optimizer
@@ -51,12 +86,14 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._changes = Changes(self.watch, self._event, hunting=job.by_hand)
+        self._changes = Changes(self.watch, self._event)
+        self.by_hand = False  # the script has no optimizer: moved weights are its steps
+        self.undoes_steps = False
         self._in_forward = self._in_backward = self._complete = False
         self._targets: list[tuple[torch.Tensor, int]] = []
-        self._perturbation = Perturbation(job.unit, job.coins) if job.role == "perturbed" else None
-        self._source = Path(job.source) if job.source else None
-        self._lead = Lead(self._source if job.lead and job.role in ("accumulated", "perturbed") else None)
+        self.perturbation: Perturbation | None = None
+        self.source = job.source
+        self.lead = Lead(None)
         self._reach = Reach()
         self._forwards: dict[int, tuple[int, int]] = {}  # by number: where their rows are stored
         self._weight = Weight()
@@ -68,23 +105,21 @@ class Session:
         self.left_out: dict[str, int] = {}
         self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
-        self._cleared_gradients = 0  # backward passes before which a control has cleared some
-        self._setter: Place | None = None  # the user's line that writes gradients in a backward pass
+        self.clearing: GradientClearing | None = None
         self._closed = False
-        self._buffers = Buffers(self._source)
-        self._state = MovingState(job.restored, self._work) if job.restored else None
+        self._buffers = Buffers(self.source)
+        self.state: MovingState | None = None
         self._meter = TrafficMeter()
         self._incoming = IncomingGradients(always=job.has_ranks)
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step
         self._gathers: list[Place | None] = []  # where trained tensors were gathered since the last backward pass
         self._undone: ByHand | None = None  # the step that is undone when it is over
-        self._draws = draws_of(job, self.roundoff.arithmetic, storage.folder)
-        if job.term or job.outputs or (job.shares and not job.has_ranks):
-            keep_lines()
-        self._outputs: Outputs | None = None
-        self._holding: Holding | None = None
-        self._listen_to(1)
-        self._control = Control(job, self.names)
+        self.draws = self._make_draws()
+        self.outputs: Outputs | None = None
+        self.holding: Holding | None = None
+        self.control = Control()
+        self.kernels: Any = None  # of attention, where they were chosen
+        self.differentiates_gathers = False
         self._unannounced = Unannounced()
         self._waiting: list[Waiting] = []
         self._had_gradients = False  # whether any step had something to use
@@ -92,25 +127,31 @@ class Session:
         self._loop = Loop()
         self._inputs: Inputs | None = None
         self.loaders = Loaders(self._loop.ignore_draws)
-        if job.replay:
-            self._replay(storage.folder, self._source)
         self._returns_loss = True  # every forward with something to train
 
-    def _replay(self, folder: Path, source: Path | None) -> None:
-        """Keeps what lies outside the model, samples and draws of the loop, or takes them from the full-batch run."""
-        job, collated = self.job, self.job.replay == "batches"
-        if source is None:
-            self._loop = KeptLoopDraws(folder)
-            tail = job.tail / job.parts if job.tail else 0.0
-            self.loaders = KeptSamples(folder, self._loop.ignore_draws, tail, collated=collated)
-        else:
-            self._loop = DealtLoopDraws(source, job.parts, turns=job.replay == "turns")
-            # in parts: a whole batch and the short one behind it
-            length = (job.parts + job.tail if job.parts > 1 else 2) if job.tail else None
-            given_samples = GivenSamples(source, job.parts, self._loop.ignore_draws, length, collated=collated)
-            self.loaders = Loaders(self._loop.ignore_draws) if job.replay in ("turns", "blocks") else given_samples
-        if job.replay == "inputs":
-            self._inputs = Inputs(source or folder, given=source is not None)
+    def _make_draws(self) -> Draws:
+        arithmetic = self.roundoff.arithmetic
+        if self.job.is_reference:
+            return KeptDraws(arithmetic, self.storage.folder)
+        if self.job.role == "accumulated" and self.job.sources:
+            return DealtDraws(arithmetic, [Path(source) for source in self.job.sources])
+        return Draws(arithmetic)
+
+    def replay(self, loop: Loop, loaders: Loaders, inputs: Inputs | None) -> None:
+        """Keeps what lies outside the model, or takes it from the full-batch run.
+
+        Args:
+            loop: What is done about draws of the loop.
+            loaders: What is done about samples.
+            inputs: What is done about the inputs of forwards; None: nothing.
+        """
+        self._loop, self.loaders, self._inputs = loop, loaders, inputs
+        self.draws.deals_loop_draws = True
+
+    def expect_steps_by_hand(self) -> None:
+        """Takes moved weights for a step: no optimizer will tell of one."""
+        self.by_hand = True
+        self._changes.hunt_always()
 
     @property
     def off(self) -> bool:
@@ -126,7 +167,7 @@ class Session:
         return bool(why)
 
     @contextmanager
-    def _work(self) -> Iterator[None]:
+    def work(self) -> Iterator[None]:
         """Runs the recorder's own code: one thread at a time, unrecorded, its failures never the script's."""
         with self._lock:
             before, self._busy = self._busy, True
@@ -138,13 +179,10 @@ class Session:
             finally:
                 self._busy = before or self._closed
 
-    def _listen_to(self, update: int) -> None:
-        """Begins to listen to modules, or to hold code, where it is this update's that are asked for; else ends it."""
-        job, this = self.job, update == self.job.updates
-        self._outputs = Outputs(self._work, job.moved, small=job.role != "full") if job.outputs and this else None
-        self._holding = (
-            Holding(self._work, job.held, self._source, job.spots, job.given_back) if job.held and this else None
-        )
+    @property
+    def _is_last_update(self) -> bool:
+        """Whether the modules of this update are listened to, or pinned."""
+        return self._update.number == self.job.updates
 
     def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
         file, line = place or user_place() or (None, None)
@@ -158,7 +196,7 @@ class Session:
             {at: weight.data for at, weight in enumerate(members) if is_sharded(weight.data)} for members in owned
         ]
         kinds = [type(entry.optimizer).__name__ for entry in self.watch]
-        drawn, models = self._draws.summary(), self.names.models
+        drawn, models = self.draws.summary(), self.names.models
         return {
             **drawn,
             "draws": drawn["draws"] + self._loop.count,
@@ -185,9 +223,9 @@ class Session:
             "engine": engine_of(models),
             "tensor_parallel": tensor_parallel(models, self.watch.all_parameters()),
             "updates": self._update.number - 1,
-            "setter": self._setter,
-            "moving": self._state.describe() if self._state is not None else [],
-            "cleared_gradients": self._cleared_gradients,
+            "setter": self.clearing.setter if self.clearing is not None else None,
+            "moving": self.state.describe() if self.state is not None else [],
+            "cleared_gradients": self.clearing.count if self.clearing is not None else 0,
             "unit": self.roundoff.unit,
             "working": self.roundoff.describe(),
             "modules": [type(model).__name__ for model in models],
@@ -198,7 +236,7 @@ class Session:
                 for index in indices
             ],
             "models": [self.names.models_of(owned[index]) if index not in self._parts else [] for index in indices],
-            "optimizers": [_BY_THE_SCRIPT] if self.job.by_hand else kinds,
+            "optimizers": [_BY_THE_SCRIPT] if self.by_hand else kinds,
             "torch": torch.__version__,
         }
 

@@ -31,16 +31,16 @@ class Steps(Session):
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Notes a new optimizer, with which the loop begins; where the script moves its weights itself none counts."""
-        if not self.job.by_hand:
-            with self._work():
+        if not self.by_hand:
+            with self.work():
                 self.watch.add(optimizer)
-                if self._perturbation is not None and self.job.perturb_early:
-                    self._perturbation.move(self.watch.all_parameters())
+                if self.perturbation is not None and self.perturbation.at_optimizer:
+                    self.perturbation.move(self.watch.all_parameters())
         self._loop.start()
 
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
-        if self.job.by_hand or self.off:
+        if self.by_hand or self.off:
             return None
         with self._loop.ignore_draws():
             if self._is_inner(optimizer):
@@ -64,7 +64,7 @@ class Steps(Session):
     def step_ended(self, optimizer: Any) -> None:
         """After an optimizer's step."""
         with self._loop.ignore_draws():
-            if not self.job.by_hand:
+            if not self.by_hand:
                 self._after_step(optimizer)
         if not self.off:
             self._loop.steps += 1
@@ -85,7 +85,7 @@ class Steps(Session):
 
     def close(self, reason: Ending, code: str = "") -> None:
         """Writes everything, once; nothing is recorded any more."""
-        with self._work():
+        with self.work():
             self._loop.close()
             if self._closed:
                 return
@@ -108,27 +108,27 @@ class Steps(Session):
             self._searching = None
         if self.off:
             return
-        with self._work():
+        with self.work():
             if self._undone is not None:
                 self._undone.back()
                 self._undone = None
-            led = self._lead.put_back()
+            led = self.lead.put_back()
             self._changes.know_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
             step = f"{entry.index}-{entry.steps}"
             self._update.capture_after_step(entry, self.names.buffers(), led)
-            if self._state is not None:
-                self._state.end_window()
+            if self.state is not None:
+                self.state.end_window()
             buffers = self.names.buffers(of_losses=True)
-            if self.job.role == "full":
+            if self.job.is_reference:
                 self._buffers.keep(self.storage, step, buffers)
             elif led:
                 self._buffers.put(step, buffers)
             self._end_if_complete()
 
     def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
-        with self._work():
+        with self.work():
             index = self.watch.add(optimizer)
             self._count_waiting(self.watch.of(index))
             if index in self._update.steps:
@@ -144,8 +144,8 @@ class Steps(Session):
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._open_window(entry)
             if lead:
-                self._lead.lend(entry)
-            if self.job.role == "frozen":
+                self.lead.lend(entry)
+            if self.undoes_steps:
                 self._undone = ByHand(self.watch.parameters(index))
             self._had_gradients = self._had_gradients or not entry.is_cleared
 
@@ -168,10 +168,11 @@ class Steps(Session):
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         forwards = [self._forwards[number] for number in sorted(entry.forwards)]
-        stored = self.job.role not in ("events", "frozen") and self._update.number <= max(self.job.updates, 1)
+        is_asked_for = self._update.number <= max(self.job.updates, 1)
+        stored = is_asked_for and self.job.role != "events" and not self.undoes_steps
         self._addends[entry.index] = addends_of(entry.sample.parameters)
         tensors = self._update.capture(entry, forwards, moved, change)
-        if self.rank and self.job.role != "full":
+        if self.rank and not self.job.is_reference:
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
         if stored:
             shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
@@ -186,7 +187,7 @@ class Steps(Session):
 
     def _settle_by_hand(self) -> None:
         """Records the steps that the script has made itself since the last look."""
-        if not self.job.by_hand:
+        if not self.by_hand:
             return
         self._changes.settle()
         look = self.watch.look()
@@ -215,7 +216,7 @@ class Steps(Session):
         self._update.capture_after_step(entry, self.names.buffers(), led=False)
         if entry.is_cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._event("cleared", (None, None), cleared=[entry.index])
-        if self.job.role == "frozen":
+        if self.undoes_steps:
             hand.back()
             self.watch.look()
         self._end_if_complete()
@@ -252,13 +253,12 @@ class Steps(Session):
         number = self._update.number
         if self.job.role != "events":
             self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
-        if self._outputs is not None:
-            self.storage.tensors("outputs", self._outputs.forwards)
-        if self._holding is not None:
-            own_positions = {at: self._holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
-            self.storage.tensors("held", self._holding.forwards if self.job.source is None else own_positions)
-        self._listen_to(number + 1)
-        self._draws.close(number)
+        if self.outputs is not None and self._is_last_update:
+            self.storage.tensors("outputs", self.outputs.forwards)
+        if self.holding is not None and self._is_last_update:
+            own_positions = {at: self.holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
+            self.storage.tensors("held", self.holding.forwards if self.source is None else own_positions)
+        self.draws.close(number)
         self._update = Update(number + 1)
 
     def _end_if_complete(self) -> None:

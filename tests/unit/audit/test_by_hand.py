@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from gaverify.audit.processes import check_updates
+from gaverify.audit.job import Command, Job
+from gaverify.audit.processes import Child, check_updates
 from gaverify.audit.recording.changes import ByHand, Unannounced
 from gaverify.audit.recording.session import started_processes
 from gaverify.audit.recording.values import out_of_sight
@@ -211,9 +212,9 @@ STEP, BACKWARD = Event("step", 1), Event("backward", 1)
 def said(*events: Event, launcher: tuple[str, ...] = (), **meta: Any) -> str:
     """What is said of a run with these events, empty where it trained."""
     known = {"reason": "script", "status": "", "by_hand": False, "had_gradients": False, "left_out": {}} | meta
-    job = SimpleNamespace(role="full", by_hand=False, launcher=launcher)
+    job = Job(Command("t.py", launcher=launcher), "full", "", 2)
     try:
-        check_updates(SimpleNamespace(job=job, command="python t.py"), SimpleNamespace(events=events, meta=known))  # type: ignore[arg-type]
+        check_updates(Child(job), SimpleNamespace(events=events, meta=known))  # type: ignore[arg-type]
     except ProblemError as error:
         return str(error)
     return ""

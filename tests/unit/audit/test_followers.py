@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gaverify
-from gaverify.audit.job import Job
+from gaverify.audit.job import Command, Job
 from gaverify.audit.recording.control import Buffers
 from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
@@ -137,7 +137,7 @@ def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -
 
 
 def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:
-    recorder = Recorder(Job("full", "", False, (), str(folder), 1), Storage(folder))
+    recorder = Recorder(Job(Command(""), "full", str(folder), 1), Storage(folder))
     with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.forward(model, (x,), {}):
         loss = model(x).square().mean()
     with recorder.backward(loss):

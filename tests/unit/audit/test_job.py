@@ -24,7 +24,7 @@ from gaverify.audit.folders import (
     note_fault,
     ranks_of,
 )
-from gaverify.audit.job import Job
+from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, free_port
 from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request, Setting
@@ -214,7 +214,7 @@ def test_a_full_disk_is_no_fault_of_the_recorder(
 
 
 def test_a_full_disk_of_one_rank_is_told_although_its_launcher_says_nothing(tmp_path: Path) -> None:
-    job = Job("accumulated", "train.py", False, (), str(tmp_path), 2, launcher=("torchrun",))
+    job = Job(Command("train.py", launcher=("torchrun",)), "accumulated", str(tmp_path), 2)
     note_fault(NO_SPACE, folder_for(tmp_path, 7))
     with pytest.raises(ProblemError, match=r"no space left in .* while the accumulated run stored its gradients"):
-        check(Child(job, "torchrun train.py"))
+        check(Child(job))

@@ -230,7 +230,7 @@ def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatc
     noted: list[str] = []
     recorder = SimpleNamespace(
         off=False,
-        job=SimpleNamespace(folder=str(tmp_path / "audit" / "1-accumulated")),
+        storage=SimpleNamespace(folder=tmp_path / "audit" / "1-accumulated"),
         simple=lambda kind, path: noted.append(path),
     )
     monkeypatch.setattr(torch, "load", torch.load)
