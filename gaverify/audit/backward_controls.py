@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from gaverify.audit.coupling_controls import (
     difference_allowed,
     rows_of_pair,
 )
-from gaverify.audit.recording.outputs import SCRIPT
+from gaverify.audit.recording.outputs import SCRIPT, ModuleCall
 from gaverify.audit.running import Trial
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.experiment import Cause, ControlKind, Operation, Suspect
@@ -102,7 +101,7 @@ def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
     return float((full - part)[..., :2].abs().max() / full[..., :2].abs().max().clamp_min(TINY))
 
 
-def _operation_of(call: dict[str, Any]) -> Operation:
+def _operation_of(call: ModuleCall) -> Operation:
     file, line = call["place"] or (None, None)
     return Operation("backward", call["path"], call["kind"], file=file and display_path(file), line=line)
 

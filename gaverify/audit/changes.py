@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gaverify.audit.recording.graph import Terms
+    from gaverify.audit.recording.outputs import PinnedRows
     from gaverify.audit.recording.recorder import Recorder
     from gaverify.tracebacks import Place
 
@@ -28,10 +29,6 @@ Order = Literal["turns", "blocks"]
 Replay = Literal["samples", "batches", "inputs"] | Order
 """What a replay gives besides draws: the samples of loaders, collated anew; their batches as they were collated, where
 that draws; the inputs of forwards as well; nothing, to ranks."""
-
-PinnedRows = tuple[tuple[tuple[int, tuple[int, ...]] | None, ...], ...]
-"""Per rank and forward: the number of the full-batch run's forward and the places of the rows in it; None for a forward
-that returns nothing per row."""
 
 
 @dataclass(frozen=True)
@@ -253,9 +250,9 @@ class PinModules(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Listens to module calls."""
-        from gaverify.audit.recording.outputs import Holding
+        from gaverify.audit.recording.outputs import PinnedModules
 
-        recorder.holding = Holding(recorder.work, self.paths, recorder.source, self.rows, self.factor)
+        recorder.pinned_modules = PinnedModules(recorder.work, self.paths, recorder.source, self.rows, self.factor)
 
 
 # -- data and arithmetic ----------------------------------------------------------------------------------------------

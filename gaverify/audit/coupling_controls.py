@@ -22,7 +22,6 @@ from gaverify.audit.changes import (
     DisableCompilation,
     FreezeBuffers,
     PinModules,
-    PinnedRows,
     WatchModules,
     WeightMicroBatches,
 )
@@ -31,7 +30,15 @@ from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Run, labels
-from gaverify.audit.recording.outputs import SCRIPT, layout_of_rows
+from gaverify.audit.recording.outputs import (
+    SCRIPT,
+    Forward,
+    ModuleCall,
+    PinnedRows,
+    RowSummaries,
+    Summaries,
+    layout_of_rows,
+)
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
@@ -45,7 +52,9 @@ from gaverify.verdict.criteria import floors_allowed
 
 _DEEPEST = 4  # levels below the script at which a loss is looked for
 
-Forward = dict[str, Any]
+CallKey = tuple[str, int]
+"""Path of a module, and how many calls of it came before in the same forward."""
+
 Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
 
@@ -90,7 +99,8 @@ def pairs_of_ranks(full: Run, accumulated: Run, update: int = 1) -> list[list[Pa
         # A model is known by its address in each rank's process: by its place among the rank's models in all of them.
         numbers: dict[Any, int] = {}
         for pair in filter(None, pairs):
-            pair[1].update(rank=rank, model=numbers.setdefault(pair[1]["model"], len(numbers)))
+            forward = pair[1]
+            forward["rank"], forward["model"] = rank, numbers.setdefault(forward["model"], len(numbers))
     return pairs_by_rank if all(pairs_by_rank) else []
 
 
@@ -107,7 +117,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
     """
     allowed = difference_allowed(unit)
-    parted: dict[Any, tuple[float, int, dict[str, Any], dict[str, Any]]] = {}
+    parted: dict[tuple[int, CallKey], tuple[float, int, ModuleCall, ModuleCall]] = {}
     agreed_first: set[Any] = set()
     parted_first: set[Any] = set()
     models_seen: set[Any] = set()
@@ -231,7 +241,7 @@ def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
     return ()
 
 
-def calls_of_pair(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
+def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, ModuleCall, ModuleCall]]:
     """The calls of both forwards that belong together: the how-manieth of a module in each."""
     full_calls = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
@@ -240,14 +250,14 @@ def calls_of_pair(pair: Pair) -> Iterator[tuple[tuple[str, int], dict[str, Any],
             yield key, full_calls[key], call
 
 
-def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
     """The calls of both forwards that code of a level makes."""
     for _, full_call, micro_call in calls_of_pair(pair):
         if full_call["under"] in level:
             yield full_call, micro_call
 
 
-def _row_differences(pair: Pair, full_tensors: dict[str, Any], micro_tensors: dict[str, Any]) -> torch.Tensor | None:
+def _row_differences(pair: Pair, full_tensors: Summaries, micro_tensors: Summaries) -> torch.Tensor | None:
     """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
     worst: torch.Tensor | None = None
     for path in full_tensors.keys() & micro_tensors.keys():
@@ -279,7 +289,7 @@ def _difference_left(pair: Pair, level: Collection[str]) -> float:
     return float((a - factor * b).norm()) / size if size else 0.0
 
 
-def rows_of_pair(pair: Pair, whole: dict[str, Any], part: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def rows_of_pair(pair: Pair, whole: RowSummaries, part: RowSummaries) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What was kept of the same rows in both forwards, shape (n, entries, 3); None where no dimension holds rows."""
     full, micro, places = pair
     layout = layout_of_rows(whole["shape"], part["shape"], full["rows"], micro["rows"])
@@ -397,7 +407,7 @@ class CouplingBench:
 
         It leaves rounding where it is no more than two runs of equal gradients are apart; else weights may explain it.
         """
-        path, number, unit = runs.accumulated.folder / "held.pt", self.update.number, self.record.unit
+        path, number, unit = runs.accumulated.folder / "pinned.pt", self.update.number, self.record.unit
         own_parameters = torch.load(path, weights_only=True) if path.exists() else {}
         left_out = {(at, position) for at, positions in own_parameters.items() for position in positions}
         if left_out:

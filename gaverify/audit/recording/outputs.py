@@ -1,10 +1,10 @@
-"""What modules hand on in a forward: looked at row by row, or held, as a control for code in which samples meet.
+"""Outputs of modules in a forward: recorded row by row, or pinned, as a control for code in which samples interact.
 
-`Outputs` keeps what every module gives for each row, and what the backward brings back for it. `Holding` makes code
-give, and give back, what it did for the full batch. What is held is the code of some modules' own forwards between the
-calls that they make, or that of the script between its models. The full-batch run keeps the values that such code hands
-on and the gradients that it sends back. The accumulated run is given the rows of both: everything else computes and
-differentiates as it is.
+`Outputs` records what every module returns for each row, and the gradient that comes back for it. `PinnedModules`
+replaces the outputs and input gradients of some modules by those of the full-batch run. Pinned is the code of modules'
+own forwards between the calls that they make, or that of the script between its models. The full-batch run keeps the
+values that such code returns and the gradients that it sends back. The accumulated run is given the rows of both;
+everything else computes and differentiates as it is.
 
 Shapes: B rows of a forward; a tensor inside a model may have several entries of its leading dimension for each row. The
 n rows of a micro-batch lie at n places among the N rows of a forward of the full-batch run.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -35,6 +35,66 @@ SCRIPT = "(script)"
 _MOST = 64  # tensors of one call that are looked at
 
 
+class RowSummaries(TypedDict):
+    """A tensor's rows: two random projections and the norm of each row's entries."""
+
+    shape: tuple[int, ...]
+    along: list[torch.Tensor]
+    """Along the first and the second dimension, shape (1 or 2 groups, entries, 3)."""
+
+
+Summaries = dict[str, RowSummaries]
+"""By the place of a tensor in nested containers."""
+
+
+class ModuleCall(TypedDict):
+    """One call of a module inside a forward."""
+
+    path: str
+    number: int
+    """How many calls of this module came before in the forward."""
+    under: str
+    """Path of the module whose code makes the call, or `SCRIPT`."""
+    kind: str
+    """Name of the module's class."""
+    place: Place | None
+    """The user's line that makes the call."""
+    meetings: list[Place]
+    """Lines of the module's own code in which rows interact."""
+    inputs: Summaries
+    outputs: Summaries
+    numbers: bool
+    """Whether it returns a number with a graph, as a loss is."""
+    gradients: Summaries
+    """Of its outputs."""
+    changed: list[str]
+    """Buffers that the call has written."""
+    scales: bool
+    """Whether it only scales and shifts its channels, as normalisation does."""
+
+
+class Forward(TypedDict):
+    """One forward of an outermost module."""
+
+    model: int
+    rows: int
+    number: int
+    """From 0, in its update."""
+    modules: list[str]
+    """Paths of all modules."""
+    calls: list[ModuleCall]
+    """In the order in which they end."""
+    rank: NotRequired[int]
+
+
+class PinnedForward(TypedDict):
+    """What the full-batch run keeps of a forward, by the name of a place in pinned code."""
+
+    rows: int
+    values: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
 class Outputs:
     """Listens to all modules inside the forwards of one update, in the order in which their calls end.
 
@@ -49,7 +109,7 @@ class Outputs:
         self, work: Callable[[], AbstractContextManager[None]], moved: Collection[str] = (), *, small: bool = False
     ) -> None:
         self._work, self._moved, self._small = work, moved, small
-        self.forwards: list[dict[str, Any]] = []
+        self.forwards: list[Forward] = []
         self._handed_out: set[Any] = set()  # the operations that made what models hand the script
         self._taken: dict[Any, str] = {}  # those that made what any call gave, with whose code took it
 
@@ -59,7 +119,7 @@ class Outputs:
         shapes = input_shapes(args, kwargs)
         rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
         paths = list(paths_in(model, scripted=True).values())
-        forward: dict[str, Any] = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
+        forward: Forward = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
         begins, ends = partial(self._begins, inner), partial(self._ends, forward, inner)
@@ -88,7 +148,7 @@ class Outputs:
             under = (self._taken.get(child) for node in nodes for child, _ in node.next_functions)
             return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
-    def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with self._work():
             tensors = _tensors((args, kwargs))
             first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
@@ -99,14 +159,14 @@ class Outputs:
             if call.under in inner:
                 inner[call.under].roots |= {tensor.grad_fn for _, tensor in tensors}
 
-    def _ends(self, forward: dict[str, Any], inner: dict[str, _Inner], call: Call, output: Any) -> Any:
+    def _ends(self, forward: Forward, inner: dict[str, _Inner], call: Call, output: Any) -> Any:
         with self._work():
             tensors, graph = _tensors(output), inner[call.path]
             nodes = {tensor.grad_fn for _, tensor in tensors}
             counts = {forward["rows"] * times for times in (1, 2)} - {0, 1, 2}
             result, first = plain(tensors[0][1]) if len(tensors) == 1 else None, call.kept["first"]
             before = call.kept["state"]
-            gradients: dict[str, Any] = {}
+            gradients: Summaries = {}
             forward["calls"].append(
                 {
                     "path": call.path,
@@ -131,7 +191,7 @@ class Outputs:
             output = rebuilt(output, partial(_move_second_half, forward["rows"]))
         return map_leaves(output, partial(self._watch_output, gradients, call.under))
 
-    def _watch_output(self, gradients: dict[str, Any], under: str, path: str, leaf: Any) -> Any:
+    def _watch_output(self, gradients: Summaries, under: str, path: str, leaf: Any) -> Any:
         """Returns what a call gives as a view: what flows back to it from inside the call is not the caller's."""
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
@@ -140,7 +200,7 @@ class Outputs:
         view.register_hook(partial(self._came_back, gradients, path))
         return view
 
-    def _came_back(self, gradients: dict[str, Any], path: str, gradient: torch.Tensor) -> None:
+    def _came_back(self, gradients: Summaries, path: str, gradient: torch.Tensor) -> None:
         with self._work():
             summary = _summarise(gradient)
             if summary is None:
@@ -169,12 +229,12 @@ def _state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: values.clone() for name, values in buffers.items() if values is not None}
 
 
-def _rows(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+def _rows(tensors: list[tuple[str, torch.Tensor]]) -> Summaries:
     pairs = ((path, _summarise(tensor)) for path, tensor in tensors)
     return {path: rows for path, rows in pairs if rows is not None}
 
 
-def _summarise(tensor: torch.Tensor) -> dict[str, Any] | None:
+def _summarise(tensor: torch.Tensor) -> RowSummaries | None:
     """The shape of a tensor, and two projections and the norm of its entries along its first and second dimension."""
     values = plain(tensor)
     if values is None or values.layout is not torch.strided or values.dim() == 0 or values.numel() == 0:
@@ -202,133 +262,150 @@ def _move_second_half(rows: int, leaf: Any) -> Any:
     return torch.cat([leaf[:half], second_half * factors])
 
 
-Spots = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
+PinnedRows = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
 
 
-class Holding:
-    """Holds code in one update of a run.
+class PinnedModules:
+    """Pins the code of modules in one update of a run.
 
     Args:
         work: What to run the recorder's own code in.
-        held: Paths of the modules, or `SCRIPT`.
+        paths: Of the modules, or `SCRIPT`.
         source: Folder of the full-batch run; None where this is it.
-        spots: For each rank and forward the number of the full-batch run's and the places of its rows in that; None
-            for a forward that belongs to the held code itself.
-        given_back: What the full batch's gradients are multiplied by before they are given back.
+        rows: For each rank and forward the number of the full-batch run's and the places of its rows in that; None for
+            a forward that belongs to the pinned code itself.
+        factor: On the full batch's gradients before they are given back.
     """
 
     def __init__(
         self,
         work: Callable[[], AbstractContextManager[None]],
-        held: Sequence[str],
+        paths: Sequence[str],
         source: Path | None,
-        spots: Spots,
-        given_back: float = 1.0,
+        rows: PinnedRows,
+        factor: float = 1.0,
     ) -> None:
-        self._work, self._held, self._every_spot, self._factor = work, held, spots, given_back
-        self._source: list[dict[str, Any]] | None = None
+        self._work, self._paths, self._rows_of_ranks, self._factor = work, paths, rows, factor
+        self._full_batch: list[PinnedForward] | None = None
         if source is not None:
-            self._source = torch.load(source / "held.pt", weights_only=True)
-        self.forwards: list[dict[str, Any]] = []  # what the full-batch run keeps
+            self._full_batch = torch.load(source / "pinned.pt", weights_only=True)
+        self.forwards: list[PinnedForward] = []  # what the full-batch run keeps
         self._ends: set[Any] = set()
-        self._given: set[tuple[int, str]] = set()
-        self._own: dict[int, torch.Tensor] = {}
+        self._spent: set[tuple[int, str]] = set()  # gradients without rows that one micro-batch was given
+        self._own_parameters: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds the forward of an outermost module."""
         number, shapes = len(self.forwards), input_shapes(args, kwargs)
         self.forwards.append({"rows": shapes[0][0] if shapes else 0, "values": {}, "gradients": {}})
-        if self._source is not None and self._spot(number) is None:
+        if self._full_batch is not None and self._rows_of(number) is None:
             yield
             return
 
-        def begins(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def begins(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             name, inputs = f"{call.path} {call.number}", (args, kwargs)
-            inputs = self._change_tensors(call.under, self._handed_on, number, f"{name} in", inputs)
-            return self._change_tensors(call.path, self._taken_in, number, f"{name} given", inputs)
+            inputs = self._change_tensors(call.under, self._replace_value, number, f"{name} in", inputs)
+            return self._change_tensors(call.path, self._replace_gradient, number, f"{name} given", inputs)
 
         def ends(call: Call, output: Any) -> Any:
             name = f"{call.path} {call.number}"
-            output = self._change_tensors(call.path, self._handed_on, number, f"{name} out", output)
-            return self._change_tensors(call.under, self._taken_in, number, f"{name} made", output)
+            output = self._change_tensors(call.path, self._replace_value, number, f"{name} out", output)
+            return self._change_tensors(call.under, self._replace_gradient, number, f"{name} made", output)
 
         with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
 
     def note_differentiation(self, roots: Any) -> None:
-        """A backward pass begins: what the held code itself trains is known while there is a graph."""
-        if SCRIPT in self._held and self._source is not None:
-            self._know(tensor.grad_fn for tensor in tensors_in(roots))
+        """A backward pass begins: as long as there is a graph it tells what the pinned code itself trains."""
+        if SCRIPT in self._paths and self._full_batch is not None:
+            self._note_parameters(tensor.grad_fn for tensor in tensors_in(roots))
 
     def own(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the positions of those parameters that the held code reads without a call of a module."""
-        return [at for at, parameter in enumerate(parameters) if id(parameter) in self._own]
+        """Returns the positions of those parameters that the pinned code reads without a call of a module."""
+        return [at for at, parameter in enumerate(parameters) if id(parameter) in self._own_parameters]
 
     def _change_tensors(
         self, module: str, change: Callable[..., torch.Tensor], number: int, name: str, nested: Any
     ) -> Any:
-        """Returns what `change` makes of each tensor with a graph, in the same containers, where a module is held."""
+        """Returns what `change` makes of each tensor with a graph, in the same containers, if the module is pinned."""
 
         def change_leaf(path: str, leaf: Any) -> Any:
             follows = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.is_floating_point()
             return change(number, name + path, leaf) if follows else leaf
 
-        return map_leaves(nested, change_leaf) if module in self._held else nested
+        return map_leaves(nested, change_leaf) if module in self._paths else nested
 
-    def _handed_on(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What held code hands on has the full batch's values; its gradient flows into the held code."""
+    def _replace_value(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an output of pinned code with the full batch's values; its gradient flows into the pinned code."""
         with self._work():
             values = plain(tensor)
-            if self._source is None:
+            if self._full_batch is None:
                 if values is not None:
                     self.forwards[number]["values"][name] = values.to("cpu", copy=True)
                 return tensor
-            self._know([tensor.grad_fn])
-            rows = self._rows(number, "values", name, tensor)
-            missing = None if rows is None or values is None else rows - values
+            self._note_parameters([tensor.grad_fn])
+            stored = self._full_batch_rows(number, name, tensor, lambda forward: forward["values"])
+            missing = None if stored is None or values is None else stored - values
+        # added rather than put in its place: the sum keeps the graph
         return tensor if missing is None else tensor + missing
 
-    def _taken_in(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What held code takes in is given back the full batch's gradient."""
-        tensor = tensor.view_as(tensor)  # what flows back by other ways is no matter of the held code
+    def _replace_gradient(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an input of pinned code that is given back the full batch's gradient."""
+        tensor = tensor.view_as(tensor)  # gradients that reach the tensor by other ways are none of the pinned code's
         with self._work():
             self._ends.add(tensor.grad_fn)
-            tensor.register_hook(partial(self._given_back, number, name))
+            tensor.register_hook(partial(self._give_back, number, name))
         return tensor
 
-    def _given_back(self, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _give_back(self, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         with self._work():
-            if self._source is None:
+            if self._full_batch is None:
                 sums = self.forwards[number]["gradients"]
                 sums[name] = gradient.detach().to("cpu", copy=True) + sums.get(name, 0.0)
                 return None
-            rows = self._rows(number, "gradients", name, gradient)
-            return None if rows is None else rows * self._factor
+            stored = self._full_batch_rows(number, name, gradient, lambda forward: forward["gradients"], once=True)
+            return None if stored is None else stored * self._factor
 
-    def _spot(self, number: int) -> tuple[int, Sequence[int]] | None:
+    def _rows_of(self, number: int) -> tuple[int, Sequence[int]] | None:
         """Where the rows of a forward of this rank lie in the full-batch run; None where that is not known."""
-        spots = self._every_spot[place_in_group()[0]] if self._every_spot else ()
-        return spots[number] if number < len(spots) else None
+        rows = self._rows_of_ranks[place_in_group()[0]] if self._rows_of_ranks else ()
+        return rows[number] if number < len(rows) else None
 
-    def _rows(self, number: int, what: str, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Returns the part of what the full-batch run kept that belongs to a micro-batch; None where none does."""
-        spot = self._spot(number)
-        if spot is None or self._source is None:
+    def _full_batch_rows(
+        self,
+        number: int,
+        name: str,
+        like: torch.Tensor,
+        tensors_of: Callable[[PinnedForward], dict[str, torch.Tensor]],
+        *,
+        once: bool = False,
+    ) -> torch.Tensor | None:
+        """Returns the rows of a micro-batch of what the full-batch run kept; None where it has none of them.
+
+        Args:
+            number: Of the micro-batch's forward.
+            name: Of the place.
+            like: Tensor of the micro-batch there.
+            tensors_of: Chooses values or gradients.
+            once: Give a tensor without rows to one micro-batch, and zeros to the others: their sum counts.
+        """
+        rows = self._rows_of(number)
+        if rows is None or self._full_batch is None:
             return None
-        forward, places = spot
-        stored: torch.Tensor | None = self._source[forward][what].get(name)
+        forward, places = rows
+        stored = tensors_of(self._full_batch[forward]).get(name)
         if stored is None:
             return None
-        part = rows_at(stored, tuple(like.shape), self._source[forward]["rows"], places)
-        if part is None and what == "gradients" and stored.shape == like.shape:  # it has no rows: all of it, once
-            part = torch.zeros_like(stored) if (forward, name) in self._given else stored
-            self._given.add((forward, name))
+        part = rows_at(stored, tuple(like.shape), self._full_batch[forward]["rows"], places)
+        if part is None and once and stored.shape == like.shape:
+            part = torch.zeros_like(stored) if (forward, name) in self._spent else stored
+            self._spent.add((forward, name))
         return None if part is None else part.to(device=like.device, dtype=like.dtype)
 
-    def _know(self, roots: Iterable[Any]) -> None:
+    def _note_parameters(self, roots: Iterable[Any]) -> None:
         leaves_behind = (getattr(node, "variable", None) for node in behind(roots, self._ends))
-        self._own |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
+        self._own_parameters |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
 
 
 def rows_at(tensor: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequence[int]) -> torch.Tensor | None:

@@ -49,6 +49,7 @@ class Recorder(Steps):
                 if trains:
                     self._before_forward(module, args, kwargs)
             number, listens = self._numbers["forward"], trains and self._is_last_update
+            pinned, outputs = (self.pinned_modules, self.outputs) if listens else (None, None)
 
             def listen(output: Any) -> None:
                 if trains:
@@ -61,8 +62,8 @@ class Recorder(Steps):
                     self.state.around(module, self.names.prefix(module)) if graded and self.state else nullcontext(),
                     self.draws.in_forward(module) if trains else nullcontext(),
                     self.control.forward(module),
-                    self.holding.listening(module, args, kwargs) if listens and self.holding else nullcontext(),
-                    self.outputs.listening(module, args, kwargs) if listens and self.outputs else nullcontext(),
+                    pinned.listening(module, args, kwargs) if pinned is not None else nullcontext(),
+                    outputs.listening(module, args, kwargs) if outputs is not None else nullcontext(),
                 ):
                     yield listen
             finally:
@@ -106,8 +107,8 @@ class Recorder(Steps):
                     lines = [*self.outputs.meetings(tensors), *filter(None, [terms.loss_line])]
                     loss_values |= {"met": lines, "inside": self.outputs.inside(tensors)}
                     loss_values["custom"] = self.outputs.custom_functions(tensors)
-                if self.holding is not None and self._is_last_update:
-                    self.holding.note_differentiation(tensors)
+                if self.pinned_modules is not None and self._is_last_update:
+                    self.pinned_modules.note_differentiation(tensors)
             try:
                 with (
                     self.draws.in_backward(),

@@ -19,7 +19,7 @@ from gaverify.audit.recording.control import Buffers, Control, GradientClearing,
 from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
 from gaverify.audit.recording.graph import Reach, Weight
 from gaverify.audit.recording.loop import Loop
-from gaverify.audit.recording.outputs import Holding, Outputs
+from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Inputs, Loaders
 from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
@@ -116,7 +116,7 @@ class Session:
         self._undone: ByHand | None = None  # the step that is undone when it is over
         self.draws = self._make_draws()
         self.outputs: Outputs | None = None
-        self.holding: Holding | None = None
+        self.pinned_modules: PinnedModules | None = None
         self.control = Control()
         self.kernels: Any = None  # of attention, where they were chosen
         self.differentiates_gathers = False

@@ -255,9 +255,9 @@ class Steps(Session):
             self._update.write(self.storage, {at: self.watch.of(at).steps for at in self._update.steps})
         if self.outputs is not None and self._is_last_update:
             self.storage.tensors("outputs", self.outputs.forwards)
-        if self.holding is not None and self._is_last_update:
-            own_positions = {at: self.holding.own(self.watch.parameters(at)) for at in range(len(self.watch))}
-            self.storage.tensors("held", self.holding.forwards if self.source is None else own_positions)
+        if self.pinned_modules is not None and self._is_last_update:
+            own_positions = {at: self.pinned_modules.own(self.watch.parameters(at)) for at in range(len(self.watch))}
+            self.storage.tensors("pinned", self.pinned_modules.forwards if self.source is None else own_positions)
         self.draws.close(number)
         self._update = Update(number + 1)
 

@@ -23,7 +23,7 @@ from gaverify.audit.coupling_controls import (
     writers_of,
 )
 from gaverify.audit.recording.graph import keep_lines, meetings
-from gaverify.audit.recording.outputs import SCRIPT, Holding, Outputs, Spots, rows_at
+from gaverify.audit.recording.outputs import SCRIPT, Outputs, PinnedModules, PinnedRows, rows_at
 from gaverify.records.audit import Record
 from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
@@ -32,7 +32,7 @@ from gaverify.rules import batch_coupled_loss, batch_statistics, cross_sample_op
 from gaverify.tracebacks import set_home
 
 SAMPLES = torch.arange(16 * 6, dtype=torch.float64, device="cpu").square().sin().reshape(16, 6)
-EVERY: Spots = [[(0, range(4 * at, 4 * at + 4)) for at in range(4)]]
+EVERY: PinnedRows = [[(0, range(4 * at, 4 * at + 4)) for at in range(4)]]
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -82,10 +82,12 @@ def own_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x)  # type: ignore[no-any-return]
 
 
-def run(model: nn.Module, held: Sequence[str], loss: Loss, source: Path | None) -> tuple[dict[str, float], Holding]:
+def run(
+    model: nn.Module, held: Sequence[str], loss: Loss, source: Path | None
+) -> tuple[dict[str, float], PinnedModules]:
     """The gradients of a full batch, or of four micro-batches that are given what its run kept, as norms and sums."""
     model.zero_grad()
-    holding = Holding(nullcontext, held, source, EVERY)
+    holding = PinnedModules(nullcontext, held, source, EVERY)
     pieces = [SAMPLES] if source is None else SAMPLES.split(4)
     for piece in pieces:
         with holding.listening(model, (piece,), {}):
@@ -113,7 +115,7 @@ def differing(
     torch.manual_seed(0)
     model = make()
     whole, kept = run(model, held, loss, None)
-    torch.save(kept.forwards, folder / "held.pt")
+    torch.save(kept.forwards, folder / "pinned.pt")
     part, holding = run(model, held, loss, folder)
     names = [name for name, _ in model.named_parameters()]
     own = {names[at] for at in holding.own(list(model.parameters()))}
