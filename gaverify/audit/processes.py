@@ -73,6 +73,11 @@ class Child:
         return Path(self.job.folder)
 
     @property
+    def command(self) -> str:
+        """The command that it stands for, for sentences."""
+        return str(self.job.command)
+
+    @property
     def title(self) -> str:
         """What it is, for sentences."""
         return TITLES[self.job.kind] + (f" (rank {self.job.rank} of {self.job.ranks})" if self.job.ranks > 1 else "")
@@ -388,4 +393,4 @@ def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
     has_exited = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if has_exited else "it ran to its end"
     title = TITLES[child.job.kind]
-    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.job.command, advice=advice)
+    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)
