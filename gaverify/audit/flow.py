@@ -141,8 +141,8 @@ def audit(request: Request, progress: Progress | None = None) -> AuditReport:
         ProblemError: A run of the script failed, or gave nothing to compare.
     """
     request.check()
-    for setting in (request.full_setting, request.accumulated_setting):
-        check_values(setting.script or request.script, request.module, setting.values)
+    for command in (request.command_of("full"), request.command_of("accumulated")):
+        check_values(command.script, command.module, command.values)
     if not request.events_only and request.same:
         return same_arguments(request)
     with ended_as_interrupted(), _folder(request) as folder:
@@ -307,7 +307,9 @@ class _Audit:
             full_ranks=full.meta["ranks"] if self._request.has_ranks else 1,
             dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,
             unaligned=accumulated.meta["unaligned"],
-            numbers=tuple(int(word) for argument in self._request.accumulated for word in _NUMBER.findall(argument)),
+            numbers=tuple(
+                int(word) for argument in self._request.accumulated or () for word in _NUMBER.findall(argument)
+            ),
         )
         self._runner.timings["comparison"] = time.monotonic() - begun
         return record

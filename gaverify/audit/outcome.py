@@ -134,7 +134,7 @@ def report_of(
     outcome, reason = _decide(request, record, findings)
     working = meta["working"]
     return AuditReport(
-        script=request.script,
+        script=request.target,
         outcome=outcome,
         reason=reason,
         findings=findings,
@@ -184,7 +184,7 @@ def same_arguments(request: Request) -> AuditReport:
     if not request.full:
         arguments = "no `--full` and `--accumulated`"
     return AuditReport(
-        script=request.script,
+        script=request.target,
         outcome=Outcome.INCONCLUSIVE,
         reason=phrase("outcome.same-arguments", told=arguments),
     )

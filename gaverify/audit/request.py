@@ -1,86 +1,142 @@
-"""What an audit is asked to do, in words and numbers; no torch."""
+"""What an audit is asked to do: the one table of its options, and what is wrong with them; no torch.
+
+The command line, TOML files, the help page, messages and completion are made of the fields of `Request`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import shlex
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from gaverify.audit.job import Command, Role, tuples
 from gaverify.audit.launchers import find_program
+from gaverify.audit.options import Arguments, Assignments, Flag, Kind, Number, Option, Quoted, option
 from gaverify.errors import SpecError
 from gaverify.rules.wording import phrase
 
 RECORDED = "audit.json"
 """Name of the file in a folder of kept records that tells what was asked for."""
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What one run alone is given besides its arguments.
-
-    Args:
-        script: Another script than the common one.
-        environment: Variables and their values.
-        values: Names in the source, and the words to put there.
-    """
-
-    script: str | None = None
-    environment: tuple[tuple[str, str], ...] = ()
-    values: tuple[tuple[str, str], ...] = ()
+_VERSION = 2  # of that file
+_UPDATES, _TIMEOUT = 2, 3600.0
+_EVENTS = (
+    "One run, the order of its calls alone: exit code 0 where no fault is found in it, 1 where one is, 3 where no "
+    "update was seen. With --updates 0 to the script's end."
+)
+_VARIABLES = Assignments("K=V", example="CUDA_VISIBLE_DEVICES=0")
+_VALUES = Assignments("NAME=VALUE", example="BATCH_SIZE=4")
+_LAUNCHER = Quoted('"WORDS"', empty='write a command, such as {flag} "torchrun --nproc-per-node 2"')
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """A script, the arguments of its two runs, and how they are made."""
 
-    script: str
-    """Path of the script, or the module's name with `module`."""
-    full: tuple[str, ...] = ()
-    """Arguments of the full-batch run only, after `common`."""
-    accumulated: tuple[str, ...] = ()
-    """Arguments of the accumulated run only, after `common`."""
-    common: tuple[str, ...] = ()
+    script: str | None = option(Kind("SCRIPT", "file"), "")
+    """Path of the script; None: a module is run."""
+    arguments: tuple[str, ...] = option(Arguments("[-- ARGS]"), "", default=())
     """Arguments of every run, before the others."""
-    module: bool = False
-    """Run as `python -m script`."""
-    updates: int = 2
-    """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
-    events_only: bool = False
-    """Make one run with the common arguments; check its calls, compare no gradients."""
-    steps: int | None = None
-    """K, the backward passes that each update should have; None: the user did not say."""
-    timeout: float = 3600.0
-    """Seconds until a run is ended."""
-    full_setting: Setting = Setting()
-    """Script, environment and source values of the full-batch run only."""
-    accumulated_setting: Setting = Setting()
-    """Script, environment and source values of the accumulated run, or of the only run with `events_only`."""
-    seed: int | None = None
+    module: str | None = option(Kind("MODULE"), "Run `python -m MODULE` in place of a script.", "-m")
+    """Name of the module; None: a script is run."""
+    full: tuple[str, ...] | None = option(Quoted('"ARGS"'), "Arguments of the full-batch run alone.", "--full")
+    """Arguments of the full-batch run only, after `arguments`; None: the user did not say."""
+    accumulated: tuple[str, ...] | None = option(
+        Quoted('"ARGS"'), "Arguments of the accumulated run alone.", "--accumulated"
+    )
+    """Arguments of the accumulated run only, after `arguments`; None: the user did not say."""
+    full_script: str | None = option(Kind("FILE", "file"), "Another script for the full-batch run.", "--full-script")
+    """Path of another script for the full-batch run; None: the same."""
+    full_env: tuple[tuple[str, str], ...] = option(
+        _VARIABLES, "A variable of the full-batch run's environment; repeatable.", "--full-env", default=()
+    )
+    """(variable, value) pairs added to the full-batch run's environment."""
+    accumulated_env: tuple[tuple[str, str], ...] = option(
+        _VARIABLES, "The same for the accumulated run.", "--accumulated-env", default=()
+    )
+    """(variable, value) pairs added to the accumulated run's environment."""
+    full_set: tuple[tuple[str, str], ...] = option(
+        _VALUES, "A constant or default (argparse's, too) of the full-batch run.", "--full-set", default=()
+    )
+    """(name, replacement) pairs for values in the full-batch run's source."""
+    accumulated_set: tuple[tuple[str, str], ...] = option(
+        _VALUES, "The same for the accumulated run.", "--accumulated-set", default=()
+    )
+    """(name, replacement) pairs for values in the accumulated run's source."""
+    both_set: tuple[tuple[str, str], ...] = option(_VALUES, "The same for every run.", "--set", default=())
+    """(name, replacement) pairs for values in every run's source."""
+    seed: int | None = option(
+        Number("N", example=0), "Seed Python, NumPy and torch before the script starts.", "--seed"
+    )
     """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
-    keep: str | None = None
-    """Folder in which the records stay, for `read_request`; None: they are not kept."""
-    in_place: bool = False
-    """Let the runs write into the user's folders, as the script does without gaverify."""
-    ranks: int | None = None
-    """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""
-    launcher: tuple[str, ...] = ()
-    """Words of the command that starts the accumulated run's processes; empty: no launcher."""
-    full_launcher: tuple[str, ...] = ()
-    """Words of the command that starts the full-batch run; empty: one process. For scripts that seed by rank."""
-    tail: bool = False
+    updates: int = option(
+        Number("M", example=2), f"Optimizer updates to record.  [{_UPDATES}]", "--updates", default=_UPDATES
+    )
+    """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
+    steps: int | None = option(Number("K"), "Backward passes that each update should have.  [found out]", "--steps")
+    """K, the backward passes that each update should have; None: the user did not say."""
+    events_only: bool = option(Flag(), _EVENTS, "--events-only", default=False)
+    """Make one run with the common arguments; check its calls, compare no gradients."""
+    tail: bool = option(Flag(), "Also audit epochs that end with a short window.", "--tail", default=False)
     """Also audit an epoch that ends with a short window."""
+    timeout: float = option(
+        Number("S", convert=float, wanted="a number of seconds", example=600),
+        f"Seconds until a run is ended.  [{_TIMEOUT:g}]",
+        "--timeout",
+        default=_TIMEOUT,
+    )
+    """Seconds until a run is ended."""
+    ranks: int | None = option(
+        Number("R", example=2), "Run the accumulated run in R processes, as torchrun would.", "--ranks"
+    )
+    """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""
+    launcher: tuple[str, ...] = option(
+        _LAUNCHER, "The command that starts the accumulated run, such as torchrun's.", "--launcher", default=()
+    )
+    """Words of the command that starts the accumulated run's processes; empty: no launcher."""
+    full_launcher: tuple[str, ...] = option(
+        _LAUNCHER, "The full-batch run's, if it seeds by rank.  [one process]", "--full-launcher", default=()
+    )
+    """Words of the command that starts the full-batch run; empty: one process. For scripts that seed by rank."""
+    in_place: bool = option(
+        Flag(), "Let the runs change files, as the script does on its own.", "--in-place", default=False
+    )
+    """Let the runs write into the user's folders, as the script does without gaverify."""
+    keep: str | None = option(Kind("DIR", "dir"), "Keep the runs' records in a new folder.", "--keep")
+    """Folder in which the records stay, for `read_request`; None: they are not kept."""
+    name: str = option(Kind("TEXT"), "How reports call it.", "--name", default="")
+    """Name in reports; empty: the script's."""
     problems: tuple[str, ...] = field(default=(), compare=False)
-    """Sentences about conflicting options, found before the request was made; empty: none."""
+    """Sentences about words that spell no value; empty: none."""
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> Request:
+        """Returns the request that the words of the command line spell, by the names of the fields.
+
+        What is wrong with them is told by `check`, with everything else that is wrong.
+        """
+        problems: list[str] = []
+        values = {name: entry.kind.read(entry.flag, words[name], problems) for name, entry in OPTIONS.items()}
+        if values["module"] is not None and values["script"] is not None:
+            # `-m MODULE -- ARGS`: the first word is no script
+            values |= {"arguments": (values["script"], *values["arguments"]), "script": None}
+        return cls(**{name: value for name, value in values.items() if value is not None}, problems=tuple(problems))
+
+    @property
+    def target(self) -> str:
+        """The script or the module."""
+        return self.module or self.script or ""
 
     @property
     def same(self) -> bool:
         """Whether both runs would be the same."""
         return (
-            self.full == self.accumulated
-            and self.full_setting == self.accumulated_setting
+            (self.full or ()) == (self.accumulated or ())
+            and self.full_script is None
+            and (self.full_env, self.full_set) == (self.accumulated_env, self.accumulated_set)
             and self.ranks is None
             and self.launcher == self.full_launcher
         )
@@ -98,23 +154,24 @@ class Request:
 
     def command_of(self, role: Role) -> Command:
         """Returns how the run of a role is started."""
-        setting = self.full_setting if role == "full" else self.accumulated_setting
-        arguments = {"full": self.full, "accumulated": self.accumulated, "events": ()}[role]
+        is_full = role == "full"
+        own_arguments = {"full": self.full, "accumulated": self.accumulated, "events": ()}[role] or ()
+        own_values = self.full_set if is_full else self.accumulated_set
         return Command(
-            setting.script or self.script,
-            self.module,
-            (*self.common, *arguments),
+            (self.full_script if is_full else None) or self.target,
+            self.module is not None,
+            (*self.arguments, *own_arguments),
             self.launcher_of(role),
-            setting.environment,
-            setting.values,
+            self.full_env if is_full else self.accumulated_env,
+            (*self.both_set, *own_values),
             self.seed,
         )
 
     def check(self) -> None:
         """Raises `SpecError` with every problem of the request."""
-        problems = [*self.problems, *self._script_problems(self.script)]
-        if self.full_setting.script is not None:
-            problems += self._script_problems(self.full_setting.script)
+        problems = [*self._conflicts(), *self.problems, *self._script_problems(self.target)]
+        if self.full_script is not None:
+            problems += self._script_problems(self.full_script)
         if self.updates < (0 if self.events_only else 1):
             problems.append(phrase("request.updates", updates=self.updates))
         if self.steps is not None and self.steps < 1:
@@ -132,6 +189,23 @@ class Request:
         if problems:
             raise SpecError(problems)
 
+    def _conflicts(self) -> Iterator[str]:
+        """Yields what is wrong with options that do not go together, or lack their partner."""
+        has_own_run = any(
+            (self.full_script is not None, self.full_env, self.accumulated_env, self.full_set, self.accumulated_set)
+        )
+        if self.events_only:
+            if has_own_run or self.full is not None or self.accumulated is not None:
+                yield (
+                    "--events-only makes one run: give its arguments behind `--` and its values with --set, "
+                    "not in --full or --accumulated"
+                )
+        elif not has_own_run:
+            if self.full is None and self.accumulated is not None:
+                yield "--full is missing: the arguments that make the large batch, without accumulation"
+            if self.accumulated is None and self.full is not None:
+                yield "--accumulated is missing: the arguments that cut the same batch into micro-batches"
+
     def _rank_problems(self) -> list[str]:
         option = "--launcher" if self.launcher else "--ranks"
         problems = []
@@ -146,7 +220,7 @@ class Request:
             problems.append(phrase("request.both"))
         if self.full_launcher and not self.launcher:
             problems.append(phrase("request.full-launcher"))
-        changed = [name for name, _ in (*self.full_setting.values, *self.accumulated_setting.values)]
+        changed = [name for name, _ in (*self.both_set, *self.full_set, *self.accumulated_set)]
         if self.launcher and changed:
             problems.append(phrase("request.values", name=changed[0]))
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
@@ -158,7 +232,7 @@ class Request:
         return problems
 
     def _script_problems(self, script: str) -> list[str]:
-        if self.module:
+        if self.module is not None:
             try:
                 is_importable = script and importlib.util.find_spec(script.split(".")[0]) is not None
             except (ImportError, ValueError):
@@ -175,9 +249,12 @@ class Request:
         return [phrase("request.no-script", script=script, kind=kind)]
 
 
+OPTIONS: dict[str, Option] = {entry.name: entry.metadata["option"] for entry in fields(Request) if entry.metadata}
+
+
 def encode_request(request: Request) -> str:
     """Returns a request as JSON, for `read_request`."""
-    return json.dumps({"version": 1, "request": asdict(request)}, indent=2)
+    return json.dumps({"version": _VERSION, "request": asdict(request)}, indent=2)
 
 
 def read_request(folder: str) -> Request:
@@ -190,22 +267,8 @@ def read_request(folder: str) -> Request:
     try:
         with open(path, encoding="utf-8") as stream:
             document = json.load(stream)
-        if document["version"] != 1:
+        if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']}")
-        fields = tuples(document["request"])
-        settings = {name: Setting(**fields[name]) for name in ("full_setting", "accumulated_setting")}
-        return Request(**{**fields, **settings, "keep": folder})
+        return Request(**{**tuples(document["request"]), "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(phrase("request.no-records", folder=folder, error=error)) from error
-
-
-def words(text: str, option: str) -> tuple[str, ...]:
-    """Returns the arguments that a quoted string holds, as a shell would split it.
-
-    Raises:
-        SpecError: A quote is not closed.
-    """
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise SpecError(phrase("request.words", option=option, text=text, error=error)) from error

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from measured import ranks
 
+from gaverify.audit.options import split_words
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
-from gaverify.audit.request import Request, words
+from gaverify.audit.request import Request
 from gaverify.errors import SpecError
 from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparison
 from gaverify.records.audit_report import counts_of
@@ -599,14 +600,16 @@ class TestWeights:
     def test_ranks_that_were_fed_the_same_rows_are_told(self, changes: dict[str, bool], words: str) -> None:
         other = update(judged=False, data=RowCheck(8, 8, 3, "argument 1"))
         several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False, **changes))
-        reason = report_of(Request("train.py"), several, (), (), META, {}).reason
+        reason = report_of(Request(script="train.py"), several, (), (), META, {}).reason
         assert words in reason
 
     @pytest.mark.parametrize(("altered", "outcome"), [(0.4, Outcome.INCONCLUSIVE), (1e-7, Outcome.DIVERGENT)])
     def test_a_hook_that_compresses_leaves_a_difference_open(self, altered: float, outcome: Outcome) -> None:
         differs = update(ratio=1.5, fit=fit(0.9, 0.4, residual=0.3))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=altered))
-        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        report = report_of(
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+        )
         assert report.outcome is outcome
         assert ("register_comm_hook" in report.reason) is (outcome is Outcome.INCONCLUSIVE)
         assert [found.code for found in report.findings] == [] if altered > 0.1 else ["GAV000"]
@@ -617,7 +620,9 @@ class TestWeights:
         fits = fit(4.0, right=(0.25,) * 4) if factor == 4.0 else fit(0.9, 0.4, residual=0.3)
         differs = update(ratio=factor, fit=fits, data=RowCheck(0, 0, checked=False))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,))
-        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        report = report_of(
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+        )
         open_ = factor != 4.0
         assert report.outcome is (Outcome.INCONCLUSIVE if open_ else Outcome.DIVERGENT)
         assert ("could not be compared" in report.reason) is open_
@@ -626,7 +631,9 @@ class TestWeights:
     def test_a_hook_that_compresses_excuses_no_forgotten_division(self) -> None:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=0.4))
-        report = report_of(Request("train.py", ("--a",), ("--b",)), found, findings_for(found), (), META, {})
+        report = report_of(
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+        )
         assert (report.outcome, faults(report.findings)) == (Outcome.DIVERGENT, ["GAV201"])
 
     @pytest.mark.parametrize(
@@ -640,14 +647,16 @@ class TestWeights:
     )
     def test_what_an_equal_gradient_of_ranks_does_not_tell(self, facts: RankFacts, words: str) -> None:
         found = record(RIGHT, "BSZ BSZ", updates=(update(),), together=facts)
-        report = report_of(Request("train.py", ("--a",), ("--b",), updates=1), found, (), (), META, {})
+        report = report_of(
+            Request(script="train.py", full=("--a",), accumulated=("--b",), updates=1), found, (), (), META, {}
+        )
         assert report.outcome is Outcome.EQUIVALENT and report.reason.endswith(words or "gradients agree to rounding")
 
     @pytest.mark.parametrize(("accumulated", "told"), [(9, True), (8, False), (16, False)])
     def test_a_sampler_that_fills_up_is_told(self, accumulated: int, told: bool) -> None:
         other = update(judged=False, data=RowCheck(8, accumulated, 1, "argument 1"))
         several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False), ranks=2)
-        reason = report_of(Request("train.py"), several, (), (), META, {}).reason
+        reason = report_of(Request(script="train.py"), several, (), (), META, {}).reason
         assert "1 row of `argument 1` differs" in reason
         assert ("`drop_last=True` leaves them out" in reason) is told
 
@@ -658,7 +667,9 @@ class TestWeights:
     def test_a_launcher_that_makes_no_ranks_is_told(
         self, launcher: str, trained: int, told: bool, judged: bool
     ) -> None:
-        request = Request("train.py", ("--a",), ("--b",), updates=1, launcher=tuple(launcher.split()))
+        request = Request(
+            script="train.py", full=("--a",), accumulated=("--b",), updates=1, launcher=tuple(launcher.split())
+        )
         made = update(judged=judged, data=RowCheck(8, 8, 0 if judged else 3, "argument 1"))
         together = ranks(None, divergent=False) if trained > 1 else None
         found = record(RIGHT, "BSZ BSZ", updates=(made,), ranks=trained, together=together)
@@ -765,7 +776,7 @@ class TestNotes:
         differs = update(ratio=ratio, fit=fit(0.9, 0.4, residual=0.3))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
         assert [(f.code, f.severity) for f in findings_for(found)] == notes
-        request = Request("train.py", ("--a",), ("--b",))
+        request = Request(script="train.py", full=("--a",), accumulated=("--b",))
         assert report_of(request, found, findings_for(found), (), META, {}).outcome is outcome
 
     def test_unaligned_draws_excuse_no_forgotten_division(self) -> None:
@@ -777,7 +788,7 @@ class TestNotes:
     def test_a_divergent_answer_tells_what_ranks_in_both_runs_hide(self, full_ranks: int, said: bool) -> None:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), full_ranks=full_ranks)
-        report = report_of(Request("train.py"), found, findings_for(found), (), META, {})
+        report = report_of(Request(script="train.py"), found, findings_for(found), (), META, {})
         assert report.outcome is Outcome.DIVERGENT
         assert ("both runs trained in 2 ranks, so that faults of ranks cannot show" in report.reason) is said
 
@@ -787,7 +798,9 @@ class TestNotes:
         rows = (nothing, parameter(2.0, reference_norm=0.0))
         differs = replace(update(ratio=4.0, fit=fit(1.0, 0.5, residual=0.4)), parameters=rows)
         judged = record(RIGHT, "BSZ BSZ", updates=(differs,))
-        report = report_of(Request("train.py", ("--a",), ("--b",)), judged, findings_for(judged), (), META, {})
+        report = report_of(
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), judged, findings_for(judged), (), META, {}
+        )
         said = [report.reason, *(e.statement for found in report.findings for e in found.evidence)]
         assert "nan" not in " ".join(said).lower(), said
         assert report.reason.endswith("the full-batch run has no gradient at all: every one is zero"), report.reason
@@ -822,7 +835,7 @@ META = {
 
 class TestOutcome:
     def outcome(self, found: Record, **fields: Any) -> tuple[Outcome, str]:
-        request = Request("train.py", ("--a",), ("--b",), **fields)
+        request = Request(script="train.py", full=("--a",), accumulated=("--b",), **fields)
         report = report_of(request, found, findings_for(found), (), META, {})
         return report.outcome, report.reason
 
@@ -878,27 +891,27 @@ class TestOutcome:
     )
     def test_a_gate_can_use_the_exit_code_of_events(self, text: str, fields: dict[str, int], code: int) -> None:
         found = replace(record(text, ""), full_windows=(), **fields)
-        report = report_of(Request("train.py", events_only=True), found, findings_for(found), (), META, {})
+        report = report_of(Request(script="train.py", events_only=True), found, findings_for(found), (), META, {})
         assert report.exit_code == code
         assert report.outcome is (Outcome.DIVERGENT if code == 1 else Outcome.INCONCLUSIVE)
 
     def test_the_same_arguments_compare_nothing(self) -> None:
-        report = same_arguments(Request("train.py", ("--a",), ("--a",)))
+        report = same_arguments(Request(script="train.py", full=("--a",), accumulated=("--a",)))
         assert report.outcome is Outcome.INCONCLUSIVE and "same arguments" in report.reason
 
 
 class TestRequest:
     def test_all_problems_are_reported_at_once(self) -> None:
         with pytest.raises(SpecError) as caught:
-            Request("absent.py", updates=0, steps=0, timeout=math.nan).check()
+            Request(script="absent.py", updates=0, steps=0, timeout=math.nan).check()
         assert len(caught.value.problems) == 4
 
     def test_arguments_are_split_as_a_shell_does(self) -> None:
-        assert words("--name 'a b' -k 4", "--full") == ("--name", "a b", "-k", "4")
+        assert split_words("--name 'a b' -k 4", "--full") == ("--name", "a b", "-k", "4")
 
     def test_an_open_quote_is_a_sentence(self) -> None:
         with pytest.raises(SpecError, match="--full"):
-            words("--name 'a", "--full")
+            split_words("--name 'a", "--full")
 
 
 def test_the_rulebook_holds_every_code_of_the_audit() -> None:

@@ -27,7 +27,7 @@ from gaverify.audit.folders import (
 from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, free_port
 from gaverify.audit.processes import Child, check
-from gaverify.audit.request import Request, Setting
+from gaverify.audit.request import Request
 from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
 
@@ -128,10 +128,10 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
     """The script would wait for the other ranks until the timeout."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SpecError, match=r"WORLD_SIZE=2 .* --ranks 2"):
-        Request(__file__, ("--a",), ("--b",)).check()
-    Request(__file__, ("--a",), ("--b",), ranks=2).check()
+        Request(script=__file__, full=("--a",), accumulated=("--b",)).check()
+    Request(script=__file__, full=("--a",), accumulated=("--b",), ranks=2).check()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    Request(__file__, ("--a",), ("--b",)).check()
+    Request(script=__file__, full=("--a",), accumulated=("--b",)).check()
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
         (
-            {"launcher": ("python",), "accumulated_setting": Setting(values=(("K", "4"),))},
+            {"launcher": ("python",), "accumulated_set": (("K", "4"),)},
             "`K` cannot be changed in the source",
         ),
         (
-            {"launcher": ("python",), "full_setting": Setting(values=(("size", "8"),))},
+            {"launcher": ("python",), "full_set": (("size", "8"),)},
             "`size` cannot be changed in the source of processes that a launcher starts; use arguments",
         ),
     ],
 )
 def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        Request(__file__, ("--a",), ("--b",), **options).check()  # type: ignore[arg-type]
+        Request(script=__file__, full=("--a",), accumulated=("--b",), **options).check()  # type: ignore[arg-type]
 
 
 def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:

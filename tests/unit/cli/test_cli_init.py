@@ -15,7 +15,7 @@ from torch import nn
 
 import gaverify
 from gaverify.cli import main
-from gaverify.cli.auditing import audit, read_options
+from gaverify.cli.auditing import read_options
 from gaverify.cli.scaffolding import KINDS, template
 from gaverify.spec import OPTIONS, Spec, load_specs, read_specs
 from gaverify.zoo import Builtin
@@ -57,11 +57,11 @@ def test_the_options_of_an_audit_hold_every_key_and_their_comments_are_right(
     assert main(["init", "--kind", "audit"]) == 0
     assert "Next: gaverify audit audit.toml" in capsys.readouterr().out
     text = Path("audit.toml").read_text(encoding="utf-8")
-    written = read_options(Path("audit.toml"), audit.params).given
+    written = read_options(Path("audit.toml")).words
     assert (written["script"], written["full"]) == ("train.py", "--batch-size 16 --accum 1")
     Path("all.toml").write_text(re.sub(r"^# (?=[a-zA-Z_-]+ = |\[)", "", text, flags=re.MULTILINE))
-    options = read_options(Path("all.toml"), audit.params)
-    assert [name for name, value in options.given.items() if not value] == ["module"]
+    options = read_options(Path("all.toml"))
+    assert [name for name, value in options.words.items() if not value] == ["module"]
     assert options.accept and options.expect == "divergent"
 
 

@@ -10,7 +10,7 @@ import pytest
 import samples
 
 from gaverify.cli import main
-from gaverify.cli.auditing import audit, options_files, read_options
+from gaverify.cli.auditing import options_files, read_options
 from gaverify.errors import SpecError
 from gaverify.report import FORMATS, render
 
@@ -105,7 +105,7 @@ PAIR = 'full = "--batch-size 8 --accum 1"\naccumulated = ["--batch-size", 2, "--
 def read(folder: Path, text: str) -> dict[str, Any]:
     file = folder / "a.toml"
     file.write_text(text)
-    return read_options(file, audit.params).given
+    return read_options(file).words
 
 
 def test_keys_are_the_commands_options(tmp_path: Path) -> None:
