@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.audit.recording.changes import CERTAIN, ByHand, Waiting
 from gaverify.audit.recording.frameworks import find_framework
 from gaverify.audit.recording.graph import Terms, ends_in_parameters
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
 from gaverify.audit.recording.steps import Steps
+from gaverify.audit.recording.unannounced import CERTAIN, ByHand, Waiting
 from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
 from gaverify.audit.recording.watching import Look
 from gaverify.collective.traffic import TrafficMeter
@@ -70,7 +70,7 @@ class Recorder(Steps):
                 self._in_forward = False
                 if trains:
                     with self.work():
-                        self._changes.note(self.watch.look(), "forward")
+                        self._unannounced_changes.note(self.watch.look(), "forward")
                         self.draws.leave_forward()
 
     def inside_forward(self) -> bool:
@@ -140,7 +140,7 @@ class Recorder(Steps):
                 changes = self._sample_results(inputs, results)
                 if changes:
                     self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
-                self._changes.hunt(self._quiet_difference)
+                self._unannounced_changes.hunt(self._quiet_difference)
             self._end_pass()
 
     @contextmanager
@@ -148,7 +148,7 @@ class Recorder(Steps):
         """Surrounds a call of `zero_grad`, of an optimizer or a module."""
         with self.work():
             self._settle_by_hand()
-            self._changes.note(self.watch.look(), "backward" if self._in_backward else "between")
+            self._unannounced_changes.note(self.watch.look(), "backward" if self._in_backward else "between")
         yield
         with self.work():
             cleared = self.watch.look().cleared
@@ -167,7 +167,7 @@ class Recorder(Steps):
         result: list[Any] = []
         with self.work():
             look = self.watch.look()
-            self._changes.note(look, "between")
+            self._unannounced_changes.note(look, "between")
             self.watch.keep_unclipped(look)
         yield result.append
         with self.work():
@@ -188,7 +188,7 @@ class Recorder(Steps):
     def scaler(self, call: str) -> Iterator[None]:
         """Surrounds a call of a `GradScaler`."""
         with self.work():
-            self._changes.note(self.watch.look(), "between")
+            self._unannounced_changes.note(self.watch.look(), "between")
             before, place = self.steps, user_place()
         yield
         with self.work():
@@ -203,7 +203,7 @@ class Recorder(Steps):
         with self.work():
             self._event(kind, **values)
             if kind == "scheduler":
-                self._changes.know_settings()
+                self._unannounced_changes.know_settings()
 
     def targets(self, valid: torch.Tensor, total: int) -> None:
         """Notes how many targets of a loss count; read at the next backward."""
@@ -227,7 +227,7 @@ class Recorder(Steps):
     def _differentiates(self) -> Place | None:
         """Something is about to be differentiated; returns the line."""
         self._settle_by_hand()
-        self._unannounced.note_differentiation()
+        self._unannounced_steps.note_differentiation()
         self._reach.begin()
         self._in_backward = True
         return user_place()
@@ -250,8 +250,8 @@ class Recorder(Steps):
                 self.watch.add(ByHand(trained))
         elif not self.steps:
             has_optimizer = len(new) < len(list(module.parameters()))
-            self._unannounced.look(module, has_optimizer=has_optimizer)
-            if (self._unannounced.windows if has_optimizer else self._unannounced.moves) >= CERTAIN:
+            self._unannounced_steps.look(module, has_optimizer=has_optimizer)
+            if (self._unannounced_steps.windows if has_optimizer else self._unannounced_steps.moves) >= CERTAIN:
                 self.finish(Ending.BY_HAND, 0)
         self._begin()
         self._goes_on()
@@ -278,8 +278,8 @@ class Recorder(Steps):
     def _goes_on(self) -> None:
         """A forward or backward pass begins: what was done by hand since the last call belongs to the open window."""
         look = self.watch.look()
-        self._changes.note(look, "between")
-        self._changes.note_edits(look)
+        self._unannounced_changes.note(look, "between")
+        self._unannounced_changes.note_edits(look)
 
     def _after_backward(self, place: Place | None, roots: Any, terms: Terms, loss_values: dict[str, Any]) -> None:
         look, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
@@ -316,8 +316,8 @@ class Recorder(Steps):
         self._event(
             "backward", place, touched=touched, targets=targets, forwards=reached, **values, **self._describe_traffic()
         )
-        self._changes.note(Look(moved=look.moved), "backward")
-        self._changes.hunt(self._quiet_difference)
+        self._unannounced_changes.note(Look(moved=look.moved), "backward")
+        self._unannounced_changes.hunt(self._quiet_difference)
 
     def _incoming_gradients(self, seen: Look) -> dict[int, torch.Tensor]:
         """What a backward pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
@@ -353,7 +353,7 @@ class Recorder(Steps):
         if out_of_sight():
             return False
         with self.work():
-            differs = self._changes.differ()
+            differs = self._unannounced_changes.differ()
             if differs:
                 self._keep_used()
             return differs

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from gaverify.audit.recording.changes import ByHand, Changes, Unannounced, Waiting
 from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
 from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
 from gaverify.audit.recording.graph import Reach, Weight
@@ -23,6 +22,7 @@ from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Inputs, Loaders
 from gaverify.audit.recording.state import MovingState
 from gaverify.audit.recording.storage import Storage, Update
+from gaverify.audit.recording.unannounced import ByHand, UnannouncedChanges, UnannouncedSteps, Waiting
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspend_modes
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
@@ -86,7 +86,7 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._changes = Changes(self.watch, self._event)
+        self._unannounced_changes = UnannouncedChanges(self.watch, self._event)
         self.by_hand = False  # the script has no optimizer: moved weights are its steps
         self.undoes_steps = False
         self._in_forward = self._in_backward = self._complete = False
@@ -120,7 +120,7 @@ class Session:
         self.control = Control()
         self.kernels: Any = None  # of attention, where they were chosen
         self.differentiates_gathers = False
-        self._unannounced = Unannounced()
+        self._unannounced_steps = UnannouncedSteps()
         self._waiting: list[Waiting] = []
         self._had_gradients = False  # whether any step had something to use
         self._by_change = False  # whether the change of the weights stood for the gradient of any
@@ -151,7 +151,7 @@ class Session:
     def expect_steps_by_hand(self) -> None:
         """Takes moved weights for a step: no optimizer will tell of one."""
         self.by_hand = True
-        self._changes.hunt_always()
+        self._unannounced_changes.hunt_always()
 
     @property
     def off(self) -> bool:
@@ -206,7 +206,7 @@ class Session:
             "returns_loss": self._returns_loss,
             "epochs": self.loaders.ended,
             "loaders": self.loaders.count,
-            "by_hand": not self.steps and self._unannounced.moves > 0,
+            "by_hand": not self.steps and self._unannounced_steps.moves > 0,
             "had_gradients": self._had_gradients,
             "by_change": self._by_change,
             "compiled": _has_compiled(),

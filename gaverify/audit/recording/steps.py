@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.changes import ByHand
 from gaverify.audit.recording.session import Session
 from gaverify.audit.recording.storage import Update, addends_of, leave, leave_together, shards_alone
+from gaverify.audit.recording.unannounced import ByHand
 from gaverify.audit.recording.values import place_in_group
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.wrappers import is_sharded
@@ -91,7 +91,7 @@ class Steps(Session):
                 return
             self._settle_by_hand()
             self._closed = True
-            self._changes.settle()
+            self._unannounced_changes.settle()
             self._close_update()
             self._event("end", reason=reason.value)
             self.storage.finish({**self._meta(reason), "status": code})
@@ -113,7 +113,7 @@ class Steps(Session):
                 self._undone.back()
                 self._undone = None
             led = self.lead.put_back()
-            self._changes.know_settings()
+            self._unannounced_changes.know_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
             step = f"{entry.index}-{entry.steps}"
@@ -136,7 +136,7 @@ class Steps(Session):
                     self._stop()
                 self._close_update()
             look = self.watch.look()
-            self._changes.note(look, "backward" if self._in_backward else "between")
+            self._unannounced_changes.note(look, "backward" if self._in_backward else "between")
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
@@ -189,11 +189,11 @@ class Steps(Session):
         """Records the steps that the script has made itself since the last look."""
         if not self.by_hand:
             return
-        self._changes.settle()
+        self._unannounced_changes.settle()
         look = self.watch.look()
         for index, before in look.moved.items():
             self._step_by_hand(self.watch.of(index), before)
-        self._changes.note(replace(look, moved={}), "between")
+        self._unannounced_changes.note(replace(look, moved={}), "between")
 
     def _step_by_hand(self, entry: Watched, before: torch.Tensor) -> None:
         hand, self._had_gradients = entry.optimizer, True
@@ -206,7 +206,11 @@ class Steps(Session):
         self.steps += 1
         entry.steps += 1
         self._event(
-            "step", self._changes.moving_line or (None, None), optimizer=entry.index, inside=False, by_hand=True
+            "step",
+            self._unannounced_changes.moving_line or (None, None),
+            optimizer=entry.index,
+            inside=False,
+            by_hand=True,
         )
         if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
             self._by_change = True
@@ -240,8 +244,8 @@ class Steps(Session):
 
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
-        self._changes.settle()
-        self._changes.note_settings()
+        self._unannounced_changes.settle()
+        self._unannounced_changes.note_settings()
         if self._complete:
             self._stop()
         self._close_update()

@@ -18,8 +18,8 @@ from torch import nn
 
 from gaverify.audit.job import Command, Job
 from gaverify.audit.processes import Child, check_updates
-from gaverify.audit.recording.changes import ByHand, Unannounced
 from gaverify.audit.recording.session import started_processes
+from gaverify.audit.recording.unannounced import ByHand, UnannouncedSteps
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decide_by_weights
 from gaverify.errors import ProblemError
@@ -66,7 +66,7 @@ class TestByHand:
 
 class TestUnannounced:
     def test_moves_after_differentiations_are_counted(self) -> None:
-        module, unannounced = model(), Unannounced()
+        module, unannounced = model(), UnannouncedSteps()
         unannounced.look(module)
         for at in range(2):
             unannounced.note_differentiation()
@@ -75,14 +75,14 @@ class TestUnannounced:
             assert (unannounced.moves, unannounced.windows) == (at + 1, 0)  # no optimizer holds what moved
 
     def test_moves_without_a_differentiation_do_not_count(self) -> None:
-        module, unannounced = model(), Unannounced()
+        module, unannounced = model(), UnannouncedSteps()
         for _ in range(4):
             unannounced.look(module)
             moved(module, 0.5)
         assert unannounced.moves == 0
 
     def test_windows_beside_an_optimizer_are_over_once_their_gradient_is_gone(self) -> None:
-        module, unannounced = model(), Unannounced()
+        module, unannounced = model(), UnannouncedSteps()
         for at, left in enumerate((None, None, 1.0, None)):
             unannounced.note_differentiation()
             assert unannounced.windows == [0, 1, 2, 2][at]  # one begins: the gradient of the last was used, or is left
@@ -94,7 +94,7 @@ class TestUnannounced:
         assert unannounced.windows == 3 and unannounced.moves == 4
 
     def test_weights_that_are_put_back_make_no_step(self) -> None:
-        module, unannounced = model(), Unannounced()
+        module, unannounced = model(), UnannouncedSteps()
         for _ in range(4):
             for step in (0.5, -0.5):
                 unannounced.note_differentiation()
@@ -104,7 +104,7 @@ class TestUnannounced:
             assert unannounced.windows == 0
 
     def test_differentiations_without_a_move_do_not_count(self) -> None:
-        module, unannounced = model(), Unannounced()
+        module, unannounced = model(), UnannouncedSteps()
         for _ in range(4):
             unannounced.look(module)
             unannounced.note_differentiation()

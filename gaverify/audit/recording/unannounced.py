@@ -27,7 +27,7 @@ What = Literal["moved", "edited", "settings"]
 """What was done by hand: weights moved or gradients cleared, gradients or settings changed."""
 
 
-class Changes:
+class UnannouncedChanges:
     """Turns what a look found into events.
 
     Args:
@@ -190,7 +190,7 @@ def _is_put_back(before: torch.Tensor, after: torch.Tensor, sample: Sample) -> b
     return bool(((after - before).abs() <= allowed).all())
 
 
-class Unannounced:
+class UnannouncedSteps:
     """Counts how often weights moved after a differentiation without a step: by no optimizer of torch's.
 
     Where an optimizer holds them a window is over once its gradient is gone, too, and the weights are not put back:
