@@ -31,7 +31,7 @@ from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference, rank_facts
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Run
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
 from gaverify.audit.state_controls import control_state
@@ -63,8 +63,8 @@ def control_noise_floor(trial: Trial, record: Record) -> Record:
     differences = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
     if not differences or not all(difference < SMALLEST_FAULT for difference in differences):
         return record
-    more_perturbed = trial.runner.runs(
-        *(trial.perturbed_jobs(seed, ScaleLosses(factor)) for seed, factor in _OTHERWISE)
+    more_perturbed = trial.runner.record(
+        *(trial.perturbed_control(seed, ScaleLosses(factor)) for seed, factor in _OTHERWISE)
     )
     factors = [factor for _, factor in _OTHERWISE]
     return replace(record, updates=trial.compare(extra_perturbed=[*zip(more_perturbed, factors, strict=True)]))
@@ -130,9 +130,9 @@ def control_terms(trial: Trial, record: Record) -> Record:
         return record
     alone = []
     for term in range(1, count + 1):
-        full, accumulated = trial.runner.runs(
-            trial.full_batch_jobs(DifferentiateTerm(term), updates=update.number, shown_as="terms"),
-            trial.jobs("accumulated", DifferentiateTerm(term), updates=update.number, shown_as="terms"),
+        full, accumulated = trial.runner.record(
+            trial.full_batch_control(DifferentiateTerm(term), updates=update.number, shown_as="terms"),
+            trial.control("accumulated", DifferentiateTerm(term), updates=update.number, shown_as="terms"),
         )
         alone.append((full, accumulated))
     loss_terms = fit_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
@@ -153,7 +153,7 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     ):
         return record
     number = update_and_fit[0].number
-    cleared = trial.run_control("accumulated", ClearGradients(), updates=number)
+    cleared = trial.run(trial.control("accumulated", ClearGradients(), updates=number))
     difference_left = gradient_difference(trial.accumulated, cleared, update=number)
     if not difference_left <= record.tolerance or not cleared.meta["cleared_gradients"]:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
@@ -171,9 +171,8 @@ def control_weights(trial: Trial, record: Record) -> Record:
     has_control = record.overwritten is not None or record.weighed is not None
     if update is None or not shares or has_control or record.ranks > 1:
         return record
-    control_run = trial.run_control(
-        "accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights"
-    )
+    control = trial.control("accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights")
+    control_run = trial.run(control)
     passes = [event for event in control_run.events if event.kind == "backward" and event.update == update.number]
     loss_line = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
     return replace(
@@ -189,7 +188,7 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
     steps = record.expected(first) if first is not None else None
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_HELD:
         return record
-    frozen_run = trial.run_control("accumulated", UndoSteps(), updates=steps, led=False)
+    frozen_run = trial.run(trial.control("accumulated", UndoSteps(), updates=steps, led=False))
     samples = [frozen_run.samples(round_) for round_ in rounds_of(frozen_run.events)[:steps]]
     # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
     increments_seen = [
@@ -222,7 +221,7 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
     """
     if trial.is_by_hand or not any(update.other_step for update in record.updates):
         return record
-    full, own_run = trial.full, trial.run_control("accumulated", led=False)
+    full, own_run = trial.full, trial.run(trial.control("accumulated", led=False))
     accepted = tuple(_accept_factor(update, full, own_run) for update in trial.compare(own_run))
     pairs = zip(record.updates, accepted, strict=False)
     takes_factor = any(after.step_takes_factor and before.other_step for before, after in pairs)
@@ -241,12 +240,12 @@ def control_change(trial: Trial, record: Record) -> Record:
     full, accumulated = trial.full, trial.accumulated
     if not any(_needs_half(update, full, accumulated) for update in record.updates):
         return record
-    half = trial.run_control("full", ScaleLosses(0.5), shown_as="unclipped")
+    half = trial.run(trial.control("full", ScaleLosses(0.5), shown_as="unclipped"))
     return replace(record, updates=decide_by_change(record.updates, full, accumulated, half))
 
 
 def decide_by_change(
-    updates: tuple[UpdateComparison, ...], full: Run, accumulated: Run, half: Run
+    updates: tuple[UpdateComparison, ...], full: RecordedRun, accumulated: RecordedRun, half: RecordedRun
 ) -> tuple[UpdateComparison, ...]:
     """Returns the updates of a script that moves its weights itself, with what their change tells.
 
@@ -275,14 +274,16 @@ def decide_by_change(
     return tuple(decided)
 
 
-def _needs_half(update: UpdateComparison, full: Run, accumulated: Run) -> bool:
+def _needs_half(update: UpdateComparison, full: RecordedRun, accumulated: RecordedRun) -> bool:
     if update.decided is Stage.CHANGE:
         return update.differs
     change = _change(update, full, accumulated)
     return change is not None and change.outcome is not update.outcome
 
 
-def _change(update: UpdateComparison, full: Run, own_run: Run, residual: float = 0.0) -> StageComparison | None:
+def _change(
+    update: UpdateComparison, full: RecordedRun, own_run: RecordedRun, residual: float = 0.0
+) -> StageComparison | None:
     """How far the weights change otherwise in an update, but for what a factor leaves; None where it is not judged."""
     if not update.judged:
         return None
@@ -291,7 +292,7 @@ def _change(update: UpdateComparison, full: Run, own_run: Run, residual: float =
     return compare_changes(full.samples(round_), own_run.samples(round_), unit, noise)
 
 
-def _accept_factor(update: UpdateComparison, full: Run, own_run: Run) -> UpdateComparison:
+def _accept_factor(update: UpdateComparison, full: RecordedRun, own_run: RecordedRun) -> UpdateComparison:
     """Returns an update, as equivalent where its gradient differs by a factor and its weights change alike."""
     residual = update.fit.factor_residual if update.fit is not None else math.inf
     if update.outcome is not Outcome.DIVERGENT or not residual < FIT_FLOAT32:
@@ -326,8 +327,8 @@ def control_ranks(trial: Trial, record: Record) -> Record:
     def difference_left(change: Change, *, also_full: bool = False) -> float:
         """What a changed run of the ranks leaves, against the full-batch run, or against that with the same change."""
         try:
-            full = trial.run_control("full", change, shown_as="ranks") if also_full else trial.full
-            accumulated = trial.run_control("accumulated", change, source=full, shown_as="ranks")
+            full = trial.run(trial.control("full", change, shown_as="ranks")) if also_full else trial.full
+            accumulated = trial.run(trial.control("accumulated", change, source=full, shown_as="ranks"))
         except ProblemError:
             return math.nan
         return gradient_difference(full, accumulated, summed=not at_the_step)

@@ -29,7 +29,7 @@ from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Run, labels
+from gaverify.audit.reading import RecordedRun, labels
 from gaverify.audit.recording.outputs import (
     SCRIPT,
     Forward,
@@ -59,7 +59,7 @@ Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
 
 
-def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
+def pairs_of(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> list[Pair | None]:
     """Returns every forward of an update of the accumulated run with the one of the full batch that holds its rows.
 
     None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
@@ -91,7 +91,7 @@ def pairs_of(full: Run, accumulated: Run, update: int = 1) -> list[Pair | None]:
     return pairs
 
 
-def pairs_of_ranks(full: Run, accumulated: Run, update: int = 1) -> list[list[Pair | None]]:
+def pairs_of_ranks(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> list[list[Pair | None]]:
     """Returns the pairs of each rank's forwards; none where those of any rank are not found."""
     ranks = accumulated.ranks if isinstance(accumulated, RankedRun) else (accumulated,)
     pairs_by_rank = [pairs_of(full, run, update) for run in ranks]
@@ -104,7 +104,7 @@ def pairs_of_ranks(full: Run, accumulated: Run, update: int = 1) -> list[list[Pa
     return pairs_by_rank if all(pairs_by_rank) else []
 
 
-def outputs_of(run: Run) -> list[Forward]:
+def outputs_of(run: RecordedRun) -> list[Forward]:
     """Returns what the modules of the update that was listened to gave."""
     path = run.folder / "outputs.pt"
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
@@ -339,8 +339,8 @@ class PinnedRuns:
     """Both runs with something pinned, and their forwards that hold the same rows."""
 
     pins: Pins
-    full: Run
-    accumulated: Run
+    full: RecordedRun
+    accumulated: RecordedRun
     each: list[list[Pair | None]]  # by rank
 
     @property
@@ -377,7 +377,7 @@ class CouplingBench:
             control_run = self._run_accumulated(runs.full, runs.pins, first, WeightMicroBatches(shares))
             self.weighed = compare_weighed_run(runs.full, control_run, self.record)
 
-    def _run_accumulated(self, full: Run, pins: Pins, first: PairsOfRanks, *changes: Change) -> Run:
+    def _run_accumulated(self, full: RecordedRun, pins: Pins, first: PairsOfRanks, *changes: Change) -> RecordedRun:
         rows = tuple(
             tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
         )
@@ -422,13 +422,16 @@ class CouplingBench:
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
         return ControlRun(what, difference_left, False, fit if explains else None, kind)
 
-    def _again(self, role: Role, pins: Pins, *changes: Change, source: Run | None = None, rows: PinnedRows = ()) -> Run:
+    def _again(
+        self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
+    ) -> RecordedRun:
         every_change = [DisableCompilation(), WatchModules()]
         every_change += [FreezeBuffers(pins.frozen)] if pins.frozen else []
         every_change += [PinModules(pins.modules, rows, self._given_back)] if pins.modules else []
         every_change += changes
-        return self._trial.run_control(
-            role, *every_change, source=source, updates=self.update.number, shown_as="coupling"
+        number = self.update.number
+        return self._trial.run(
+            self._trial.control(role, *every_change, source=source, updates=number, shown_as="coupling")
         )
 
 

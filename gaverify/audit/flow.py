@@ -41,7 +41,7 @@ from gaverify.sources import with_excerpts
 from gaverify.thresholds import CUT, STARTED_APART, U32
 
 if TYPE_CHECKING:
-    from gaverify.audit.reading import Run
+    from gaverify.audit.reading import RecordedRun
 
 
 def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
@@ -110,7 +110,7 @@ def parts_of(record: Record) -> int:
     return steps // full_backwards if full_backwards and steps % full_backwards == 0 else 0
 
 
-def orders(full: Run, accumulated: Run, *, alike: bool) -> tuple[Order, ...]:
+def orders(full: RecordedRun, accumulated: RecordedRun, *, alike: bool) -> tuple[Order, ...]:
     """Returns the orders in which ranks may share the samples of a batch, the likelier first.
 
     Args:
@@ -213,7 +213,7 @@ class _Audit:
         record = self._in_float32(self._compare_with_replay(full, changes))
         return self._with_tail(record, changes) if self._request.tail else replace(record, epochs=self._epochs())
 
-    def _compare_with_replay(self, full: Run, changes: Changes) -> Record:
+    def _compare_with_replay(self, full: RecordedRun, changes: Changes) -> Record:
         """Compares, and again with the data of the full-batch run where that may help."""
         first = self._against(full, changes)
         self._changes = changes
@@ -241,7 +241,7 @@ class _Audit:
         self.main = main
         return record
 
-    def _ways(self, record: Record, full: Run) -> list[Replay]:
+    def _ways(self, record: Record, full: RecordedRun) -> list[Replay]:
         """How the runs may be given the same data, what changes least first."""
         helps, ways = replay_helps(record, full.meta, self.main.meta), list[Replay]()
         if self._request.has_ranks:  # what their loops draw is dealt to them; their loaders hand out samples as they do
@@ -279,7 +279,7 @@ class _Audit:
         record = self._against(self._runner.run("full", replay, *changes), (replay, *changes))
         return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
 
-    def _against(self, full: Run, changes: Changes, shown_as: str = "") -> Record:
+    def _against(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> Record:
         """Makes the runs that are held against a full-batch run, and compares."""
         trial = Trial(self._runner, full, changes, shown_as)
         self.main = trial.accumulated

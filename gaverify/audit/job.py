@@ -1,4 +1,4 @@
-"""One run of the user's script: its command, its role in the audit, and what it changes; plain JSON, no torch."""
+"""Runs of the user's script: their commands, their roles in the audit, and what they change; plain JSON, no torch."""
 
 from __future__ import annotations
 
@@ -46,15 +46,13 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of the user's script, or one rank of a run."""
+class Run:
+    """One run of the user's script."""
 
     command: Command
     """How it is started."""
     role: Role
     """Which of the audit's runs it is."""
-    folder: str
-    """Path of the folder that it writes its records into."""
     updates: int
     """Optimizer updates after which the script is stopped; 0: it runs to its end."""
     sources: tuple[str, ...] = ()
@@ -63,10 +61,6 @@ class Job:
     """What it does otherwise than the script alone."""
     shown_as: str = ""
     """Name of a control in the report; empty: `kind` is its name."""
-    files: Files = "view"
-    """`view`: private view of all files; `guard`: end before a file changes; `in-place`: write as the script does."""
-    world: tuple[int, int, int] | None = None
-    """Rank, number of ranks and rendezvous port, set as torchrun would; None: no such variables are set."""
 
     @property
     def kind(self) -> str:
@@ -82,6 +76,28 @@ class Job:
     def is_reference(self) -> bool:
         """Whether other runs follow this one: it keeps its random draws and its buffers for them."""
         return self.role == "full" and not self.sources
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the command and the changes add."""
+        changed = {name: value for change in self.changes for name, value in change.environment.items()}
+        return {**dict(self.command.environment), **changed}
+
+    def find(self, kind: type[AChange]) -> AChange | None:
+        """Returns the run's change of a class; None where it has none."""
+        return next((change for change in self.changes if isinstance(change, kind)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Run):
+    """A run as one process of it is given it: the only one, the launcher, or a rank."""
+
+    folder: str
+    """Path of the folder that the process writes its records into."""
+    files: Files = "view"
+    """`view`: private view of all files; `guard`: end before a file changes; `in-place`: write as the script does."""
+    world: tuple[int, int, int] | None = None
+    """Rank, number of ranks and rendezvous port, set as torchrun would; None: no such variables are set."""
 
     @property
     def source(self) -> Path | None:
@@ -116,16 +132,6 @@ class Job:
         if self.command.launcher:
             return Path(self.folder).parent  # each process has a folder of its own beside the others'
         return Path(self.folder).parent / f"ranks-{self.world[2]}" if self.world is not None else None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that the command and the changes add."""
-        changed = {name: value for change in self.changes for name, value in change.environment.items()}
-        return {**dict(self.command.environment), **changed}
-
-    def find(self, kind: type[AChange]) -> AChange | None:
-        """Returns the run's change of a class; None where it has none."""
-        return next((change for change in self.changes if isinstance(change, kind)), None)
 
     def write(self, path: Path) -> None:
         """Writes the job for the child to read."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Run, Samples, labels
+from gaverify.audit.reading import RecordedRun, Samples, labels
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
     Rows,
@@ -42,13 +42,13 @@ from gaverify.verdict.criteria import floors_allowed
 
 
 def compare_updates(
-    full: Run,
-    perturbed: Run,
-    accumulated: Run,
+    full: RecordedRun,
+    perturbed: RecordedRun,
+    accumulated: RecordedRun,
     updates: int,
     *,
     unclipped: bool = False,
-    extra_perturbed: Sequence[tuple[Run, float]] = (),
+    extra_perturbed: Sequence[tuple[RecordedRun, float]] = (),
 ) -> tuple[UpdateComparison, ...]:
     """Returns a comparison for each update that both runs made, at most `updates` of them.
 
@@ -259,7 +259,7 @@ def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit 
     )
 
 
-def _events_since_last_step(run: Run, round_: Round) -> Sequence[Event]:
+def _events_since_last_step(run: RecordedRun, round_: Round) -> Sequence[Event]:
     """The events between the last steps of a round's optimizers before it and the steps of the round."""
     places = {key: run.events.index(step) for key, step in keys_of(run.events)}
     ends = [places[key] for key in round_ if key in places]
@@ -293,7 +293,7 @@ def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], 
     return (Stage.SUMMED if used.outcome is Outcome.EQUIVALENT else Stage.USED), True
 
 
-def _data(full_run: Run, full: Samples, own_run: Run, accumulated: Samples) -> RowCheck:
+def _data(full_run: RecordedRun, full: Samples, own_run: RecordedRun, accumulated: Samples) -> RowCheck:
     """Whether both were fed the same rows: those that a backward pass reached, or all of them."""
     checks = [
         check_rows(full_run.rows_of(full, reached=reached), own_run.rows_of(accumulated, reached=reached))
@@ -323,7 +323,7 @@ def _explains_all(fit: WeightFit | None) -> bool:
     return fit is not None and not fit.vacuous and fit.residual < COMPUTED_FLOAT32
 
 
-def windows_skipped_alike(full: Run, accumulated: Run) -> frozenset[int]:
+def windows_skipped_alike(full: RecordedRun, accumulated: RecordedRun) -> frozenset[int]:
     """Returns the windows in which both runs throw away the gradients of the same samples.
 
     Scripts skip an update whose gradient is too large or not finite, in both runs alike.
@@ -336,7 +336,7 @@ def windows_skipped_alike(full: Run, accumulated: Run) -> frozenset[int]:
     )
 
 
-def _forwards_lost(run: Run) -> dict[int, list[Event]]:
+def _forwards_lost(run: RecordedRun) -> dict[int, list[Event]]:
     """The forwards behind the backward passes that no step used, by window."""
     by_number = {event.values["number"]: event for event in run.events if event.kind == "forward"}
     return {
@@ -345,7 +345,9 @@ def _forwards_lost(run: Run) -> dict[int, list[Event]]:
     }
 
 
-def _are_same_samples(full: Run, forwards_full: list[Event], accumulated: Run, forwards: list[Event]) -> bool:
+def _are_same_samples(
+    full: RecordedRun, forwards_full: list[Event], accumulated: RecordedRun, forwards: list[Event]
+) -> bool:
     counts = [sum(event.values.get("rows") or 0 for event in events) for events in (forwards_full, forwards)]
     if not counts[0] or counts[0] != counts[1]:
         return False
@@ -353,12 +355,12 @@ def _are_same_samples(full: Run, forwards_full: list[Event], accumulated: Run, f
     return check.same  # unchecked rows, as of the window that a run ended in, are told apart by their number alone
 
 
-def working_unit(run: Run) -> float:
+def working_unit(run: RecordedRun) -> float:
     """Returns the unit roundoff of the coarsest arithmetic that a run trained in."""
     return float(run.meta["unit"]) or unit_roundoff(torch.float32)
 
 
-def _check_parameters(full: Run, accumulated: Run) -> None:
+def _check_parameters(full: RecordedRun, accumulated: RecordedRun) -> None:
     """Raises unless both runs trained the same parameters: the same shapes in the same places of their optimizers."""
     a, b = ({place: shape for place, (_, shape) in run.parameters.items()} for run in (full, accumulated))
     if a == b:

@@ -45,7 +45,7 @@ from gaverify.records.events import Ending
 from gaverify.rules.wording import join_texts, phrase
 
 if TYPE_CHECKING:
-    from gaverify.audit.reading import Run
+    from gaverify.audit.reading import RecordedRun
 
 _JOB, _DONE = "job.json", "done.json"
 
@@ -342,7 +342,7 @@ def check_ranks(request: Request, group_sizes: list[int]) -> None:
         raise ProblemError(phrase(which, option=option, most=max(group_sizes), seen=len(group_sizes), counts=counts))
 
 
-def check_parameters(runs: Sequence[Run]) -> None:
+def check_parameters(runs: Sequence[RecordedRun]) -> None:
     """Raises unless every rank trains the same parameters, whole or in shards.
 
     What one leaves out goes on alone in the others.
@@ -358,7 +358,7 @@ def check_parameters(runs: Sequence[Run]) -> None:
             raise ProblemError(phrase("runs.other-parameters", shown=listing, rank=rank))
 
 
-def check_updates(child: Child, run: Run) -> None:
+def check_updates(child: Child, run: RecordedRun) -> None:
     """Raises unless the script trained.
 
     Args:
@@ -378,7 +378,7 @@ def check_updates(child: Child, run: Run) -> None:
         raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
 
 
-def _instead(job: Job, run: Run, train: str) -> str:
+def _instead(job: Job, run: RecordedRun, train: str) -> str:
     """What a script did that was seen to train nothing, with what would help."""
     if run.meta.get("processes") and not job.command.launcher:
         return phrase("runs.other-processes", processes=run.meta["processes"])
@@ -389,7 +389,7 @@ def _instead(job: Job, run: Run, train: str) -> str:
     return phrase("runs.functional" if run.meta["left_out"].get("torch.func") else "runs.nothing", train=train)
 
 
-def _sentence(child: Child, run: Run, what: str, advice: str) -> str:
+def _sentence(child: Child, run: RecordedRun, what: str, advice: str) -> str:
     has_exited = Ending(run.meta["reason"]) is Ending.EXIT
     how = f"it left with sys.exit({run.meta['status']})" if has_exited else "it ran to its end"
     title = TITLES[child.job.kind]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Place, Run, Samples
+from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.passes.precision import buffers_apart
@@ -32,7 +32,7 @@ from gaverify.verdict.comparison import left_between
 _SMALLEST = 1  # bytes of an element in the coarsest type that gradients are reduced in
 
 
-def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit: float) -> RankFacts:
+def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparison, unit: float) -> RankFacts:
     """Returns what the ranks did in the first update, and how far they were apart in any.
 
     Args:
@@ -91,7 +91,7 @@ def rank_facts(full: Run, accumulated: RankedRun, update: UpdateComparison, unit
     return replace(facts, weights=fit, shards=_parts(full, accumulated, fit) if alike and fit is not None else ())
 
 
-def _parts(full: Run, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:
+def _parts(full: RecordedRun, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:
     """What each rank, and its clipping, made of its own gradient before a script reduced them by hand."""
     residual, full_clipping = max(fit.residual, fit.used_residual), _clipping(full)
     return tuple(
@@ -100,7 +100,7 @@ def _parts(full: Run, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ..
     )
 
 
-def _clipping(run: Run) -> float:
+def _clipping(run: RecordedRun) -> float:
     """The factor of the clippings of the first update, by the norms that they measured; NaN where these are unknown."""
     clips = clips_of(windows_of(run.events)[0])
     return math.prod(min(1.0, clip.limit / clip.norm) if clip.norm else math.nan for clip in clips)
@@ -155,7 +155,7 @@ def _mean_difference(full_samples: Samples, own_gradients: Sequence[Mapping[int,
     return math.sqrt(difference / size) if size else math.nan
 
 
-def _shares(full: Run, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
+def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
     """What each rank made of its shard, where the sums of both runs are known."""
     used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
     norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
@@ -174,7 +174,7 @@ def _shares(full: Run, accumulated: RankedRun, round_: Round) -> tuple[Share, ..
     return tuple(shares)
 
 
-def _cut(run: Run, place: Place, gradient: torch.Tensor) -> torch.Tensor:
+def _cut(run: RecordedRun, place: Place, gradient: torch.Tensor) -> torch.Tensor:
     """The shard of a whole gradient that a rank holds."""
     offset = run.meta["shards"][place[0]].get(str(place[1]))
     if offset is None:
@@ -183,7 +183,7 @@ def _cut(run: Run, place: Place, gradient: torch.Tensor) -> torch.Tensor:
     return gradient[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
 
 
-def compare_weighed_run(full: Run, control_run: Run, record: Record) -> ControlRun:
+def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Record) -> ControlRun:
     """Returns what the first differing update of a run with other weights leaves."""
     update = record.divergent
     assert update is not None
@@ -196,7 +196,12 @@ def compare_weighed_run(full: Run, control_run: Run, record: Record) -> ControlR
 
 
 def gradient_difference(
-    full: Run, accumulated: Run, left_out: Collection[Place] = (), *, summed: bool = True, update: int = 1
+    full: RecordedRun,
+    accumulated: RecordedRun,
+    left_out: Collection[Place] = (),
+    *,
+    summed: bool = True,
+    update: int = 1,
 ) -> float:
     """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
 

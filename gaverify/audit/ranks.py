@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.reading import Place, Run, Samples
+from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.audit.recording.values import Sample
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
@@ -24,7 +24,7 @@ _COUNTED = ("forward", "backward", "step", "zero_grad")
 
 
 @dataclass(frozen=True)
-class RankedRun(Run):
+class RankedRun(RecordedRun):
     """The runs of all ranks; what is not overridden here is rank 0's.
 
     Args:
@@ -32,10 +32,10 @@ class RankedRun(Run):
         feeding: Those whose rows make the batch; empty: all. Ranks of tensor parallelism share theirs.
     """
 
-    ranks: tuple[Run, ...] = ()
-    feeding: tuple[Run, ...] = ()
+    ranks: tuple[RecordedRun, ...] = ()
+    feeding: tuple[RecordedRun, ...] = ()
 
-    def beside(self, full: Run) -> RankedRun:
+    def beside(self, full: RecordedRun) -> RankedRun:
         """Returns this run with the rows of one rank for each set of ranks that share theirs, where they are `full`'s.
 
         Only ranks of tensor parallelism share them on purpose. Rows that data happens to hold more than once are no
@@ -51,9 +51,9 @@ class RankedRun(Run):
         )
         return replace(self, feeding=sharing) if alone.checked and alone.same and not every.same else self
 
-    def _sharing(self) -> tuple[Run, ...]:
+    def _sharing(self) -> tuple[RecordedRun, ...]:
         """The first rank of each set that was fed the same rows in the same order; all where sets differ in size."""
-        sets: dict[Any, list[Run]] = {}
+        sets: dict[Any, list[RecordedRun]] = {}
         for run in self.ranks:
             fed = [(path, *rows["hash"][:, -1].tolist()) for forward in run.rows(1) for path, rows in forward.items()]
             sets.setdefault(tuple(fed), []).append(run)

@@ -22,7 +22,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One recorded run on disk."""
 
     role: Role
@@ -75,7 +75,7 @@ class Run:
         paths = {optimizer: self.folder / f"step-{optimizer}-{step}.pt" for optimizer, step in round_}
         return Samples({at: torch.load(path, weights_only=True) for at, path in paths.items() if path.exists()})
 
-    def beside(self, full: Run) -> Run:
+    def beside(self, full: RecordedRun) -> RecordedRun:
         """Returns this run as it is held against a full-batch run."""
         return self
 
@@ -174,7 +174,7 @@ class Samples:
         return {step["update"] for step in self.steps.values()}
 
 
-def labels(full: Run, accumulated: Run) -> dict[Place, str]:
+def labels(full: RecordedRun, accumulated: RecordedRun) -> dict[Place, str]:
     """Names of all parameters for people, as the full-batch run calls them.
 
     The model's number stands before them only where there are several. A parameter that a run met outside any module

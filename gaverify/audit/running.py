@@ -19,7 +19,7 @@ from gaverify.audit.changes import (
     merge_changes,
 )
 from gaverify.audit.folders import COMPILED, ranks_of
-from gaverify.audit.job import Files, Job, Role
+from gaverify.audit.job import Files, Job, Role, Run
 from gaverify.audit.launchers import free_port
 from gaverify.audit.processes import Child, NoView, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
@@ -31,7 +31,7 @@ from gaverify.records.windows import common_rounds, number_steps
 from gaverify.rules.wording import phrase
 
 if TYPE_CHECKING:
-    from gaverify.audit.reading import Run
+    from gaverify.audit.reading import RecordedRun
 
 Progress = Callable[[str, int, int], None]
 
@@ -59,7 +59,7 @@ class Runner:
         self.done, self._last = 0, -1  # how many processes have ended, and the number of the last run
         self._files: Files = "in-place" if self.request.in_place else "view"
 
-    def first(self, role: Role) -> tuple[Run, Changes]:
+    def first(self, role: Role) -> tuple[RecordedRun, Changes]:
         """Returns the run that all others are held against, and the changes with which it could be recorded.
 
         A script whose steps were not seen is run again: without compilation where it compiles, else by the change of
@@ -84,27 +84,23 @@ class Runner:
             run = self.run(role, *changes)
         return run, changes
 
-    def run(self, role: Role, *changes: Change, shown_as: str = "") -> Run:
+    def run(self, role: Role, *changes: Change, shown_as: str = "") -> RecordedRun:
         """Makes a run that follows no other.
 
         Raises:
             ProblemError: It failed, or did not train.
         """
-        return self.runs(self.jobs(role, *changes, shown_as=shown_as))[0]
+        return self.record(self.plan(role, *changes, shown_as=shown_as))[0]
 
-    def runs(self, *groups: list[Job]) -> list[Run]:
-        """Makes runs, two side by side, each given by the jobs of its ranks, and returns what they recorded.
-
-        Raises:
-            ProblemError: A run failed, or did not train.
-        """
-        children = iter(self._children(groups))
-        return [self._together([run for _ in jobs for run in self._read_runs(next(children))]) for jobs in groups]
-
-    def jobs(
-        self, role: Role, *changes: Change, source: Run | None = None, updates: int | None = None, shown_as: str = ""
-    ) -> list[Job]:
-        """Returns the jobs of the next run, one for each rank that gaverify starts itself.
+    def plan(
+        self,
+        role: Role,
+        *changes: Change,
+        source: RecordedRun | None = None,
+        updates: int | None = None,
+        shown_as: str = "",
+    ) -> Run:
+        """Returns a run of the script with what the user asked for.
 
         Args:
             role: Its role.
@@ -114,38 +110,46 @@ class Runner:
             updates: Updates to record; None: as many as the audit compares.
             shown_as: How the report calls it.
         """
-        self._last += 1
         members = () if source is None else getattr(source, "ranks", (source,))
-        job = Job(
-            self.request.command_of(role),
-            role,
-            "",
-            self.updates if updates is None else updates,
-            tuple(str(member.folder) for member in members),
-            changes,
-            shown_as,
-            self._files,
-        )
-        job = replace(job, folder=str(self.folder / f"{self._last}-{job.kind}"))
-        count = None if role == "full" else self.request.ranks
-        if count is None:
+        sources = tuple(str(member.folder) for member in members)
+        command = self.request.command_of(role)
+        return Run(command, role, self.updates if updates is None else updates, sources, changes, shown_as)
+
+    def record(self, *runs: Run) -> list[RecordedRun]:
+        """Makes runs, two side by side, and returns what they recorded.
+
+        Raises:
+            ProblemError: A run failed, or did not train.
+        """
+        jobs_of_runs = [self._jobs_of(run) for run in runs]
+        children = iter(self._children(jobs_of_runs))
+        return [
+            self._join([member for _ in jobs for member in self._read_runs(next(children))]) for jobs in jobs_of_runs
+        ]
+
+    def _jobs_of(self, run: Run) -> list[Job]:
+        """Returns the jobs of the next run: one for each rank that gaverify starts itself, else one."""
+        self._last += 1
+        job = Job(**vars(run), folder=str(self.folder / f"{self._last}-{run.kind}"), files=self._files)
+        ranks = None if run.role == "full" else self.request.ranks
+        if ranks is None:
             # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it.
             return [replace(job, world=(0, 1, free_port())) if self._is_alone_beside_ranks(job) else job]
         port = free_port()
         return [
-            replace(job, folder=job.folder + (f"-rank-{rank}" if rank else ""), world=(rank, count, port))
-            for rank in range(count)
+            replace(job, folder=job.folder + (f"-rank-{rank}" if rank else ""), world=(rank, ranks, port))
+            for rank in range(ranks)
         ]
 
     def _is_alone_beside_ranks(self, job: Job) -> bool:
         launchers = filter(None, (self.request.launcher, self.request.full_launcher))
         return self.request.has_ranks and job.command.launcher not in launchers
 
-    def _read_runs(self, child: Child) -> list[Run]:
+    def _read_runs(self, child: Child) -> list[RecordedRun]:
         """Returns what a process recorded, or all ranks of its launcher."""
-        from gaverify.audit.reading import Run
+        from gaverify.audit.reading import RecordedRun
 
-        runs = [Run(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
+        runs = [RecordedRun(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
         self.done += 1
         self.timings[child.job.name] = child.seconds
         self.summaries.append(_summary(child, runs))
@@ -153,7 +157,7 @@ class Runner:
             check_updates(child, run)
         return runs
 
-    def _together(self, runs: list[Run]) -> Run:
+    def _join(self, runs: list[RecordedRun]) -> RecordedRun:
         """Returns the processes of a run as one run."""
         if len(runs) == 1 and (runs[0].meta["ranks"] == 1 or not self.request.has_ranks):
             return runs[0]
@@ -188,9 +192,9 @@ class Trial:
         shown_as: How the report calls them; empty: by what they are.
     """
 
-    def __init__(self, runner: Runner, full: Run, changes: Changes, shown_as: str = "") -> None:
+    def __init__(self, runner: Runner, full: RecordedRun, changes: Changes, shown_as: str = "") -> None:
         self.runner, self.full, self.changes, self.shown_as = runner, full, changes, shown_as
-        accumulated, self.perturbed = runner.runs(self.jobs("accumulated"), self.perturbed_jobs())
+        accumulated, self.perturbed = runner.record(self.control("accumulated"), self.perturbed_control())
         self.accumulated = accumulated.beside(full)
         self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
 
@@ -199,16 +203,16 @@ class Trial:
         """Whether the script moves its weights itself."""
         return any(isinstance(change, WatchWeights) for change in self.changes)
 
-    def jobs(
+    def control(
         self,
         role: Role,
         *changes: Change,
-        source: Run | None = None,
+        source: RecordedRun | None = None,
         updates: int | None = None,
         shown_as: str = "",
         led: bool = True,
-    ) -> list[Job]:
-        """Returns the jobs of a control: of a run with more changes than the runs that are compared.
+    ) -> Run:
+        """Returns a control: a run with more changes than the runs that are compared.
 
         Args:
             role: Its role.
@@ -223,24 +227,26 @@ class Trial:
             source = self.full
         leads = [LeadSteps()] if led and source is not None else []
         every_change = merge_changes(self.changes, leads, changes)
-        return self.runner.jobs(role, *every_change, source=source, updates=updates, shown_as=shown_as or self.shown_as)
+        shown_as = shown_as or self.shown_as
+        return self.runner.plan(role, *every_change, source=source, updates=updates, shown_as=shown_as)
 
-    def run_control(
-        self,
-        role: Role,
-        *changes: Change,
-        source: Run | None = None,
-        updates: int | None = None,
-        shown_as: str = "",
-        led: bool = True,
-    ) -> Run:
-        """Makes a control, as `jobs` says.
+    def full_batch_control(self, *changes: Change, updates: int | None = None, shown_as: str = "") -> Run:
+        """Returns a full-batch run that follows the trial's: it is given the same samples, and is led."""
+        whole_batches = [replace(change, parts=1) for change in self.changes if isinstance(change, ReplayData)]
+        return self.control("full", *whole_batches, *changes, source=self.full, updates=updates, shown_as=shown_as)
+
+    def perturbed_control(self, seed: int = 0, *changes: Change) -> Run:
+        """Returns a full-batch run with moved weights, in directions that the seed gives."""
+        perturbation = PerturbWeights(float(self.full.meta["unit"]), seed, at_optimizer=not self.full.meta["modules"])
+        return self.full_batch_control(perturbation, *changes)
+
+    def run(self, control: Run) -> RecordedRun:
+        """Makes a control.
 
         Raises:
             ProblemError: It failed.
         """
-        jobs = self.jobs(role, *changes, source=source, updates=updates, shown_as=shown_as, led=led)
-        return self.runner.runs(jobs)[0]
+        return self.runner.record(control)[0]
 
     def shares(self, record: Record, right: Sequence[float]) -> Shares:
         """Returns what each backward pass multiplies its loss by, for weights in the first update that differs.
@@ -257,11 +263,15 @@ class Trial:
 
     def repeat_with(self, *changes: Change, shown_as: str) -> Trial:
         """Makes all three runs again, with more changes."""
-        full = self.run_control("full", *changes, shown_as=shown_as)
+        full = self.run(self.control("full", *changes, shown_as=shown_as))
         return Trial(self.runner, full, merge_changes(self.changes, changes), shown_as)
 
     def compare(
-        self, own_run: Run | None = None, *, unclipped: bool = False, extra_perturbed: Sequence[tuple[Run, float]] = ()
+        self,
+        own_run: RecordedRun | None = None,
+        *,
+        unclipped: bool = False,
+        extra_perturbed: Sequence[tuple[RecordedRun, float]] = (),
     ) -> tuple[UpdateComparison, ...]:
         """Compares every update of the runs; `own_run` takes the place of the accumulated one."""
         from gaverify.audit.judgement import compare_updates
@@ -269,18 +279,8 @@ class Trial:
         runs = self.full, self.perturbed, own_run or self.accumulated
         return compare_updates(*runs, self.runner.updates, unclipped=unclipped, extra_perturbed=extra_perturbed)
 
-    def perturbed_jobs(self, seed: int = 0, *changes: Change) -> list[Job]:
-        """Returns the jobs of a full-batch run with moved weights, in directions that the seed gives."""
-        perturbation = PerturbWeights(float(self.full.meta["unit"]), seed, at_optimizer=not self.full.meta["modules"])
-        return self.full_batch_jobs(perturbation, *changes)
 
-    def full_batch_jobs(self, *changes: Change, updates: int | None = None, shown_as: str = "") -> list[Job]:
-        """Returns the jobs of a full-batch run that follows the trial's: it is given the same samples, and is led."""
-        whole_batches = [replace(change, parts=1) for change in self.changes if isinstance(change, ReplayData)]
-        return self.jobs("full", *whole_batches, *changes, source=self.full, updates=updates, shown_as=shown_as)
-
-
-def _summary(child: Child, members: list[Run]) -> RunSummary:
+def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     replay = job.find(ReplayData)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gaverify.audit.reading import Place, Run, Samples
+from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
 from gaverify.records.experiment import LossTerm, WeightFit
@@ -82,7 +82,10 @@ def fit_gradients(
 
 
 def fit_terms(
-    runs: tuple[Run, Run], alone: Sequence[tuple[Run, Run]], tolerance: float, update: int = 1
+    runs: tuple[RecordedRun, RecordedRun],
+    alone: Sequence[tuple[RecordedRun, RecordedRun]],
+    tolerance: float,
+    update: int = 1,
 ) -> tuple[LossTerm, ...]:
     """Returns the terms that have a gradient; none unless those of all terms add up to what both runs had.
 
@@ -139,12 +142,12 @@ def add_up(total: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
 class Runs:
     """The runs that are compared, and what their parameters are called."""
 
-    full: Run
-    perturbed: Run
-    accumulated: Run
+    full: RecordedRun
+    perturbed: RecordedRun
+    accumulated: RecordedRun
     names: Mapping[Place, str]
     extra_perturbed: tuple[
-        tuple[Run, float], ...
+        tuple[RecordedRun, float], ...
     ] = ()  # more runs with moved weights, and what their losses are multiplied by
 
 

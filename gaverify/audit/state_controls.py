@@ -10,7 +10,7 @@ from gaverify.audit.changes import Change, DisableCompilation, FreezeBuffers, Re
 from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
-from gaverify.audit.reading import Run
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
@@ -78,11 +78,12 @@ class _Bench:
         ]
         return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
 
-    def _again(self, role: Role, *changes: Change, source: Run | None = None) -> Run:
+    def _again(self, role: Role, *changes: Change, source: RecordedRun | None = None) -> RecordedRun:
         frozen = [FreezeBuffers(self.frozen)] if self.frozen else []
         every_change = (*frozen, DisableCompilation(), *changes)
         number = self._update.number
-        return self._trial.run_control(role, *every_change, source=source, updates=number, shown_as="state")
+        control = self._trial.control(role, *every_change, source=source, updates=number, shown_as="state")
+        return self._trial.run(control)
 
     def weigh(self, state: State, fit: WeightFit) -> ControlRun | None:
         """Returns what is left with the blamed values put back and the losses times the weights that fit then."""

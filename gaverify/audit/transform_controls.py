@@ -18,7 +18,7 @@ import torch
 
 from gaverify.audit.changes import WeightMicroBatches
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.reading import Place, Run, Samples, labels
+from gaverify.audit.reading import Place, RecordedRun, Samples, labels
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_gradients
 from gaverify.records.audit import Record, TransformedGradients, UpdateComparison
@@ -48,9 +48,9 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     shares = [trial.shares(record, each) for each in counts]
     if not sums_apart <= record.tolerance or not all(shares):
         return record
-    runs = trial.runner.runs(
+    runs = trial.runner.record(
         *(
-            trial.jobs("accumulated", WeightMicroBatches(each), updates=update.number, shown_as="transformed")
+            trial.control("accumulated", WeightMicroBatches(each), updates=update.number, shown_as="transformed")
             for each in shares
         )
     )
@@ -115,7 +115,7 @@ def _difference_of_sums(full: Samples, accumulated: Samples) -> float:
     return math.inf if fit is None else fit.factor_residual
 
 
-def _used(run: Run, update: UpdateComparison) -> Gradients:
+def _used(run: RecordedRun, update: UpdateComparison) -> Gradients:
     """The gradients of an update that decided: before a clipping at the end of the window, where that counts."""
     round_ = rounds_of(run.events)[update.number - 1]
     return {

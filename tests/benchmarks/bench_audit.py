@@ -118,10 +118,10 @@ def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...])
     job = Job(
         Command(str(script), arguments=arguments),
         role,  # type: ignore[arg-type]
-        str(folder / role),
         2,
         (str(folder / "full"),) if follows else (),
         (LeadSteps(),) if follows else (),
+        folder=str(folder / role),
     )
     run_jobs([job], 600, lambda _: None)
 
@@ -130,9 +130,9 @@ def _written(folder: Path, role: str) -> tuple[float, float]:
     """Prints what a run has stored; returns what writing its gradients takes, by both clocks."""
     import torch
 
-    from gaverify.audit.reading import Run
+    from gaverify.audit.reading import RecordedRun
 
-    run = Run(role, folder / role, 0.0)  # type: ignore[arg-type]
+    run = RecordedRun(role, folder / role, 0.0)  # type: ignore[arg-type]
     gradients = run.gradients(((0, 1),))
     size = sum(gradient.numel() for gradient in gradients.values())
     share = run.disk_bytes / (4 * size * run.updates)

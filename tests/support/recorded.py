@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Run
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.rows import input_rows
 
 NAMES = (("0:weight", [4]), ("0:bias", [1]))
@@ -33,7 +33,7 @@ def run_of(
     fed: torch.Tensor | None = None,
     told: Mapping[str, Any] | None = None,
     **step: Any,
-) -> Run:
+) -> RecordedRun:
     """Writes the record of a process that made one update.
 
     Args:
@@ -90,8 +90,8 @@ def run_of(
         torch.save([input_rows((fed,), {})], folder / "rows-1.pt")
     torch.save(values | step, folder / "step-0-1.pt")
     torch.save({0: final[:4].clone(), 1: final[4:].clone()}, folder / "gradients-0-1.pt")
-    return Run(role, folder, 1.0)  # type: ignore[arg-type]
+    return RecordedRun(role, folder, 1.0)  # type: ignore[arg-type]
 
 
-def together(runs: Sequence[Run]) -> RankedRun:
+def together(runs: Sequence[RecordedRun]) -> RankedRun:
     return RankedRun("accumulated", runs[0].folder, 1.0, tuple(runs))

@@ -212,7 +212,7 @@ STEP, BACKWARD = Event("step", 1), Event("backward", 1)
 def said(*events: Event, launcher: tuple[str, ...] = (), **meta: Any) -> str:
     """What is said of a run with these events, empty where it trained."""
     known = {"reason": "script", "status": "", "by_hand": False, "had_gradients": False, "left_out": {}} | meta
-    job = Job(Command("t.py", launcher=launcher), "full", "", 2)
+    job = Job(Command("t.py", launcher=launcher), "full", 2, folder="")
     try:
         check_updates(Child(job), SimpleNamespace(events=events, meta=known))  # type: ignore[arg-type]
     except ProblemError as error:

@@ -137,7 +137,7 @@ def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -
 
 
 def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:
-    recorder = Recorder(Job(Command(""), "full", str(folder), 1), Storage(folder))
+    recorder = Recorder(Job(Command(""), "full", 1, folder=str(folder)), Storage(folder))
     with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.forward(model, (x,), {}):
         loss = model(x).square().mean()
     with recorder.backward(loss):

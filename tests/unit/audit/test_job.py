@@ -214,7 +214,7 @@ def test_a_full_disk_is_no_fault_of_the_recorder(
 
 
 def test_a_full_disk_of_one_rank_is_told_although_its_launcher_says_nothing(tmp_path: Path) -> None:
-    job = Job(Command("train.py", launcher=("torchrun",)), "accumulated", str(tmp_path), 2)
+    job = Job(Command("train.py", launcher=("torchrun",)), "accumulated", 2, folder=str(tmp_path))
     note_fault(NO_SPACE, folder_for(tmp_path, 7))
     with pytest.raises(ProblemError, match=r"no space left in .* while the accumulated run stored its gradients"):
         check(Child(job))

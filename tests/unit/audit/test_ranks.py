@@ -19,7 +19,7 @@ from gaverify.audit.judgement import differing_settings, farthest_change
 from gaverify.audit.processes import check_parameters
 from gaverify.audit.rank_facts import distance_between_ranks, rank_facts
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Run
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.storage import shards_alone
 from gaverify.audit.recording.watching import IncomingGradients, Watch
@@ -44,7 +44,7 @@ def ranks_of(folder: Path, finals: tuple[torch.Tensor, torch.Tensor], *others: d
     )
 
 
-def full_run(folder: Path) -> Run:
+def full_run(folder: Path) -> RecordedRun:
     return run_of(folder / "full", FULL, FULL, role="full")
 
 
