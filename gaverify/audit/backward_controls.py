@@ -26,6 +26,7 @@ from gaverify.audit.coupling_controls import (
 from gaverify.audit.recording.outputs import SCRIPT, ModuleCall
 from gaverify.audit.running import Trial
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.events import Backward
 from gaverify.records.experiment import Cause, ControlKind, Operation, Suspect
 from gaverify.rules.scale import contradict_losses
 from gaverify.thresholds import TINY
@@ -61,7 +62,7 @@ def control_backward(trial: Trial, record: Record) -> Record:
 def full_batch_weight(record: Record, update: UpdateComparison) -> float:
     """Returns what the gradient of the full batch's backward passes is multiplied by until it decides."""
     windows = [window for window in record.full_windows if window.number == update.number]
-    losses = sum(event.values.get("loss", math.nan) for window in windows for event in window.of("backward"))
+    losses = sum(backward.loss for window in windows for backward in window.of(Backward))
     return update.full_loss / losses if losses else math.nan
 
 
@@ -108,7 +109,7 @@ def _operation_of(call: ModuleCall) -> Operation:
 
 def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
     """The loss, at the line of the function with a backward of its own where it has one; else where it is made."""
-    event = next(event for event in runs.full.events if event.kind == "backward" and event.update == update)
-    lines = [*event.values.get("custom", ()), *event.values.get("met", ())[-1:], event.place]
+    event = next(event for event in runs.full.events if isinstance(event, Backward) and event.update == update)
+    lines = [*event.origin.custom, *event.origin.met[-1:], event.place]
     file, line = next((place for place in lines if place is not None), (None, None))
     return Operation("backward", file=file and display_path(file), line=line)

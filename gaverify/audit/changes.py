@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gaverify.records.ranks import Shares
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gaverify.audit.recording.graph import Terms
     from gaverify.audit.recording.outputs import PinnedRows
     from gaverify.audit.recording.recorder import Recorder
+    from gaverify.records.events import LossOrigin
     from gaverify.tracebacks import Place
 
 Order = Literal["turns", "blocks"]
@@ -122,8 +123,8 @@ class WeightMicroBatches(Change):
         from gaverify.audit.recording.graph import keep_lines
         from gaverify.audit.recording.values import place_in_group
 
-        def describe(terms: Terms, place: Place | None) -> Mapping[str, object]:
-            return {"made": terms.made_within(place)}
+        def describe(origin: LossOrigin, terms: Terms, place: Place | None) -> LossOrigin:
+            return replace(origin, made=terms.made_within(place))
 
         def factor_of(number: int) -> float:
             of_rank = self.factors[place_in_group()[0]]
@@ -148,7 +149,7 @@ class DifferentiateTerm(Change):
 
         keep_lines()
         recorder.control.backwards.append(lambda terms: terms.only(self.number))
-        recorder.control.descriptions.append(lambda terms, _: {"term": terms.place(self.number)})
+        recorder.control.descriptions.append(lambda origin, terms, _: replace(origin, term=terms.place(self.number)))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import Backward
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
@@ -124,7 +125,7 @@ def control_terms(trial: Trial, record: Record) -> Record:
     if update is None or is_explained(record):
         return record
     windows = [window for window in (*record.full_windows, *record.windows) if window.number == update.number]
-    counts = {event.values.get("terms", 0) for window in windows for event in window.of("backward")}
+    counts = {backward.terms for window in windows for backward in window.of(Backward)}
     count = counts.pop() if len(windows) == 2 and len(counts) == 1 else 0  # else the runs have other numbers of them
     if count < 2:
         return record
@@ -173,8 +174,8 @@ def control_weights(trial: Trial, record: Record) -> Record:
         return record
     control = trial.control("accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights")
     control_run = trial.run(control)
-    passes = [event for event in control_run.events if event.kind == "backward" and event.update == update.number]
-    loss_line = next((event.values["made"] for event in reversed(passes) if event.values.get("made")), None)
+    passes = [event for event in control_run.events if isinstance(event, Backward) and event.update == update.number]
+    loss_line = next((backward.origin.made for backward in reversed(passes) if backward.origin.made), None)
     return replace(
         record,
         weighed=compare_weighed_run(trial.full, control_run, record),

@@ -43,6 +43,7 @@ from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.events import Backward
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
 from gaverify.records.stages import Stage
 from gaverify.records.windows import rounds_of
@@ -479,10 +480,10 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
     The second is only known by the control, and where no scale of a term can be behind it.
     """
     pairs, pins, record = runs.pairs, runs.pins, bench.record
-    terms = [event.values.get("terms", 0) for window in record.windows for event in window.of("backward")]
+    terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
     weights_excluded = max(terms, default=0) < 2 or bool(record.terms)
-    backwards = [e for e in runs.full.events if e.kind == "backward" and e.update == bench.update.number]
-    inside = [path for event in backwards for path in event.values.get("inside", ())]
+    backwards = [e for e in runs.full.events if isinstance(e, Backward) and e.update == bench.update.number]
+    inside = [path for backward in backwards for path in backward.origin.inside]
     for level in levels(outputs_of(runs.full), inside):
         difference = loss_difference(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
         feels = difference > 0 and bench.feels(runs, level)
@@ -529,9 +530,9 @@ def _loss(update: int, runs: PinnedRuns, level: tuple[str, ...]) -> Operation:
     """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (runs.full, runs.accumulated):
-        event = next(event for event in run.events if event.kind == "backward" and event.update == update)
+        event = next(event for event in run.events if isinstance(event, Backward) and event.update == update)
         calls = [call for forward in outputs_of(run) for call in forward["calls"] if call["path"] in level]
         inside = [place for call in calls for place in call["meetings"]]
-        lines.append([*inside, *event.values.get("met", ()), event.place])
+        lines.append([*inside, *event.origin.met, event.place])
     file, line = first_meeting(*lines) or (None, None)
     return Operation("gradient of the loss", file=file, line=line)

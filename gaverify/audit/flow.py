@@ -33,7 +33,7 @@ from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import ledger_of
+from gaverify.records.events import Backward, Forward, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
@@ -99,9 +99,9 @@ def parts_of(record: Record) -> int:
     critic): then the rows of the first forwards do.
     """
     first = record.first
-    if first is not None and any(set(event.touched) - set(first.optimizers) for event in first.of("backward")):
-        forwards = [windows[0].of("forward") if windows else () for windows in (record.full_windows, record.windows)]
-        whole_rows, rows = (int(calls[0].values.get("rows") or 0) if calls else 0 for calls in forwards)
+    if first is not None and any(set(backward.optimizers) - set(first.optimizers) for backward in first.of(Backward)):
+        forwards = [windows[0].of(Forward) if windows else () for windows in (record.full_windows, record.windows)]
+        whole_rows, rows = ((calls[0].rows or 0) if calls else 0 for calls in forwards)
         return whole_rows // rows if rows and whole_rows % rows == 0 else 0
     full_backwards = next(
         (window.backwards for window in record.full_windows if first and window.number == first.number), 0

@@ -27,7 +27,7 @@ from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Event, ledger_of
+from gaverify.records.events import Backward, Event, Forward, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.stages import (
     Clip,
@@ -109,7 +109,7 @@ def _compare_update(
     decided, unclear = Stage.USED, False
     if not unclipped:
         # Whether gradients were changed by hand between the last clipping and the step; ranks may be reduced there.
-        late = len(each) == 1 and window is not None and any(step.values.get("by_hand") for step in window.steps)
+        late = len(each) == 1 and window is not None and any(step.by_hand for step in window.steps)
         decided, unclear = _deciding(full, used, summed, clips + clips_full, late)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
@@ -129,10 +129,10 @@ def _compare_update(
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)
-    backwards = window.of("backward") if window is not None else ()
+    backwards = window.of(Backward) if window is not None else ()
     of_sum = decided is Stage.SUMMED or summed is used
-    counted = tuple(event.values.get("counted", math.nan) for event in backwards)
-    valid = tuple(max((count for count, _ in event.values.get("targets", ())), default=-1) for event in backwards)
+    counted = tuple(math.nan if backward.counted is None else backward.counted for backward in backwards)
+    valid = tuple(max((count for count, _ in backward.targets), default=-1) for backward in backwards)
     return UpdateComparison(
         number=number,
         outcome=outcome,
@@ -140,11 +140,11 @@ def _compare_update(
         parameters=rows.parameters,
         data=data,
         backwards=len(backwards),
-        sizes=tuple(event.values.get("rows") or 0 for event in (window.of("forward") if window is not None else ())),
+        sizes=tuple(forward.rows or 0 for forward in (window.of(Forward) if window is not None else ())),
         valid_targets=valid if valid and min(valid) >= 0 else (),
         counted=counted if all(map(math.isfinite, counted)) else (),
-        scales=tuple(tuple(event.values.get("scales", ())) for event in backwards),
-        ignored_targets=any(count < total for event in backwards for count, total in event.values.get("targets", ())),
+        scales=tuple(backward.scales for backward in backwards),
+        ignored_targets=any(count < total for backward in backwards for count, total in backward.targets),
         learning_rates=_rates(accumulated),
         learning_rates_full=_rates(full),
         # A step that was given the full batch's gradient hides how far the weights would come apart.
@@ -170,7 +170,7 @@ def _compare_update(
 
 def _losses(window: Window | None) -> tuple[float, ...]:
     """The value of each number that a window's backward passes differentiated; NaN where it is not known."""
-    return tuple(event.values.get("loss", math.nan) for event in (window.of("backward") if window is not None else ()))
+    return tuple(backward.loss for backward in (window.of(Backward) if window is not None else ()))
 
 
 def _full_loss(full: Samples, window: Window | None, *, summed: bool) -> float:
@@ -242,7 +242,7 @@ def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit 
 
     Such a pass also reaches an optimizer that has parameters of its own; a wrapper's holds the same ones.
     """
-    passes = window.of("backward") if window is not None else ()
+    passes = window.of(Backward) if window is not None else ()
     if window is None or fit is None or len(fit.weights) != len(passes) or fit.residual >= FIT_FLOAT32:
         return fit
     names: dict[int, set[str]] = {}
@@ -254,7 +254,10 @@ def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit 
     unwanted = (abs(weight) < least for weight in fit.weights)
     return (
         None
-        if any(none and other_optimizers & {*event.touched} for none, event in zip(unwanted, passes, strict=True))
+        if any(
+            none and not other_optimizers.isdisjoint(backward.optimizers)
+            for none, backward in zip(unwanted, passes, strict=True)
+        )
         else fit
     )
 
@@ -267,12 +270,12 @@ def _events_since_last_step(run: RecordedRun, round_: Round) -> Sequence[Event]:
     return run.events[min(begins) + 1 : max(ends, default=0)]
 
 
-def _forwards_reached(events: Sequence[Event], optimizer: int, models: frozenset[int]) -> list[Event]:
+def _forwards_reached(events: Sequence[Event], optimizer: int, models: frozenset[int]) -> list[Forward]:
     """The forwards of some models that were reached by the backward passes into an optimizer's gradients."""
-    passes = [event for event in events if event.kind == "backward" and optimizer in event.touched]
-    reached = {number for event in passes for number in event.values.get("forwards", ())}
-    forwards = [event for event in events if event.kind == "forward" and event.values.get("model") in models]
-    return [event for event in forwards if event.values["number"] in reached]
+    passes = [event for event in events if isinstance(event, Backward) and optimizer in event.optimizers]
+    reached = {number for backward in passes for number in backward.forwards or ()}
+    forwards = [event for event in events if isinstance(event, Forward) and event.model in models]
+    return [forward for forward in forwards if forward.number in reached]
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:
@@ -336,19 +339,19 @@ def windows_skipped_alike(full: RecordedRun, accumulated: RecordedRun) -> frozen
     )
 
 
-def _forwards_lost(run: RecordedRun) -> dict[int, list[Event]]:
+def _forwards_lost(run: RecordedRun) -> dict[int, list[Forward]]:
     """The forwards behind the backward passes that no step used, by window."""
-    by_number = {event.values["number"]: event for event in run.events if event.kind == "forward"}
+    by_number = {event.number: event for event in run.events if isinstance(event, Forward)}
     return {
-        loss.window: [by_number[n] for event in loss.backwards for n in event.values.get("forwards", ())]
+        loss.window: [by_number[number] for backward in loss.backwards for number in backward.forwards or ()]
         for loss in ledger_of(run.events).lost
     }
 
 
 def _are_same_samples(
-    full: RecordedRun, forwards_full: list[Event], accumulated: RecordedRun, forwards: list[Event]
+    full: RecordedRun, forwards_full: list[Forward], accumulated: RecordedRun, forwards: list[Forward]
 ) -> bool:
-    counts = [sum(event.values.get("rows") or 0 for event in events) for events in (forwards_full, forwards)]
+    counts = [sum(forward.rows or 0 for forward in side) for side in (forwards_full, forwards)]
     if not counts[0] or counts[0] != counts[1]:
         return False
     check = check_rows(full.rows_behind(forwards_full), accumulated.rows_behind(forwards))

@@ -12,6 +12,7 @@ from gaverify.audit.request import Request
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
 from gaverify.records.comparison import Method, Outcome, hidden_share
+from gaverify.records.events import FileLoaded, Forward
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
@@ -67,7 +68,7 @@ def _advice(record: Record, update: UpdateComparison) -> str:
 def _start_advice(record: Record) -> str:
     """What to do about weights that start elsewhere: a run that read a checkpoint resumes, any other lacks a seed."""
     loads = [
-        {(event.values["path"], event.place) for window in windows for event in window.of("loaded")}
+        {(event.path, event.place) for window in windows for event in window.of(FileLoaded)}
         for windows in (record.full_windows, record.windows)
     ]
     alone = sorted(
@@ -107,7 +108,7 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
 def _fed_at(record: Record, update: UpdateComparison) -> str:
     """Where the rows went in, and how a script lets the audit give both runs the same."""
     window = record.window_of(update.number)
-    forwards = window.of("forward") if window is not None else ()
+    forwards = window.of(Forward) if window is not None else ()
     file, line = forwards[0].place if forwards else (None, None)
     where = f" in what the forward at {Path(file).name}:{line} is given" if file else ""
     return phrase("outcome.fed", where=where)

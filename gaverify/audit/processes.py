@@ -41,7 +41,7 @@ from gaverify.audit.request import Request
 from gaverify.children.launching import Kept, last_lines, signal_name, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
-from gaverify.records.events import Ending
+from gaverify.records.events import Backward, Ending, Step
 from gaverify.rules.wording import join_texts, phrase
 
 if TYPE_CHECKING:
@@ -368,8 +368,8 @@ def check_updates(child: Child, run: RecordedRun) -> None:
     Raises:
         ProblemError: It made no step, or stepped without any gradient.
     """
-    backwards, train = any(event.kind == "backward" for event in run.events), phrase("runs.train")
-    if not any(event.kind == "step" for event in run.events):
+    backwards, train = any(isinstance(event, Backward) for event in run.events), phrase("runs.train")
+    if not any(isinstance(event, Step) for event in run.events):
         if run.meta["by_hand"] and not child.job.find(WatchWeights):
             return  # it is run again
         activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)

@@ -21,7 +21,7 @@ from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome, relative_total
-from gaverify.records.events import Event
+from gaverify.records.events import Backward
 from gaverify.records.experiment import ControlRun, WeightFit, is_constant
 from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
 from gaverify.records.stages import Stage
@@ -48,9 +48,9 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     sharded = any(accumulated.meta["shards"])
     engine = Engine(accumulated.meta["engine"]) if accumulated.meta["engine"] else None
     own_gradients = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
-    window = [event for event in accumulated.ranks[0].events if event.update == 1 and event.kind == "backward"]
+    window = _backwards_of_first_update(accumulated.ranks[0])
     # of trained tensors, which the script makes in its forwards and losses
-    gathers = sum(len(event.values.get("gathers", ())) for event in window)
+    gathers = sum(len(backward.gathers) for backward in window)
     fed = [run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]
     checks = [check_rows(one, another) for one, another in combinations(fed, 2)]
     facts = RankFacts(
@@ -69,9 +69,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
         buffers_apart=buffers_apart([samples.buffers for samples in ranks], unit),
         mean_left=math.nan if sharded else _mean_difference(full_samples, own_gradients),
         # What tensor parallelism reduces alone is activations.
-        reduced=()
-        if sharded and engine is not Engine.FSDP2
-        else tuple(event.values.get("reduced", 0) for event in window),
+        reduced=() if sharded and engine is not Engine.FSDP2 else tuple(backward.reduced for backward in window),
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
         fed_alike=any(check.checked and check.same for check in checks),
@@ -120,20 +118,24 @@ def _altered_share(samples: Samples) -> float:
     return math.nan if fit is None else fit.residual
 
 
-def _traffic(backwards: Sequence[Event]) -> Traffic:
+def _traffic(backwards: Sequence[Backward]) -> Traffic:
     """The collectives of some backward passes together."""
     counts: Counter[Collective] = Counter()
-    for event in backwards:
-        counts.update({Collective(kind): count for kind, count in event.values.get("collectives", {}).items()})
-    return Traffic(dict(counts), sum(event.values.get("sent", 0) for event in backwards))
+    for backward in backwards:
+        counts.update(backward.traffic.counts)
+    return Traffic(dict(counts), sum(backward.traffic.bytes_moved for backward in backwards))
+
+
+def _backwards_of_first_update(run: RecordedRun) -> list[Backward]:
+    return [event for event in run.events if isinstance(event, Backward) and event.update == 1]
 
 
 def _targets(accumulated: RankedRun) -> tuple[tuple[int, ...], ...]:
     """The valid targets of each rank in each of the first window's passes; empty where one is unknown or has none."""
     by_rank = []
     for run in accumulated.ranks:
-        window = [event for event in run.events if event.update == 1 and event.kind == "backward"]
-        by_rank.append(tuple(max((count for count, _ in e.values.get("targets", ())), default=0) for e in window))
+        targets = [backward.targets for backward in _backwards_of_first_update(run)]
+        by_rank.append(tuple(max((count for count, _ in counts), default=0) for counts in targets))
     return tuple(by_rank) if all(counts and all(counts) for counts in by_rank) else ()
 
 

@@ -16,11 +16,11 @@ from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.audit.recording.values import Sample
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
-from gaverify.records.events import Event
+from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
 from gaverify.records.windows import Round, rounds_of
 from gaverify.rules.wording import phrase
 
-_COUNTED = ("forward", "backward", "step", "zero_grad")
+_COUNTED = (Forward, Backward, Step, ZeroGrad)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RankedRun(RecordedRun):
         Raises:
             ProblemError: The ranks made different calls.
         """
-        streams = [[event for event in run.events if event.kind in _COUNTED] for run in self.ranks]
+        streams = [[event for event in run.events if isinstance(event, _COUNTED)] for run in self.ranks]
         self._check_alike(streams)
         feeding = [at for at, run in enumerate(self.ranks) if run in (self.feeding or self.ranks)]
         together = {
@@ -80,7 +80,7 @@ class RankedRun(RecordedRun):
         for rank, stream in enumerate(streams):
             if [event.kind for event in stream] != [event.kind for event in streams[0]]:
                 counts = [
-                    ", ".join(f"{sum(event.kind == kind for event in events)} {kind}" for kind in _COUNTED)
+                    ", ".join(f"{sum(isinstance(event, kind) for event in events)} {kind.kind}" for kind in _COUNTED)
                     for events in (streams[0], stream)
                 ]
                 common = min(run.updates for run in self.ranks)
@@ -168,15 +168,16 @@ class RankedRun(RecordedRun):
 
 
 def _merge_event(event: Event, everyone: Sequence[Event]) -> Event:
-    values = dict(event.values)
-    if event.kind == "forward":
-        rows = [event_of_rank.values.get("rows") for event_of_rank in everyone]
-        values["rows"] = None if None in rows else sum(rows)  # type: ignore[arg-type]
-    if event.kind == "backward" and values.get("targets"):
-        lists = [event_of_rank.values.get("targets", []) for event_of_rank in everyone]
-        if len({len(targets) for targets in lists}) == 1:
-            values["targets"] = [
-                (sum(count for count, _ in counts_of_ranks), sum(total for _, total in counts_of_ranks))
-                for counts_of_ranks in zip(*lists, strict=True)
-            ]
-    return replace(event, values=values)
+    if isinstance(event, Forward):
+        rows = [counterpart.rows for counterpart in everyone if isinstance(counterpart, Forward)]
+        return replace(event, rows=sum(count for count in rows if count is not None) if None not in rows else None)
+    if isinstance(event, Backward) and event.targets:
+        targets = [counterpart.targets for counterpart in everyone if isinstance(counterpart, Backward)]
+        if len({len(counts) for counts in targets}) == 1:
+            return replace(event, targets=tuple(map(_add_targets, zip(*targets, strict=True))))
+    return event
+
+
+def _add_targets(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the valid and all targets of the same loss on all ranks."""
+    return sum(valid for valid, _ in counts), sum(total for _, total in counts)

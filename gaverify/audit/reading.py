@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from gaverify.audit.folders import meta_of
 from gaverify.audit.job import Role
-from gaverify.records.events import Event
+from gaverify.records.events import Event, Forward, read_event
 from gaverify.records.windows import Round
 
 Place = tuple[int, int]
@@ -38,7 +37,7 @@ class RecordedRun:
     def events(self) -> tuple[Event, ...]:
         """Everything that the script did, in order."""
         with (self.folder / "events.jsonl").open(encoding="utf-8") as stream:
-            return tuple(Event(**json.loads(line)) for line in stream)
+            return tuple(map(read_event, stream))
 
     @property
     def updates(self) -> int:
@@ -99,15 +98,15 @@ class RecordedRun:
             return [row for update in sorted(samples.updates) for row in self.rows(update)]
         return [self.rows(update)[position] for update, position in samples.forwards]
 
-    def rows_behind(self, forwards: Sequence[Event]) -> list[dict[str, Any]]:
+    def rows_behind(self, forwards: Sequence[Forward]) -> list[dict[str, Any]]:
         """Returns the fingerprints of the rows of some forwards."""
         counts: dict[int, int] = {}
-        places: dict[int, tuple[int, int]] = {}
+        places: dict[int | None, tuple[int, int]] = {}
         for event in self.events:
-            if event.kind == "forward":
+            if isinstance(event, Forward):
                 counts[event.update] = counts.get(event.update, 0) + 1
-                places[event.values["number"]] = event.update, counts[event.update] - 1
-        positions = [places[event.values["number"]] for event in forwards]
+                places[event.number] = event.update, counts[event.update] - 1
+        positions = [places[event.number] for event in forwards]
         # an update that the run did not end has no stored rows
         return [rows[position] for update, position in positions if position < len(rows := self.rows(update))]
 

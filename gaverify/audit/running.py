@@ -26,6 +26,7 @@ from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import RunSummary
+from gaverify.records.events import Backward
 from gaverify.records.ranks import Shares
 from gaverify.records.windows import common_rounds, number_steps
 from gaverify.rules.wording import phrase
@@ -72,7 +73,7 @@ class Runner:
         run = self.run(role)
         if self.request.launcher and not self.request.full_launcher and run.meta["ranks"] > 1:
             raise ProblemError(phrase("runs.full-ranks", ranks=run.meta["ranks"]))
-        if run.meta["compiled"] and not any(event.kind == "backward" for event in run.events):
+        if run.meta["compiled"] and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)
             run = self.run(role, *changes)
         if run.meta["by_hand"]:
@@ -254,8 +255,8 @@ class Trial:
         Empty where its passes are not those that the weights are of.
         """
         window = record.window_of(record.divergent.number) if record.divergent is not None else None
-        passes = [id(event) for event in self.accumulated.events if event.kind == "backward"]
-        own_passes = [id(event) for event in window.of("backward")] if window is not None else []
+        passes = [id(event) for event in self.accumulated.events if isinstance(event, Backward)]
+        own_passes = [id(event) for event in window.of(Backward)] if window is not None else []
         if not right or len(own_passes) != len(right) or not set(own_passes) <= set(passes):
             return ()
         times = dict(zip(own_passes, right, strict=True))

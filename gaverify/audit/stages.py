@@ -20,6 +20,7 @@ import torch
 from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
+from gaverify.records.events import Backward, Clipping
 from gaverify.records.experiment import LossTerm, WeightFit
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Round, Window, common_rounds
@@ -106,10 +107,12 @@ def fit_terms(
     terms = []
     for number, (pair, (full, accumulated)) in enumerate(zip(alone, pairs, strict=True), 1):
         fit = fit_of(full, accumulated)
-        passes = [event for event in pair[1].events if event.kind == "backward" and event.update in accumulated.updates]
+        passes = [
+            event for event in pair[1].events if isinstance(event, Backward) and event.update in accumulated.updates
+        ]
         if fit is None or not passes:
             continue
-        place = passes[-1].values.get("term") or (None, None)
+        place = passes[-1].origin.term or (None, None)
         terms.append(LossTerm(number, len(alone), fit, _feels_samples(accumulated, tolerance), *place))
     return tuple(terms)
 
@@ -271,15 +274,11 @@ def clips_of(window: Window | None) -> tuple[Clip, ...]:
     """Returns the clippings after the last backward pass of a window."""
     if window is None:
         return ()
-    last = max((at for at, event in enumerate(window.events) if event.kind == "backward"), default=-1)
+    last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
     return tuple(
-        Clip(
-            event.values.get("call", ""),
-            bool(event.values.get("active")),
-            *(math.nan if event.values.get(name) is None else event.values[name] for name in ("norm", "limit")),
-        )
+        Clip(event.call, event.active, *(math.nan if value is None else value for value in (event.norm, event.limit)))
         for event in window.events[last + 1 :]
-        if event.kind == "clip"
+        if isinstance(event, Clipping)
     )
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
-from gaverify.records.events import Event, Ledger
+from gaverify.records.events import Forward, Ledger
 from gaverify.records.experiment import Cause, ControlRun, LossTerm, WeightFit
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
-from gaverify.records.windows import Window
+from gaverify.records.windows import E, Window
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
 
 if TYPE_CHECKING:
@@ -311,15 +311,19 @@ class Record:
         counts = Counter(similar.backwards for similar in alike)
         return max(counts, key=lambda count: (counts[count], count), default=0)
 
-    def inside(self, kind: str) -> list[Event]:
+    def inside(self, kind: type[E]) -> list[E]:
         """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
-        ordinary = {full.number for full in self.full_windows if any(e.kind == kind for e in full.before_last_backward)}
+        ordinary = {
+            full.number
+            for full in self.full_windows
+            if any(isinstance(event, kind) for event in full.before_last_backward)
+        }
         return [
             event
             for window in self.windows
             if window.number not in ordinary
             for event in window.before_last_backward
-            if event.kind == kind
+            if isinstance(event, kind)
         ]
 
     @property
@@ -327,10 +331,7 @@ class Record:
         """Whether the first update was fed in the same pieces in both runs."""
         if not self.full_windows or self.first is None or self.together is not None:
             return False
-        pieces = [
-            [event.values.get("rows") for event in window.of("forward")]
-            for window in (self.full_windows[0], self.first)
-        ]
+        pieces = [[forward.rows for forward in window.of(Forward)] for window in (self.full_windows[0], self.first)]
         return bool(pieces[0]) and pieces[0] == pieces[1] and self.full_windows[0].backwards == self.first.backwards
 
     @property

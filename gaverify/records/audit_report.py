@@ -9,6 +9,16 @@ from itertools import islice
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Method, Outcome
+from gaverify.records.events import (
+    AverageUpdate,
+    Backward,
+    Clipping,
+    GradientsRemoved,
+    ScalerCall,
+    SchedulerStep,
+    Step,
+    WeightsMoved,
+)
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
@@ -148,12 +158,12 @@ class AuditReport(Settled):
 def counts_of(windows: tuple[Window, ...]) -> tuple[WindowCount, ...]:
     """Returns backward : step : zero_grad of every window."""
     return tuple(
-        WindowCount(window.number, len(window.of("backward")), len(window.steps), window.zero_grads, window.complete)
+        WindowCount(window.number, len(window.of(Backward)), len(window.steps), window.zero_grads, window.complete)
         for window in windows
     )
 
 
-_SHOWN = frozenset({"backward", "step", "zero_grad", "cleared", "moved", "clip", "scheduler", "scaler", "average"})
+_SHOWN = Backward | Step | GradientsRemoved | WeightsMoved | Clipping | SchedulerStep | ScalerCall | AverageUpdate
 _MOMENTS = 400
 """A timeline of more calls shows nothing that these do not, and makes documents of megabytes."""
 
@@ -162,6 +172,6 @@ def timeline_of(ranks: Sequence[Sequence[Window]]) -> tuple[Moment, ...]:
     """Returns the calls of every rank's windows in order, without the forwards; the first few hundred of each rank."""
     moments: list[Moment] = []
     for rank, windows in enumerate(ranks):
-        events = (event for window in windows for event in window.events if event.kind in _SHOWN)
+        events = (event for window in windows for event in window.events if isinstance(event, _SHOWN))
         moments += [Moment(e.kind, e.update, e.file, e.line, rank) for e in islice(events, _MOMENTS // len(ranks))]
     return tuple(moments)

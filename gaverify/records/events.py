@@ -1,11 +1,24 @@
-"""What a training script did, as frozen records of names and numbers: the only thing that the event rules read."""
+"""The protocol between a script's process and the audit: what the script did, call by call, and how its run ended.
+
+The process writes these records, the audit reads them, and rules read nothing else of a script. One pair of functions
+writes and reads each kind; the tensors of a run lie in files of their own (`gaverify.audit.steps`).
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from gaverify.records.frameworks import FrameworkLoop
+from gaverify.records.ranks import Traffic
+
+Line = tuple[str, int]
+"""A file and the number of a line in it."""
 
 
 class Ending(str, Enum):
@@ -27,72 +40,262 @@ class Ending(str, Enum):
     """The script moves its weights without an optimizer of torch's: the run is made again and told so."""
 
 
-Kind = Literal[
-    "forward",
-    "backward",
-    "zero_grad",
-    "cleared",
-    "step",
-    "moved",
-    "edited",
-    "clip",
-    "scheduler",
-    "scaler",
-    "average",
-    "settings",
-    "loaded",
-    "end",
-]
-
-
 @dataclass(frozen=True)
 class Event:
-    """One call that matters to accumulation.
+    """One call, or one change without a call, that matters to accumulation."""
 
-    kind         values
-    forward      `rows` along the leading dimension, `model`
-    backward     `touched`: optimizers whose gradients it changed; `targets`: valid targets of the losses before it;
-                 `weight`: what the script multiplied its loss by, where only the calls are looked at; `counted`: what
-                 it divided the loss by, up to a factor, where no targets were seen; `scales`: what it multiplied each
-                 number by that the loss was made from, outermost first; `terms`: how many terms its loss is a sum of;
-                 `term`: the line of the one that alone was differentiated; `framework`: the fields of a `FrameworkLoop`
-    zero_grad    `cleared`: optimizers whose gradients it removed
-    cleared      the same without a call: `.grad` was set to None or zero by hand
-    step         `optimizer`, `inside`: whether a backward was running; `by_hand`: gradients changed since the last call
-    moved        `optimizers`; `where`: parameters changed without a step, "between" calls, in a "forward" or "backward"
-    edited       `optimizers`: gradients were changed by hand before a forward or backward pass; `factors`: what each
-                 optimizer's were multiplied by, None where that is no one number
-    clip         `active`: whether it changed a gradient; `call`
-    scheduler    `scheduler`, `lr`
-    scaler       `call`: unscale_, step or update; `skipped`: a step that was left out because of infinities
-    average      `AveragedModel.update_parameters` was called
-    settings     numbers of `optimizers` were set by hand: a learning rate, a decay
-    loaded       `path`: a file that `torch.load` read: a checkpoint, if the weights are other ones afterwards
-    end          `reason`: an `Ending`
+    kind: ClassVar[str] = ""
+    """The event's name in files, timelines and JSON documents."""
 
-    `update` is the number of the update that was being worked on, from 1. File and line are the script's.
-    """
-
-    kind: Kind
     update: int
+    """Number of the update that was being worked on, counted from 1."""
     file: str | None = None
+    """File of the script's line that did it; None where that is not known."""
     line: int | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    """Number of that line; None where that is not known."""
 
     @property
     def place(self) -> tuple[str | None, int | None]:
         """File and line."""
         return self.file, self.line
 
-    @property
-    def touched(self) -> tuple[int, ...]:
-        """The optimizers that a backward changed gradients of."""
-        return tuple(self.values.get("touched", ()))
 
-    @property
-    def cleared(self) -> tuple[int, ...]:
-        """The optimizers whose gradients were removed."""
-        return tuple(self.values.get("cleared", ()))
+@dataclass(frozen=True)
+class OptimizerEvent(Event):
+    """An event that belongs to some optimizers: it changed their gradients, weights or settings."""
+
+    optimizers: tuple[int, ...] = ()
+    """These optimizers, numbered from 0 in the order in which they were made; empty where it changed nothing."""
+
+
+@dataclass(frozen=True)
+class Forward(Event):
+    """The forward of an outermost module with something to train."""
+
+    kind: ClassVar[str] = "forward"
+
+    rows: int | None = None
+    """Size of the first input tensor's leading dimension; None where no input is a tensor."""
+    model: int | None = None
+    """Number of the model, in the order in which models were first called."""
+    number: int | None = None
+    """Number of the forward in the run, counted from 1."""
+
+
+@dataclass(frozen=True)
+class LossOrigin:
+    """Lines and modules behind a loss."""
+
+    term: Line | None = None
+    """Line of the only term that was differentiated."""
+    made: Line | None = None
+    """Line that computed the loss, where a framework's loop differentiates it."""
+    met: tuple[Line, ...] = ()
+    """Lines in which samples interact, then the line of the loss."""
+    inside: tuple[str, ...] = ()
+    """Modules from whose own code something flows into the loss."""
+    custom: tuple[Line, ...] = ()
+    """Lines that call custom autograd functions."""
+
+
+@dataclass(frozen=True)
+class Backward(OptimizerEvent):
+    """A backward pass that reached parameters."""
+
+    kind: ClassVar[str] = "backward"
+
+    targets: tuple[tuple[int, int], ...] = ()
+    """Valid and all targets of each loss that was computed before it."""
+    forwards: tuple[int, ...] | None = None
+    """Numbers of the forwards that it reached; None where that was not seen."""
+    weight: float | None = None
+    """Factor on the innermost loss, recorded where only calls are checked; None where it was not seen."""
+    counted: float | None = None
+    """Divisor of the loss, up to a factor that all micro-batches share, where no targets were seen; None elsewhere."""
+    scales: tuple[float, ...] = ()
+    """Factors on each number that the loss was computed from, outermost first."""
+    loss: float = math.nan
+    """The number that was differentiated, times the gradient that was given for it; NaN where it was not read."""
+    framework: FrameworkLoop | None = None
+    """The framework's loop that ran it; None for a loop of the script's own."""
+    terms: int = 0
+    """Number of terms of which the loss is a sum; 0 for no sum."""
+    origin: LossOrigin = LossOrigin()
+    """Where the loss comes from, as far as a control asks for it."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Its collectives; none in a run without ranks."""
+    reduced: int = 0
+    """Bytes of whole gradients that were reduced over the ranks."""
+    gathers: tuple[Line | None, ...] = ()
+    """Lines that gathered trained tensors from all ranks since the backward pass before it."""
+
+
+@dataclass(frozen=True)
+class GradientsRemoved(OptimizerEvent):
+    """Gradients are gone, with or without a call."""
+
+
+@dataclass(frozen=True)
+class ZeroGrad(GradientsRemoved):
+    """A call of `zero_grad`, of an optimizer or a module."""
+
+    kind: ClassVar[str] = "zero_grad"
+
+
+@dataclass(frozen=True)
+class ClearedByHand(GradientsRemoved):
+    """Gradients were removed without a call: `.grad` was set to None or zero by hand."""
+
+    kind: ClassVar[str] = "cleared"
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """An optimizer's step, or one that the script makes itself."""
+
+    kind: ClassVar[str] = "step"
+
+    optimizer: int = 0
+    """The optimizer that stepped."""
+    inside: bool = False
+    """Whether a backward pass was running."""
+    by_hand: bool = False
+    """Whether gradients were changed without a known call since the last call, or the script made the step itself."""
+
+
+@dataclass(frozen=True)
+class WeightsMoved(OptimizerEvent):
+    """Parameters with gradients changed without a step."""
+
+    kind: ClassVar[str] = "moved"
+
+    where: Literal["between", "forward", "backward"] = "between"
+    """Where they changed: between calls, in a forward or in a backward pass."""
+
+
+@dataclass(frozen=True)
+class GradientsEdited(OptimizerEvent):
+    """Gradients were changed by hand before a forward or backward pass."""
+
+    kind: ClassVar[str] = "edited"
+
+    factors: tuple[float | None, ...] = ()
+    """Factor on each such optimizer's gradients; None where no one number makes them what they are."""
+
+
+@dataclass(frozen=True)
+class Clipping(OptimizerEvent):
+    """A call that clips gradients."""
+
+    kind: ClassVar[str] = "clip"
+
+    call: str = ""
+    """Name of the function."""
+    active: bool = False
+    """Whether it changed a gradient."""
+    norm: float | None = None
+    """The norm that it measured; None for functions that measure none."""
+    limit: float | None = None
+    """The largest norm, or value, that it lets through; None where that is not a number."""
+
+
+@dataclass(frozen=True)
+class SchedulerStep(Event):
+    """A step of a learning-rate scheduler."""
+
+    kind: ClassVar[str] = "scheduler"
+
+    scheduler: int = 0
+    """Identity of the scheduler."""
+    lr: tuple[float, ...] = ()
+    """Learning rates of its optimizer's groups after it."""
+
+
+@dataclass(frozen=True)
+class ScalerCall(Event):
+    """A call of an enabled `GradScaler`."""
+
+    kind: ClassVar[str] = "scaler"
+
+    call: str = ""
+    """Name of the method: unscale_, step or update."""
+    skipped: bool = False
+    """Whether it left out a step because of infinities."""
+
+
+@dataclass(frozen=True)
+class AverageUpdate(Event):
+    """A call of `AveragedModel.update_parameters`."""
+
+    kind: ClassVar[str] = "average"
+
+
+@dataclass(frozen=True)
+class SettingsChanged(OptimizerEvent):
+    """Numbers of optimizers were set by hand: a learning rate, a decay."""
+
+    kind: ClassVar[str] = "settings"
+
+
+@dataclass(frozen=True)
+class FileLoaded(Event):
+    """A file that `torch.load` read: a checkpoint, if the weights are other ones afterwards."""
+
+    kind: ClassVar[str] = "loaded"
+
+    path: str = ""
+    """Absolute path of the file."""
+
+
+@dataclass(frozen=True)
+class End(Event):
+    """The end of the run."""
+
+    kind: ClassVar[str] = "end"
+
+    reason: Ending = Ending.SCRIPT
+    """How it came about."""
+
+
+_EVENTS: Mapping[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        Forward,
+        Backward,
+        ZeroGrad,
+        ClearedByHand,
+        Step,
+        WeightsMoved,
+        GradientsEdited,
+        Clipping,
+        SchedulerStep,
+        ScalerCall,
+        AverageUpdate,
+        SettingsChanged,
+        FileLoaded,
+        End,
+    )
+}
+
+
+def write_event(event: Event) -> str:
+    """Returns an event as one line of JSON."""
+    return json.dumps({"kind": event.kind, **asdict(event)})
+
+
+def read_event(line: str) -> Event:
+    """Returns the event that `write_event` wrote."""
+    values = json.loads(line)
+    event: Event = _reader_of(values.pop("kind")).validate_python(values)
+    return event
+
+
+@cache
+def _reader_of(kind: str) -> Any:
+    # The script's process only writes. It must not import pydantic: the script may bring its own version of it.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_EVENTS[kind])
 
 
 @dataclass(frozen=True)
@@ -100,7 +303,7 @@ class LostPasses:
     """Backward passes that no optimizer ever used, and the event that took them away (None: the script ended)."""
 
     window: int
-    backwards: tuple[Event, ...]
+    backwards: tuple[Backward, ...]
     by: Event | None
     survivors: int
 
@@ -109,7 +312,7 @@ class LostPasses:
 class Stale:
     """A step that used gradients which an earlier step of the same optimizer had used already."""
 
-    step: Event
+    step: Step
     backwards: int
 
 
@@ -127,7 +330,7 @@ class _State:
     consumed: dict[int, set[int]] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     taken: dict[int, Event | None] = field(default_factory=dict)
-    backwards: list[Event] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)
     stale: list[Stale] = field(default_factory=list)
 
 
@@ -145,18 +348,18 @@ def ledger_of(events: Sequence[Event]) -> Ledger:
 
 
 def _take(state: _State, event: Event) -> None:
-    if event.kind == "backward":
+    if isinstance(event, Backward):
         state.backwards.append(event)
-        for optimizer in event.touched:
+        for optimizer in event.optimizers:
             state.pending.setdefault(optimizer, []).append(len(state.backwards) - 1)
-    elif event.kind in ("zero_grad", "cleared"):
-        _drop(state, [state.pending.pop(optimizer, []) for optimizer in event.cleared], event)
-    elif event.kind == "scaler" and event.values.get("skipped"):
+    elif isinstance(event, GradientsRemoved):
+        _drop(state, [state.pending.pop(optimizer, []) for optimizer in event.optimizers], event)
+    elif isinstance(event, ScalerCall) and event.skipped:
         state.used |= {at for pending in state.pending.values() for at in pending}
         state.pending.clear()
-    elif event.kind == "step":
+    elif isinstance(event, Step):
         _step(state, event)
-    elif event.kind == "end" and event.values.get("reason") != Ending.UPDATES:
+    elif isinstance(event, End) and event.reason is not Ending.UPDATES:
         _drop(state, state.pending.values(), None)
 
 
@@ -166,10 +369,9 @@ def _drop(state: _State, groups: Iterable[list[int]], by: Event | None) -> None:
             state.taken.setdefault(at, by)
 
 
-def _step(state: _State, event: Event) -> None:
-    optimizer: Any = event.values["optimizer"]
-    pending = set(state.pending.get(optimizer, []))
-    consumed = state.consumed.setdefault(optimizer, set())
+def _step(state: _State, event: Step) -> None:
+    pending = set(state.pending.get(event.optimizer, []))
+    consumed = state.consumed.setdefault(event.optimizer, set())
     used_twice = pending & consumed
     if used_twice:
         state.stale.append(Stale(event, len(used_twice)))

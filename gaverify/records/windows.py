@@ -8,8 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
-from gaverify.records.events import Event
+from gaverify.records.events import (
+    Backward,
+    Event,
+    Forward,
+    GradientsRemoved,
+    OptimizerEvent,
+    ScalerCall,
+    Step,
+    ZeroGrad,
+)
+
+E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -20,29 +32,29 @@ class Window:
     events: tuple[Event, ...]
     zero_grads: int = 0
 
-    def of(self, kind: str) -> tuple[Event, ...]:
+    def of(self, kind: type[E]) -> tuple[E, ...]:
         """The events of one kind, in order."""
-        return tuple(event for event in self.events if event.kind == kind)
+        return tuple(event for event in self.events if isinstance(event, kind))
 
     @property
     def backwards(self) -> int:
         """Backward passes since the last update, or since a step that a `GradScaler` skipped."""
         count = 0
         for event in self.events:
-            count += event.kind == "backward"
-            if event.kind == "scaler" and event.values.get("skipped"):
+            count += isinstance(event, Backward)
+            if isinstance(event, ScalerCall) and event.skipped:
                 count = 0
         return count
 
     @property
-    def steps(self) -> tuple[Event, ...]:
+    def steps(self) -> tuple[Step, ...]:
         """The steps that make up the update."""
-        return self.of("step")
+        return self.of(Step)
 
     @property
     def optimizers(self) -> tuple[int, ...]:
         """The optimizers that stepped."""
-        return tuple(event.values["optimizer"] for event in self.steps)
+        return tuple(step.optimizer for step in self.steps)
 
     @property
     def complete(self) -> bool:
@@ -52,30 +64,30 @@ class Window:
     @property
     def rows(self) -> int:
         """Rows of all its forwards."""
-        return sum(event.values.get("rows") or 0 for event in self.of("forward"))
+        return sum(forward.rows or 0 for forward in self.of(Forward))
 
-    def reached(self) -> tuple[Event, ...]:
+    def reached(self) -> tuple[Forward, ...]:
         """The forwards that its backward passes reach."""
-        numbers = {number for event in self.of("backward") for number in event.values.get("forwards", ())}
-        return tuple(event for event in self.of("forward") if event.values.get("number") in numbers)
+        numbers = {number for backward in self.of(Backward) for number in backward.forwards or ()}
+        return tuple(forward for forward in self.of(Forward) if forward.number in numbers)
 
     @property
     def reached_rows(self) -> int | None:
         """Rows of the forwards that a backward pass reached; None where that was not seen."""
-        if not all("forwards" in event.values for event in self.of("backward")):
+        if any(backward.forwards is None for backward in self.of(Backward)):
             return None
-        return sum(event.values.get("rows") or 0 for event in self.reached())
+        return sum(forward.rows or 0 for forward in self.reached())
 
     @property
     def dropped_positions(self) -> tuple[int, ...]:
         """The positions of forwards that no backward pass reached, where others were reached."""
         reached = self.reached()
-        return tuple(at for at, event in enumerate(self.of("forward")) if event not in reached) if reached else ()
+        return tuple(at for at, event in enumerate(self.of(Forward)) if event not in reached) if reached else ()
 
     @property
     def before_last_backward(self) -> tuple[Event, ...]:
         """The events between the first and the last backward pass: inside the window in the strict sense."""
-        places = [at for at, event in enumerate(self.events) if event.kind == "backward"]
+        places = [at for at, event in enumerate(self.events) if isinstance(event, Backward)]
         return self.events[places[0] : places[-1]] if len(places) > 1 else ()
 
 
@@ -92,7 +104,7 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
     groups: dict[int, list[Event]] = {}
     for event in events:
         groups.setdefault(event.update, []).append(event)
-    members: dict[int, dict[StepKey, Event]] = {}
+    members: dict[int, dict[StepKey, Step]] = {}
     for key, step in keys_of(events):
         number = step.update if numbers is None else numbers.get(key, len(numbers) + step.update)
         members.setdefault(number, {})[key] = step
@@ -100,55 +112,59 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
     if len(together) < 2 and all(len({step.update for step in steps.values()}) == 1 for steps in members.values()):
         cleared = _zero_grads(events)
         windows = [Window(number, tuple(group), cleared.get(number, 0)) for number, group in sorted(groups.items())]
-        return tuple(window for window in windows if window.complete or window.of("backward"))
+        return tuple(window for window in windows if window.complete or window.of(Backward))
     step_windows = [_own_window(events, number, steps) for number, steps in sorted(members.items())]
     last = max(event.update for event in events) if events else 0
     trailing_window = Window(max(members, default=0) + 1, tuple(groups.get(last, ())))
     return (
         (*step_windows, trailing_window)
-        if not trailing_window.complete and trailing_window.of("backward")
+        if not trailing_window.complete and trailing_window.of(Backward)
         else tuple(step_windows)
     )
 
 
-def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Event]) -> Window:
+def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Step]) -> Window:
     """The window of some steps among those of other optimizers."""
     optimizers = {optimizer for optimizer, _ in steps}
     begins = min(_begin(events, key) for key in steps)
     last = max(at for at, event in enumerate(events) if any(event is step for step in steps.values()))
-    ends = next((at for at in range(last, len(events)) if events[at].kind in ("forward", "backward")), len(events))
+    ends = next((at for at in range(last, len(events)) if isinstance(events[at], Forward | Backward)), len(events))
     foreign = _foreign(events, optimizers)
     stretch = [event for at, event in enumerate(events[begins:ends], begins) if at not in foreign]
     final = next(iter(steps.values())).update
-    passes = [event for event in stretch if event.kind == "backward" and _concerns(event, optimizers, final)]
-    reached = {forward for event in passes for forward in event.values.get("forwards", ())}
+    passes = [event for event in stretch if isinstance(event, Backward) and _concerns(event, optimizers, final)]
+    reached = {forward for backward in passes for forward in backward.forwards or ()}
     window_events = []
     for event in stretch:
-        if event.kind == "step":
+        if isinstance(event, Step):
             concerned = any(event is step for step in steps.values())
-        elif event.kind == "forward":
-            concerned = event.values.get("number") in reached
+        elif isinstance(event, Forward):
+            concerned = event.number in reached
         else:
             concerned = _concerns(event, optimizers, final)
         if concerned:
             window_events.append(event)
-    clearing = [at for at, event in enumerate(events) if event.kind == "zero_grad" and optimizers & {*event.cleared}]
+    clearing = [
+        at
+        for at, event in enumerate(events)
+        if isinstance(event, ZeroGrad) and not optimizers.isdisjoint(event.optimizers)
+    ]
     return Window(number, tuple(window_events), sum(begins <= at < ends for at in clearing))
 
 
 def _concerns(event: Event, optimizers: set[int], update: int) -> bool:
     """Whether an event is one of some optimizers'; one that names none belongs to the update that it was made in."""
-    named = {*event.touched, *event.cleared, *event.values.get("optimizers", ())}
-    return bool(optimizers & named) if named else event.update == update
+    named = event.optimizers if isinstance(event, OptimizerEvent) else ()
+    return not optimizers.isdisjoint(named) if named else event.update == update
 
 
 def _begin(events: Sequence[Event], key: StepKey) -> int:
     """Where the window of a step begins: at the first forward or backward after the step before it."""
-    steps = [at for at, event in enumerate(events) if event.kind == "step" and event.values["optimizer"] == key[0]]
+    steps = [at for at, event in enumerate(events) if isinstance(event, Step) and event.optimizer == key[0]]
     if key[1] == 1:
         return 0
     before = steps[key[1] - 2]
-    return next((at for at in range(before, len(events)) if events[at].kind in ("forward", "backward")), len(events))
+    return next((at for at in range(before, len(events)) if isinstance(events[at], Forward | Backward)), len(events))
 
 
 def _foreign(events: Sequence[Event], optimizers: set[int]) -> set[int]:
@@ -158,33 +174,32 @@ def _foreign(events: Sequence[Event], optimizers: set[int]) -> set[int]:
     used: set[int] = set()
     used_here: set[int] = set()
     for at, event in enumerate(events):
-        if event.kind == "backward":
-            for optimizer in event.touched:
+        if isinstance(event, Backward):
+            for optimizer in event.optimizers:
                 pending.setdefault(optimizer, []).append(at)
-        elif event.kind in ("zero_grad", "cleared"):
-            for optimizer in event.cleared:
+        elif isinstance(event, GradientsRemoved):
+            for optimizer in event.optimizers:
                 cleared_passes = pending.pop(optimizer, [])
                 cleared |= set(cleared_passes) if optimizer in optimizers else set()
-        elif event.kind == "step":
-            taken = set(pending.pop(event.values["optimizer"], []))
+        elif isinstance(event, Step):
+            taken = set(pending.pop(event.optimizer, []))
             used |= taken
-            used_here |= taken if event.values["optimizer"] in optimizers else set()
+            used_here |= taken if event.optimizer in optimizers else set()
     return (cleared & used) - used_here
 
 
 def _zero_grads(events: Sequence[Event]) -> dict[int, int]:
     """Counts `zero_grad` per window, whether the script calls it before the window or after its step."""
-    kinds = [event.kind for event in events]
-    first = kinds.index("backward") if "backward" in kinds else len(kinds)
-    leading = "zero_grad" in kinds[:first]
+    first = next((at for at, event in enumerate(events) if isinstance(event, Backward)), len(events))
+    leading = any(isinstance(event, ZeroGrad) for event in events[:first])
     counts: dict[int, int] = {}
     stepped = False
     for event in events:
-        if event.kind in ("forward", "backward"):
+        if isinstance(event, Forward | Backward):
             stepped = False
-        if event.kind == "step":
+        elif isinstance(event, Step):
             stepped = True
-        elif event.kind == "zero_grad":
+        elif isinstance(event, ZeroGrad):
             number = event.update + 1 if leading and stepped else event.update
             counts[number] = counts.get(number, 0) + 1
     return counts
@@ -197,15 +212,14 @@ Round = tuple[StepKey, ...]
 """Steps that are compared together: those of one update, one for each optimizer that stepped in it."""
 
 
-def keys_of(events: Sequence[Event]) -> list[tuple[StepKey, Event]]:
+def keys_of(events: Sequence[Event]) -> list[tuple[StepKey, Step]]:
     """Returns every step with its key, in order."""
     counts: dict[int, int] = {}
     keyed_steps = []
     for event in events:
-        if event.kind == "step":
-            optimizer = event.values["optimizer"]
-            counts[optimizer] = counts.get(optimizer, 0) + 1
-            keyed_steps.append(((optimizer, counts[optimizer]), event))
+        if isinstance(event, Step):
+            counts[event.optimizer] = counts.get(event.optimizer, 0) + 1
+            keyed_steps.append(((event.optimizer, counts[event.optimizer]), event))
     return keyed_steps
 
 
@@ -238,10 +252,10 @@ def _have_own_passes(events: Sequence[Event]) -> bool:
     touched: dict[int, list[set[int]]] = {}
     stepped: dict[int, set[int]] = {}
     for event in events:
-        if event.kind == "backward":
-            touched.setdefault(event.update, []).append({*event.touched})
-        elif event.kind == "step":
-            stepped.setdefault(event.update, set()).add(event.values["optimizer"])
+        if isinstance(event, Backward):
+            touched.setdefault(event.update, []).append({*event.optimizers})
+        elif isinstance(event, Step):
+            stepped.setdefault(event.update, set()).add(event.optimizer)
     for update, optimizers in stepped.items():
         passes = touched.get(update, [])
         of_each = [{at for at, each in enumerate(passes) if optimizer in each} for optimizer in sorted(optimizers)]

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record, TransformedGradients, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Event
+from gaverify.records.events import (
+    Backward,
+    ClearedByHand,
+    Clipping,
+    Event,
+    GradientsEdited,
+    ScalerCall,
+    SchedulerStep,
+    SettingsChanged,
+    Step,
+)
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
@@ -35,10 +45,10 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 
 def _clips_of_script(loop: Record) -> Iterator[Finding]:
-    update, inside = loop.divergent, loop.inside("clip")
+    update, inside = loop.divergent, loop.inside(Clipping)
     if update is not None and loop.transformed is not None:
         yield _transformed(loop, update, loop.transformed)
-    elif any(event.values.get("active") for event in inside):
+    elif any(clipping.active for clipping in inside):
         yield _clipping_finding(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
@@ -57,10 +67,10 @@ def clipped_inside(facts: Facts) -> bool:
     )
 
 
-def _clipping_finding(loop: Record, inside: Sequence[Event]) -> Finding:
+def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
     number = inside[0].update
     in_window = [event for event in inside if event.update == number]
-    active = [event for event in inside if event.values.get("active")]
+    active = [clipping for clipping in inside if clipping.active]
     window = loop.window_of(number)
     control, proven = _without_clips(loop)
     return word_finding(
@@ -70,7 +80,7 @@ def _clipping_finding(loop: Record, inside: Sequence[Event]) -> Finding:
         location=first_place([*active, *inside]),
         proven=proven or not active,
         together=map(place, active or inside),
-        all=len(window.of("clip")) if window is not None else len(in_window),
+        all=len(window.of(Clipping)) if window is not None else len(in_window),
         number=number,
         here=len(in_window),
         did=f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active",
@@ -82,7 +92,7 @@ def _clipping_finding(loop: Record, inside: Sequence[Event]) -> Finding:
 def _transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
     """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
     window = loop.window_of(update.number)
-    events = [] if window is None else [*window.of("cleared"), *reversed(window.of("backward"))]
+    events = [] if window is None else [*window.of(ClearedByHand), *reversed(window.of(Backward))]
     responses = sorted({f"{response:.2g}" for response in control.responses}, key=float)
     between = responses[0] if len(responses) == 1 else f"{responses[0]} to {responses[-1]}"
     text = f"with every loss times -{control.times:g} the optimizer sees {between} times as much, not {control.times:g}"
@@ -109,7 +119,7 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
-    location = first_place([] if window is None else [*window.of("clip"), *reversed(window.of("backward"))])
+    location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
     return word_finding("GAV606.too-early", *control, location=location, proven=proven, update=update)
 
 
@@ -125,24 +135,26 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
     return (word_control("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
 
 
-def _edits(loop: Record, update: UpdateComparison) -> list[Event]:
+def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
     """Where gradients shrink by hand, by a number of their own after each backward pass.
 
     One number that is the same every time is a division, which the weights of the micro-batches tell.
     """
-    edits = [event for event in loop.inside("edited") if event.update == update.number]
-    factors = [factor for event in edits for factor in event.values["factors"]]
+    edits = [event for event in loop.inside(GradientsEdited) if event.update == update.number]
+    factors = [factor for event in edits for factor in event.factors]
     if not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
         return []
     if loop.together is not None and None in factors:
         return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
-    is_division = all(factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors)
+    is_division = usual is not None and all(
+        factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors
+    )
     return [] if is_division else edits
 
 
-def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Event]) -> Finding:
-    factors = [factor for event in edits for factor in event.values["factors"]]
+def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[GradientsEdited]) -> Finding:
+    factors = [factor for event in edits for factor in event.factors]
     known_factors = [factor for factor in factors if factor is not None]
     by = (
         f"multiplied by {weights_text(known_factors, each=False)}"
@@ -166,16 +178,12 @@ def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Eve
 @rule_of_loops("GAV607")
 def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a scheduler steps inside a window."""
-    inside = loop.inside("scheduler")
+    inside = loop.inside(SchedulerStep)
     if not inside:
         return
     number = inside[0].update
     window = loop.window_of(number)
-    calls = [
-        event
-        for event in (window.of("scheduler") if window else ())
-        if event.values.get("scheduler") == inside[0].values.get("scheduler")
-    ]
+    calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
     yield word_finding(
         "GAV607.inside",
         location=first_place(inside),
@@ -202,12 +210,12 @@ def _rates(update: UpdateComparison | None) -> str:
 @rule_of_loops("GAV608")
 def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
-    inside = [event for event in loop.inside("scaler") if not event.values.get("skipped")]
-    inside = [event for event in inside if event.values.get("call") in ("unscale_", "update")]
+    inside = [call for call in loop.inside(ScalerCall) if not call.skipped]
+    inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
         return
     number = inside[0].update
-    calls = Counter(f"`{event.values['call']}`" for event in inside if event.update == number)
+    calls = Counter(f"`{event.call}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
     yield word_finding(
         "GAV608.inside", location=first_place(inside), proven=True, calls=text, inside=len(inside), update=number
@@ -225,14 +233,14 @@ def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
             continue
         settings = _unexplained_settings(loop, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
-        if settings or (changed and not loop.inside("scheduler")):
+        if settings or (changed and not loop.inside(SchedulerStep)):
             yield _made_otherwise(loop, update, settings)
             return
 
 
 def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
     """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
-    rates = bool(loop.inside("scheduler"))
+    rates = bool(loop.inside(SchedulerStep))
     return [setting for setting in update.settings if not (rates and setting.name.endswith("lr"))]
 
 
@@ -264,7 +272,7 @@ def _counted_by(loop: Record, update: UpdateComparison, settings: list[SettingDi
     if any(setting.rank for setting in settings):
         return "by-rank"
     taken = [
-        sum(len(window.of("scheduler")) for window in windows if window.number < update.number)
+        sum(len(window.of(SchedulerStep)) for window in windows if window.number < update.number)
         for windows in (loop.windows, loop.full_windows)
     ]
     rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
@@ -280,5 +288,5 @@ def _beside(setting: SettingDifference) -> tuple[str, str, str]:
 def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
     events = [event for window in loop.windows if window.number <= update.number for event in window.events]
-    setters = [event for window in loop.windows for event in window.of("settings") if event.file is not None]
-    return [*setters[:1], *(event for event in reversed(events) if event.kind in ("scheduler", "step"))]
+    setters = [event for window in loop.windows for event in window.of(SettingsChanged) if event.file is not None]
+    return [*setters[:1], *(event for event in reversed(events) if isinstance(event, SchedulerStep | Step))]

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.events import Backward
 from gaverify.records.frameworks import Framework, FrameworkLoop
 from gaverify.rules.wording import fill_sentence, words
 
@@ -15,11 +16,8 @@ _BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are 
 def framework_of(loop: Record, update: UpdateComparison) -> FrameworkLoop | None:
     """Returns the framework whose loop made an update; None where it is the script's own."""
     window = loop.window_of(update.number)
-    values = [event.values.get("framework") for event in (window.of("backward") if window is not None else ())]
-    if not values or values[-1] is None:
-        return None
-    name, steps, divides, counts_items = values[-1]
-    return FrameworkLoop(Framework(name), steps, divides, counts_items)
+    passes = window.of(Backward) if window is not None else ()
+    return passes[-1].framework if passes else None
 
 
 def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:

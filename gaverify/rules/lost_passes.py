@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import LostPasses
+from gaverify.records.events import Backward, GradientsRemoved, LostPasses, Step
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
@@ -52,8 +52,12 @@ def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
 
 def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
     """Whether gradients of some optimizers are cleared before a window's first backward pass, and after its last."""
-    places = [at for at, event in enumerate(window.events) if event.kind == "backward"]
-    cleared = [at for at, event in enumerate(window.events) if optimizers & {*event.cleared}]
+    places = [at for at, event in enumerate(window.events) if isinstance(event, Backward)]
+    cleared = [
+        at
+        for at, event in enumerate(window.events)
+        if isinstance(event, GradientsRemoved) and not optimizers.isdisjoint(event.optimizers)
+    ]
     if not places:
         return bool(cleared), False
     return any(at < places[0] for at in cleared), any(at > places[-1] for at in cleared)
@@ -90,9 +94,9 @@ def cleared_before_step(loop: Record, loss: LostPasses) -> bool:
     window = loop.window_of(loss.window)
     if window is None or loss.by is None or loss.survivors:
         return False
-    last = max((at for at, event in enumerate(window.events) if event.kind == "backward"), default=-1)
-    after = [event for event in window.events[last + 1 :] if event.kind == "step" or event is loss.by]
-    return loss.by in after and any(event.kind == "step" for event in after[after.index(loss.by) :])
+    last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
+    after = [event for event in window.events[last + 1 :] if isinstance(event, Step) or event is loss.by]
+    return loss.by in after and any(isinstance(event, Step) for event in after[after.index(loss.by) :])
 
 
 def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
@@ -101,14 +105,14 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     if window is None:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
-        return any(step.values.get("by_hand") for step in window.steps)
+        return any(step.by_hand for step in window.steps)
     unseen = update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE
     if update.judged and (update.outcome is Outcome.EQUIVALENT or unseen):
         return True  # equal, or the weights alone were seen, which change alike or show nothing of the gradient's size
-    backwards, fit = window.of("backward"), update.fit
+    backwards, fit = window.of(Backward), update.fit
     if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
         # a script that puts gradients in place may have transformed what each pass gave: nothing shows which are lost
-        return any(step.values.get("by_hand") for step in window.steps)
+        return any(step.by_hand for step in window.steps)
     largest = max(map(abs, fit.used))
     lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
     return all(abs(weight) > LOST_SHARE * largest for weight in lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.records.events import Backward, Clipping
 from gaverify.records.experiment import is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
@@ -318,7 +319,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
 def _place(facts: Facts) -> Location | None:
     """Where the first window of a loop gathers a trained tensor; None for a run of a model."""
     window = facts.loop.first if facts.loop is not None else None
-    places = [place for event in (window.of("backward") if window else ()) for place in event.values.get("gathers", ())]
+    places = [place for backward in (window.of(Backward) if window else ()) for place in backward.gathers]
     file, line = next(filter(None, places), (None, None))
     return Location(file=display_path(file), line=line) if file else None
 
@@ -363,6 +364,6 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 def _clip_place(facts: Facts) -> Location | None:
     """Where the first window of a loop clips; None where no clipping was seen."""
-    clips = facts.loop.first.of("clip") if facts.loop is not None and facts.loop.first is not None else ()
+    clips = facts.loop.first.of(Clipping) if facts.loop is not None and facts.loop.first is not None else ()
     file, line = clips[0].place if clips else (None, None)
     return Location(file=display_path(file), line=line) if file else None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
+from gaverify.records.events import Backward
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.rules.rule import rule
@@ -88,7 +89,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         ruled_out.insert(0, "what the optimizer sees is no weighted sum of what the backward passes give")
     elif update.fit is not None:
         ruled_out.insert(0, f"the best weights of the micro-batches leave {update.fit.residual:.1e} over")
-    terms = max((event.values.get("terms", 0) for window in loop.windows for event in window.of("backward")), default=0)
+    terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
     if loop.ranks > 1 and terms > 1:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
     yield word_finding("GAV000.loop", severity="note", proven=False, update=update, ruled_out="; ".join(ruled_out))

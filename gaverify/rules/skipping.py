@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.events import Event
+from gaverify.records.events import Event, Forward
 from gaverify.records.findings import Location
 from gaverify.records.windows import Window
 from gaverify.rules.wording import first_place, join_texts
@@ -35,7 +35,7 @@ class Skipped:
     @property
     def location(self) -> Location | None:
         """The forwards that no backward pass follows; else those that were made."""
-        forwards = self.window.of("forward")
+        forwards = self.window.of(Forward)
         return first_place([forwards[at] for at in self.positions] or forwards)
 
     @property
@@ -54,7 +54,7 @@ def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
     full_window, window = (next((w for w in each if w.number == update.number), None) for each in windows)
     if full_window is None or window is None or full_window.dropped_positions:
         return None
-    forwards = window.of("forward")
+    forwards = window.of(Forward)
     if 0 < len(window.dropped_positions) < len(forwards):
         return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
     count = loop.expected(window)
@@ -97,7 +97,7 @@ def missed_boundaries(loop: Record) -> list[MissedBoundary]:
         return []
     boundaries = []
     for window in loop.complete:
-        forwards, update, steps = window.of("forward"), loop.update_of(window.number), _micro_batches_of(loop, window)
+        forwards, update, steps = window.of(Forward), loop.update_of(window.number), _micro_batches_of(loop, window)
         if steps is None or not 1 < steps < len(forwards):
             continue
         last = forwards[steps - 1] if steps - 1 in window.dropped_positions else None
@@ -116,7 +116,7 @@ def missed_boundaries(loop: Record) -> list[MissedBoundary]:
 
 def _micro_batches_of(loop: Record, window: Window) -> int | None:
     """K: as the user says, as the full batch's rows tell, or as most windows have; None where nothing shows it."""
-    counts = Counter(len(each.of("forward")) for each in loop.complete if each.optimizers == window.optimizers)
+    counts = Counter(len(each.of(Forward)) for each in loop.complete if each.optimizers == window.optimizers)
     if loop.steps is not None:
         return loop.steps
     full_window = next((full for full in loop.full_windows if full.number == window.number), None)
@@ -124,7 +124,7 @@ def _micro_batches_of(loop: Record, window: Window) -> int | None:
         # of equally frequent numbers the smallest: windows that were joined are longer
         steps = max(counts, key=lambda count: (counts[count], -count))
         return steps if counts[steps] > 1 else None
-    rows = list(accumulate(int(event.values.get("rows") or 0) for event in window.of("forward")))
+    rows = list(accumulate(forward.rows or 0 for forward in window.of(Forward)))
     steps = rows.index(full_window.rows) + 1 if full_window.rows in rows else 0
     # else the arguments may ask for another batch size, and nothing is wrong with the loop
     return steps if steps in loop.numbers or steps in counts else None

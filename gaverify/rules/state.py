@@ -8,6 +8,7 @@ from typing import Any
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record
+from gaverify.records.events import AverageUpdate
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
@@ -158,7 +159,7 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
 
 
 def _average(loop: Record) -> Iterator[Finding]:
-    inside = loop.inside("average")
+    inside = loop.inside(AverageUpdate)
     if not inside:
         return
     number = inside[0].update
@@ -168,7 +169,7 @@ def _average(loop: Record) -> Iterator[Finding]:
         severity="note",
         location=first_place(inside),
         proven=True,
-        all=len(window.of("average")) if window is not None else len(inside),
+        all=len(window.of(AverageUpdate)) if window is not None else len(inside),
         number=number,
         inside=len(inside),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from gaverify.records.audit import Record
-from gaverify.records.events import Event
+from gaverify.records.events import Backward, Event, Forward, WeightsMoved
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
@@ -55,7 +55,7 @@ def _ramp(loop: Record) -> Finding:
 def early_windows(loop: Record) -> list[tuple[Window, int]]:
     """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
     steps = [step for window in loop.complete for step in window.steps]
-    if not any(window.backwards for window in loop.windows) and all(step.values.get("by_hand") for step in steps):
+    if not any(window.backwards for window in loop.windows) and all(step.by_hand for step in steps):
         return []  # `torch.func.grad` leaves no backward pass to be counted
     shared = steps_before_clearing(loop)
     if shared:
@@ -107,7 +107,7 @@ def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
     """
     if loop.steps is not None or len({window.backwards for window in loop.complete}) > 1:
         return True
-    if any(step.values.get("inside") for window, _ in early for step in window.steps):
+    if any(step.inside for window, _ in early for step in window.steps):
         return True
     if loop.steps_undone is not None and abs(loop.steps_undone.factor - 1) < loop.tolerance:
         return loop.steps_undone.residual < loop.tolerance
@@ -125,7 +125,7 @@ def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[
 def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     window, wanted = early[0]
     step = window.steps[0] if window.steps else None
-    inside = step is not None and bool(step.values.get("inside"))
+    inside = step is not None and step.inside
     undone = loop.steps_undone
     evidence = () if undone is None else (_with_steps_undone(loop, undone),)
     return word_finding(
@@ -156,13 +156,13 @@ def _moved_between_passes(loop: Record) -> list[tuple[Window, Event]]:
     full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
     movements = []
     for window in loop.windows:
-        if window.number not in full and window.of("backward"):
+        if window.number not in full and window.of(Backward):
             movements += [(window, event) for event in window.before_last_backward if _by_hand(event)]
     return movements
 
 
 def _by_hand(event: Event) -> bool:
-    return event.kind == "moved" and event.values.get("where") == "between"
+    return isinstance(event, WeightsMoved) and event.where == "between"
 
 
 def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
@@ -215,7 +215,7 @@ def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
         proven=True,
         window=first.window,
         steps=first.steps,
-        all=len(first.window.of("forward")),
+        all=len(first.window.of(Forward)),
         others=f" (and {updates(later)})" if later else "",
         **window_counts(loop.complete),
     )

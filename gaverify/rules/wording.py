@@ -14,7 +14,7 @@ from typing import Any
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import UpdateComparison
-from gaverify.records.events import Event
+from gaverify.records.events import Backward, Event
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location, Severity
@@ -127,14 +127,14 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
         return line_of(*facts.loop.made)
     number = facts.compared.update if number is None else number
     window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
-    return first_place(reversed(window.of("backward"))) if window is not None else None
+    return first_place(reversed(window.of(Backward))) if window is not None else None
 
 
 def counts(windows: Sequence[Window]) -> str:
     """Returns backward : step : zero_grad of the windows in words, runs of equal ones together."""
     parts: list[tuple[str, int, int]] = []
     for window in windows:
-        text = f"{len(window.of('backward'))} : {len(window.steps)} : {window.zero_grads}"
+        text = f"{len(window.of(Backward))} : {len(window.steps)} : {window.zero_grads}"
         if parts and parts[-1][0] == text:
             parts[-1] = (text, parts[-1][1], window.number)
         else:
@@ -146,7 +146,7 @@ def counts(windows: Sequence[Window]) -> str:
 def window_counts(windows: Sequence[Window]) -> dict[str, Any]:
     """Returns the first windows, and what was called in each, as values of a finding."""
     first_windows = windows[:_COUNTED]
-    calls = [[len(window.of("backward")), len(window.steps), window.zero_grads] for window in first_windows]
+    calls = [[len(window.of(Backward)), len(window.steps), window.zero_grads] for window in first_windows]
     return {"windows": first_windows, "counts": calls, "updates": [window.number for window in first_windows]}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import Backward
 from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
@@ -354,5 +355,5 @@ def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
 
 def _weights(window: Window) -> list[float | None]:
     """What each loss of a window was multiplied by, rounded; None where it is not known."""
-    event_weights = [event.values.get("weight") for event in window.of("backward")]
+    event_weights = [backward.weight for backward in window.of(Backward)]
     return [None if weight is None else float(f"{weight:.3g}") for weight in event_weights]

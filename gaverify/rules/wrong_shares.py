@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.events import Backward
 from gaverify.records.experiment import (
     ControlRun,
     Count,
@@ -144,7 +145,7 @@ def _by_turns(facts: Facts) -> Iterator[Finding]:
     window = loop.window_of(update.number) if loop is not None and update is not None else None
     if update is None or update.missed is None or window is None:
         return
-    passes = window.of("backward")
+    passes = window.of(Backward)
     yield word_finding(
         "GAV203.turns",
         location=first_place(passes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.rows import input_rows
+from gaverify.records.events import Backward, Forward, Step, write_event
 
+LINE = 1, "train.py", 9
 NAMES = (("0:weight", [4]), ("0:bias", [1]))
 
 
@@ -64,13 +67,12 @@ def run_of(
         **(told or {}),
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    calls = [
-        ("forward", {"rows": 2 if fed is None else len(fed), "model": 0, "number": 1}),
-        ("backward", {"touched": [0], "targets": [], "forwards": [1], **(backward or {})}),
-        ("step", {"optimizer": 0, "inside": False, "by_hand": False}),
+    events = [
+        Forward(*LINE, rows=2 if fed is None else len(fed), model=0, number=1),
+        replace(Backward(*LINE, optimizers=(0,), forwards=(1,)), **(backward or {})),
+        Step(*LINE, optimizer=0),
     ]
-    lines = [{"kind": kind, "update": 1, "file": "train.py", "line": 9, "values": values} for kind, values in calls]
-    (folder / "events.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    (folder / "events.jsonl").write_text("".join(f"{write_event(event)}\n" for event in events), encoding="utf-8")
     values = {
         "update": 1,
         "final": final,

@@ -24,7 +24,7 @@ from gaverify.records.comparison import (
     resolution_of,
     together,
 )
-from gaverify.records.events import Event
+from gaverify.records.events import Backward, Event, Forward, Step
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Finding, Location
 from gaverify.records.windows import Window, common_rounds, number_steps, windows_of
@@ -255,18 +255,18 @@ def loop(text: str) -> list[Event]:
         if letter == "f":
             update, stepped = update + stepped, False
             number = made = number + 1
-            events.append(Event("forward", update, values={"rows": 2, "model": 1, "number": number}))
+            events.append(Forward(update, rows=2, model=1, number=number))
         elif letter in "CGHR":
             update, stepped = update + stepped, False
             models = [1, 0] if letter in "GH" else [0]
             for model in models:
                 number += 1
-                events.append(Event("forward", update, values={"rows": 2, "model": model, "number": number}))
+                events.append(Forward(update, rows=2, model=model, number=number))
             numbers = [*[made] * (letter == "R"), *range(number - len(models) + 1, number + 1)]
-            touched = {"C": [CRITIC], "H": [GENERATOR]}.get(letter, [CRITIC, GENERATOR])
-            events.append(Event("backward", update, values={"touched": touched, "forwards": numbers}))
+            touched = {"C": (CRITIC,), "H": (GENERATOR,)}.get(letter, (CRITIC, GENERATOR))
+            events.append(Backward(update, optimizers=touched, forwards=tuple(numbers)))
         else:
-            events.append(Event("step", update, values={"optimizer": "cg".index(letter), "inside": False}))
+            events.append(Step(update, optimizer="cg".index(letter)))
             stepped = True
     return events
 
@@ -291,8 +291,8 @@ class TestWindowsOfNetworks:
     def test_optimizers_without_a_pass_in_common_have_windows_of_their_own(self) -> None:
         """H: a generator's loss whose critic is frozen meanwhile."""
         _, _, whole, part = windows("HCgc Cc", "HCCgc CCc")
-        assert {number: len(window.of("backward")) for number, window in whole.items()} == {1: 1, 2: 1, 3: 1}
-        assert {number: len(window.of("backward")) for number, window in part.items()} == {1: 1, 2: 2, 3: 2}
+        assert {number: len(window.of(Backward)) for number, window in whole.items()} == {1: 1, 2: 1, 3: 1}
+        assert {number: len(window.of(Backward)) for number, window in part.items()} == {1: 1, 2: 2, 3: 2}
 
 
 # --- What rows say together ------------------------------------------------------------------------------------------

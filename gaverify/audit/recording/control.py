@@ -22,6 +22,7 @@ from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import copy_values, plain, same
 from gaverify.audit.recording.watching import Watch, Watched
 from gaverify.passes.precision import Coins, move, rounding_share
+from gaverify.records.events import LossOrigin
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 Work = Callable[[], AbstractContextManager[None]]
@@ -39,7 +40,7 @@ class Control:
         self.forwards: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
         self.losses: list[Callable[[Roots, int], AbstractContextManager[None]]] = []
         self.backwards: list[Callable[[Terms], AbstractContextManager[None]]] = []
-        self.descriptions: list[Callable[[Terms, Place | None], Mapping[str, object]]] = []
+        self.descriptions: list[Callable[[LossOrigin, Terms, Place | None], LossOrigin]] = []
 
     @contextmanager
     def forward(self, module: nn.Module) -> Iterator[None]:
@@ -65,9 +66,12 @@ class Control:
                 stack.enter_context(around(terms))
             yield
 
-    def describe(self, terms: Terms, place: Place | None) -> dict[str, Any]:
+    def describe(self, terms: Terms, place: Place | None) -> LossOrigin:
         """Returns what the event of a backward pass tells of the changes."""
-        return {name: value for describe in self.descriptions for name, value in describe(terms, place).items()}
+        origin = LossOrigin()
+        for describe in self.descriptions:
+            origin = describe(origin, terms, place)
+        return origin
 
 
 @contextmanager

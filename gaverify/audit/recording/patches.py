@@ -23,7 +23,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.values import on_meta
-from gaverify.audit.recording.watching import rates_of
 from gaverify.passes.walks import walk_from
 
 Around = Callable[..., AbstractContextManager[Callable[[Any], None] | None] | None]
@@ -38,7 +37,7 @@ def install(recorder: Recorder) -> None:
     _backwards(recorder)
 
     def note_average(*_: Any, **__: Any) -> Any:
-        return nullcontext(lambda _: recorder.simple("average"))
+        return nullcontext(lambda _: recorder.note_average())
 
     owner: Any
     for owner in (Optimizer, nn.Module):
@@ -179,9 +178,7 @@ def _schedulers(recorder: Recorder) -> None:
     base: Any = lr_scheduler.LRScheduler
 
     def note_step(scheduler: Any, *_: Any, **__: Any) -> Any:
-        return nullcontext(
-            lambda _: recorder.simple("scheduler", scheduler=id(scheduler), lr=rates_of(scheduler.optimizer))
-        )
+        return nullcontext(lambda _: recorder.note_scheduler(scheduler))
 
     def wrap(kind: Any) -> None:
         if "step" in vars(kind):
@@ -232,6 +229,6 @@ def _loads(recorder: Recorder) -> None:
     def note(f: Any, *_: Any, **__: Any) -> None:
         path = os.path.abspath(os.fspath(f)) if isinstance(f, str | os.PathLike) else audits
         if not path.startswith(audits):  # what the audit's other runs left is no checkpoint of the script
-            recorder.simple("loaded", path=path)
+            recorder.note_load(path)
 
     _surround(torch, "load", note, recorder, [False])

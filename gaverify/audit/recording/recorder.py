@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +21,21 @@ from gaverify.audit.recording.samples import has_loss
 from gaverify.audit.recording.steps import Steps
 from gaverify.audit.recording.unannounced import CERTAIN, ByHand, Waiting
 from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
-from gaverify.audit.recording.watching import Look
+from gaverify.audit.recording.watching import Look, rates_of
 from gaverify.collective.traffic import TrafficMeter
-from gaverify.records.events import Ending, Kind
-from gaverify.records.ranks import Collective
+from gaverify.records.events import (
+    AverageUpdate,
+    Backward,
+    Clipping,
+    Ending,
+    FileLoaded,
+    Forward,
+    LossOrigin,
+    ScalerCall,
+    SchedulerStep,
+    ZeroGrad,
+)
+from gaverify.records.ranks import Collective, Traffic
 from gaverify.tracebacks import Place, user_place
 
 
@@ -102,11 +113,14 @@ class Recorder(Steps):
                 for entry in self.watch:
                     self._incoming.listen(entry)
                 terms, self._meter = Terms(tensors), TrafficMeter()
-                loss_values = self.control.describe(terms, place)
+                origin = self.control.describe(terms, place)
                 if self.outputs is not None and self._is_last_update:
-                    lines = [*self.outputs.meetings(tensors), *filter(None, [terms.loss_line])]
-                    loss_values |= {"met": lines, "inside": self.outputs.inside(tensors)}
-                    loss_values["custom"] = self.outputs.custom_functions(tensors)
+                    origin = replace(
+                        origin,
+                        met=(*self.outputs.meetings(tensors), *filter(None, [terms.loss_line])),
+                        inside=tuple(self.outputs.inside(tensors)),
+                        custom=tuple(self.outputs.custom_functions(tensors)),
+                    )
                 if self.pinned_modules is not None and self._is_last_update:
                     self.pinned_modules.note_differentiation(tensors)
             try:
@@ -120,7 +134,7 @@ class Recorder(Steps):
             finally:
                 self._in_backward = False
             with self.work():
-                self._after_backward(place, tensors, terms, loss_values)
+                self._after_backward(place, tensors, terms, origin)
             self._end_pass()
 
     @contextmanager
@@ -153,7 +167,7 @@ class Recorder(Steps):
         with self.work():
             cleared = self.watch.look().cleared
             self.watch.forget(cleared)
-            self._event("zero_grad", cleared=cleared)
+            self._journal.add(ZeroGrad(*self._journal.stamp(), optimizers=tuple(cleared)))
 
     @contextmanager
     def clip(self, call: str, limit: float | None, norm: Any = None) -> Iterator[Callable[[Any], None]]:
@@ -176,7 +190,8 @@ class Recorder(Steps):
                 self.watch.of(index).clipped = True
             norm = next((output for output in result if output is not None), norm)
             norm = float(norm) if isinstance(norm, torch.Tensor) else norm
-            self._event("clip", call=call, active=bool(changed), optimizers=sorted(changed), norm=norm, limit=limit)
+            optimizers, stamp = tuple(sorted(changed)), self._journal.stamp()
+            self._journal.add(Clipping(*stamp, optimizers, call, active=bool(changed), norm=norm, limit=limit))
             self._keep_used()
 
     def keep_unscaled(self) -> None:
@@ -194,16 +209,26 @@ class Recorder(Steps):
         with self.work():
             self.watch.look()
             skipped = call == "step" and self.steps == before
-            self._event("scaler", place, call=call, skipped=skipped)
+            self._journal.add(ScalerCall(*self._journal.stamp(place), call=call, skipped=skipped))
             if skipped:
                 self.watch.forget(range(len(self.watch)))
 
-    def simple(self, kind: Kind, **values: Any) -> None:
-        """Notes a call that needs nothing measured."""
+    def note_average(self) -> None:
+        """Notes that `AveragedModel.update_parameters` was called."""
         with self.work():
-            self._event(kind, **values)
-            if kind == "scheduler":
-                self._unannounced_changes.know_settings()
+            self._journal.add(AverageUpdate(*self._journal.stamp()))
+
+    def note_load(self, path: str) -> None:
+        """Notes that `torch.load` read a file."""
+        with self.work():
+            self._journal.add(FileLoaded(*self._journal.stamp(), path=path))
+
+    def note_scheduler(self, scheduler: Any) -> None:
+        """Notes a step of a learning-rate scheduler."""
+        with self.work():
+            rates = tuple(rates_of(scheduler.optimizer))
+            self._journal.add(SchedulerStep(*self._journal.stamp(), scheduler=id(scheduler), lr=rates))
+            self._unannounced_changes.know_settings()
 
     def targets(self, valid: torch.Tensor, total: int) -> None:
         """Notes how many targets of a loss count; read at the next backward."""
@@ -266,7 +291,7 @@ class Recorder(Steps):
         model = self.names.index(module)
         self._numbers["forward"] += 1
         number = self._numbers["forward"]
-        self._event("forward", rows=rows, model=model, number=number)
+        self._journal.add(Forward(*self._journal.stamp(), rows=rows, model=model, number=number))
         prints = input_rows(args, kwargs) if self.job.role != "events" else {}
         self._forwards[number] = self._update.number, len(self._update.rows)
         self._update.rows.append(prints)
@@ -281,7 +306,7 @@ class Recorder(Steps):
         self._unannounced_changes.note(look, "between")
         self._unannounced_changes.note_edits(look)
 
-    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, loss_values: dict[str, Any]) -> None:
+    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, origin: LossOrigin) -> None:
         look, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
         incoming = self._incoming_gradients(look)
         touched = sorted({*self._touched_optimizers(look), *(() if self.job.has_ranks else incoming)})
@@ -300,21 +325,29 @@ class Recorder(Steps):
                 entry.clipped = False
                 if self.job.has_ranks or entry.index not in incoming:  # else the sum lies elsewhere
                     entry.keep()
-        targets = [(int(valid), total) for valid, total in self._targets]
+        targets = tuple((int(valid), total) for valid, total in self._targets)
         self._targets.clear()
-        values: dict[str, Any] = {"weight": weight} if weight is not None and self.job.role == "events" else {}
         # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
-        if self._weight.divisor is not None and (self._weight.of_a_sum or not targets):
-            values["counted"] = self._weight.divisor
-        values["scales"] = self._weight.scales
-        values["loss"] = self._weight.value_of(roots)
-        if framework := find_framework():
-            values["framework"] = astuple(framework)
-        if len(terms):
-            values["terms"] = len(terms)
-        values |= loss_values
-        self._event(
-            "backward", place, touched=touched, targets=targets, forwards=reached, **values, **self._describe_traffic()
+        is_counted = self._weight.of_a_sum or not targets
+        traffic, reduced = self._describe_traffic()
+        gathers, self._gathers = tuple(self._gathers), []
+        self._journal.add(
+            Backward(
+                *self._journal.stamp(place),
+                optimizers=tuple(touched),
+                targets=targets,
+                forwards=tuple(reached),
+                weight=weight if self.job.role == "events" else None,
+                counted=self._weight.divisor if is_counted else None,
+                scales=tuple(self._weight.scales),
+                loss=self._weight.value_of(roots),
+                framework=find_framework(),
+                terms=len(terms),
+                origin=origin,
+                traffic=traffic,
+                reduced=reduced,
+                gathers=gathers,
+            )
         )
         self._unannounced_changes.note(Look(moved=look.moved), "backward")
         self._unannounced_changes.hunt(self._quiet_difference)
@@ -335,18 +368,14 @@ class Recorder(Steps):
         # NaN stays NaN whatever is added: such a pass leaves `.grad` as it was, and is a pass all the same
         return changed or [entry.index for entry in self.watch if entry.pending and bool(entry.gradients.isnan().any())]
 
-    def _describe_traffic(self) -> dict[str, Any]:
-        """What the backward pass sent: bytes of whole gradients that were reduced, of everything, and the calls."""
+    def _describe_traffic(self) -> tuple[Traffic, int]:
+        """Returns what the backward pass sent, and the bytes of whole gradients among it."""
         for dtype in self._meter.reduced_in:
             self.roundoff.arithmetic.dtypes.add(dtype)
         if not self.job.has_ranks:
-            return {}
-        sizes, traffic = self._meter.sizes, self._meter.traffic
-        counts = {kind.value: count for kind, count in traffic.counts.items()}
-        reduced = sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
-        gathers, self._gathers = self._gathers, []
-        gather_values = {"gathers": gathers} if gathers else {}
-        return {"reduced": reduced, "sent": traffic.bytes_moved, "collectives": counts, **gather_values}
+            return Traffic(), 0
+        sizes = self._meter.sizes
+        return self._meter.traffic, sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
 
     def _quiet_difference(self, place: Place) -> bool:
         """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""

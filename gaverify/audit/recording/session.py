@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
 from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
 from gaverify.audit.recording.graph import Reach, Weight
+from gaverify.audit.recording.journal import Journal
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Inputs, Loaders
@@ -27,9 +28,9 @@ from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspe
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
-from gaverify.records.events import Ending, Event, Kind
+from gaverify.records.events import Ending
 from gaverify.torch_internals import compiled_frames
-from gaverify.tracebacks import Place, user_place
+from gaverify.tracebacks import Place
 
 _BY_THE_SCRIPT = "weights moved by the script itself"
 
@@ -82,11 +83,11 @@ class Session:
         self.job, self.storage = job, storage
         self.watch, self.names, self.roundoff = Watch(), Names(), Roundoff()
         self.steps = 0  # optimizer steps so far, of any optimizer
-        self._update = Update(1)
+        self._update, self._journal = Update(1), Journal(storage)
         self._lock = threading.RLock()
         self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
         self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._unannounced_changes = UnannouncedChanges(self.watch, self._event)
+        self._unannounced_changes = UnannouncedChanges(self.watch, self._journal)
         self.by_hand = False  # the script has no optimizer: moved weights are its steps
         self.undoes_steps = False
         self._in_forward = self._in_backward = self._complete = False
@@ -183,10 +184,6 @@ class Session:
     def _is_last_update(self) -> bool:
         """Whether the modules of this update are listened to, or pinned."""
         return self._update.number == self.job.updates
-
-    def _event(self, kind: Kind, place: tuple[Any, Any] | None = None, **values: Any) -> None:
-        file, line = place or user_place() or (None, None)
-        self.storage.event(Event(kind, self._update.number, file, line, values))
 
     def _meta(self, reason: Ending) -> dict[str, Any]:
         indices = range(len(self.watch))

@@ -19,7 +19,7 @@ from gaverify.audit.recording.unannounced import ByHand
 from gaverify.audit.recording.values import place_in_group
 from gaverify.audit.recording.watching import Watched, parameters_of
 from gaverify.passes.wrappers import is_sharded
-from gaverify.records.events import Ending
+from gaverify.records.events import Backward, ClearedByHand, End, Ending, Step
 from gaverify.tracebacks import Place, user_place
 
 GRACE = 2.0
@@ -93,7 +93,7 @@ class Steps(Session):
             self._closed = True
             self._unannounced_changes.settle()
             self._close_update()
-            self._event("end", reason=reason.value)
+            self._journal.add(End(*self._journal.stamp(), reason=reason))
             self.storage.finish({**self._meta(reason), "status": code})
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ class Steps(Session):
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
-            self._event("step", place, optimizer=index, inside=self._in_backward, by_hand=index in look.changed)
+            by_hand, stamp = index in look.changed, self._journal.stamp(place)
+            self._journal.add(Step(*stamp, optimizer=index, inside=self._in_backward, by_hand=by_hand))
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._open_window(entry)
             if lead:
@@ -205,13 +206,8 @@ class Steps(Session):
             self._close_update()
         self.steps += 1
         entry.steps += 1
-        self._event(
-            "step",
-            self._unannounced_changes.moving_line or (None, None),
-            optimizer=entry.index,
-            inside=False,
-            by_hand=True,
-        )
+        stamp = self._journal.stamp(self._unannounced_changes.moving_line or (None, None))
+        self._journal.add(Step(*stamp, optimizer=entry.index, by_hand=True))
         if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
             self._by_change = True
             self._open_window(entry, before, change)
@@ -219,7 +215,7 @@ class Steps(Session):
             self._open_window(entry, before)
         self._update.capture_after_step(entry, self.names.buffers(), led=False)
         if entry.is_cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
-            self._event("cleared", (None, None), cleared=[entry.index])
+            self._journal.add(ClearedByHand(*self._journal.stamp((None, None)), optimizers=(entry.index,)))
         if self.undoes_steps:
             hand.back()
             self.watch.look()
@@ -237,8 +233,9 @@ class Steps(Session):
                 reached_entry = self.watch.of(index)
                 reached_entry.pending += 1
                 reached_entry.receive(number, change, part.reached)
-            touched = sorted(part.changes)
-            self._event("backward", part.place, touched=touched, targets=part.targets, forwards=part.reached)
+            touched, targets, reached = tuple(sorted(part.changes)), tuple(part.targets), tuple(part.reached)
+            stamp = self._journal.stamp(part.place)
+            self._journal.add(Backward(*stamp, optimizers=touched, targets=targets, forwards=reached))
         if counted:
             self._targets.clear()
 
@@ -263,7 +260,7 @@ class Steps(Session):
             own_positions = {at: self.pinned_modules.own(self.watch.parameters(at)) for at in range(len(self.watch))}
             self.storage.tensors("pinned", self.pinned_modules.forwards if self.source is None else own_positions)
         self.draws.close(number)
-        self._update = Update(number + 1)
+        self._update, self._journal.update = Update(number + 1), number + 1
 
     def _end_if_complete(self) -> None:
         """Sees to it that the script ends soon if it has made all updates that were asked for."""

@@ -21,7 +21,7 @@ import torch
 from gaverify.audit.folders import DISK_FULL, ROOM, note_fault
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
-from gaverify.records.events import Event
+from gaverify.records.events import Event, write_event
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"
@@ -37,7 +37,7 @@ class Storage:
 
     def event(self, event: Event) -> None:
         """Appends an event."""
-        self._events.write(json.dumps({**vars(event), "values": dict(event.values)}) + "\n")
+        self._events.write(write_event(event) + "\n")
 
     def reserve(self, tensors: Iterable[torch.Tensor], times: int) -> None:
         """Ends the process where the disk cannot take what will be stored, long before it is full.

@@ -12,14 +12,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
+from gaverify.audit.recording.journal import Journal
 from gaverify.audit.recording.values import Sample, copy_values
 from gaverify.audit.recording.watching import Look, Watch
 from gaverify.passes.precision import unit_roundoff
+from gaverify.records.events import ClearedByHand, GradientsEdited, SettingsChanged, WeightsMoved
 from gaverify.thresholds import FEW_UNITS, ONE_FACTOR
 from gaverify.tracebacks import LineHunt, Owner, Place
 
@@ -32,11 +34,11 @@ class UnannouncedChanges:
 
     Args:
         watch: The optimizers.
-        event: Writes an event: kind, place, values.
+        journal: Where the events are written.
     """
 
-    def __init__(self, watch: Watch, event: Callable[..., Any]) -> None:
-        self._watch, self._event = watch, event
+    def __init__(self, watch: Watch, journal: Journal) -> None:
+        self._watch, self._journal = watch, journal
         self._hunt: LineHunt | None = None
         self._always = False
         self._hunting = set[What]()
@@ -53,17 +55,18 @@ class UnannouncedChanges:
         """The line that moves the weights, once it is known."""
         return self._places.get("moved")
 
-    def note(self, look: Look, where: str) -> None:
+    def note(self, look: Look, where: Literal["between", "forward", "backward"]) -> None:
         """Records cleared gradients, and moved weights of optimizers that have a window open."""
         self.settle()
         moved = [index for index in look.moved if self._watch.of(index).pending]
         lost = [index for index in look.cleared if self._watch.of(index).pending]
         place = self._place_of("moved")
         if moved:
-            self._event("moved", place, where=where, optimizers=moved)
+            self._journal.add(WeightsMoved(*self._journal.stamp(place), tuple(moved), where))
         if look.cleared:  # also what a step has used: the next window starts without it
             self._watch.forget(look.cleared)
-            self._event("cleared", place if lost else (None, None), cleared=look.cleared)
+            stamp = self._journal.stamp(place if lost else (None, None))
+            self._journal.add(ClearedByHand(*stamp, optimizers=tuple(look.cleared)))
         if (moved or lost) and where == "between":
             self._hunting.add("moved")  # the next time round the line is found
 
@@ -71,15 +74,16 @@ class UnannouncedChanges:
         """Records gradients that were changed by hand after a backward pass, and before the window goes on."""
         changed = [index for index in look.changed if index not in look.cleared and self._watch.of(index).pending]
         if changed:
-            factors = [_factor(self._watch.of(index).gradients, look.changed[index]) for index in changed]
-            self._event("edited", self._place_of("edited"), optimizers=changed, factors=factors)
+            factors = tuple(_factor(self._watch.of(index).gradients, look.changed[index]) for index in changed)
+            self._journal.add(GradientsEdited(*self._journal.stamp(self._place_of("edited")), tuple(changed), factors))
             self._hunting.add("edited")
 
     def note_settings(self) -> None:
         """Records that settings of optimizers were changed by hand; the line is known from the second time on."""
         changed = self._watch.changed_settings(self._settings)
         if changed:
-            self._event("settings", self._place_of("settings"), optimizers=changed)
+            stamp = self._journal.stamp(self._place_of("settings"))
+            self._journal.add(SettingsChanged(*stamp, optimizers=tuple(changed)))
             self._hunting.add("settings")
         self.know_settings()
 

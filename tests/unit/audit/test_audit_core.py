@@ -8,8 +8,9 @@ parameters moved by hand, `E` the script's end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,23 @@ from gaverify.errors import SpecError
 from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparison
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
-from gaverify.records.events import Event, Ledger, ledger_of
+from gaverify.records.events import (
+    AverageUpdate,
+    Backward,
+    Clipping,
+    End,
+    Ending,
+    Event,
+    Forward,
+    GradientsEdited,
+    Ledger,
+    ScalerCall,
+    SchedulerStep,
+    Step,
+    WeightsMoved,
+    ZeroGrad,
+    ledger_of,
+)
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, LossTerm, Operation, Suspect, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
@@ -37,21 +54,21 @@ from gaverify.rules.controls import rest_of
 from gaverify.rules.scale import constant
 from gaverify.rules.wrong_scale import short_by
 
-KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "B": ("backward", {"touched": [0], "targets": []}),
-    "S": ("step", {"optimizer": 0, "inside": False}),
-    "H": ("step", {"optimizer": 0, "inside": False, "by_hand": True}),
-    "Z": ("zero_grad", {"cleared": [0]}),
-    "C": ("clip", {"active": True}),
-    "c": ("clip", {"active": False}),
-    "L": ("scheduler", {"scheduler": 1, "lr": [0.1]}),
-    "U": ("scaler", {"call": "unscale_", "skipped": False}),
-    "A": ("average", {}),
-    "e": ("edited", {"optimizers": [0], "factors": [0.25]}),
-    "f": ("edited", {"optimizers": [0], "factors": [0.7]}),
-    "v": ("edited", {"optimizers": [0], "factors": [None]}),
-    "M": ("moved", {"where": "between", "optimizers": [0]}),
-    "E": ("end", {"reason": "script"}),
+KINDS: Mapping[str, Callable[..., Event]] = {
+    "B": partial(Backward, optimizers=(0,)),
+    "S": Step,
+    "H": partial(Step, by_hand=True),
+    "Z": partial(ZeroGrad, optimizers=(0,)),
+    "C": partial(Clipping, active=True),
+    "c": Clipping,
+    "L": partial(SchedulerStep, scheduler=1, lr=(0.1,)),
+    "U": partial(ScalerCall, call="unscale_"),
+    "A": AverageUpdate,
+    "e": partial(GradientsEdited, optimizers=(0,), factors=(0.25,)),
+    "f": partial(GradientsEdited, optimizers=(0,), factors=(0.7,)),
+    "v": partial(GradientsEdited, optimizers=(0,), factors=(None,)),
+    "M": partial(WeightsMoved, optimizers=(0,)),
+    "E": partial(End, reason=Ending.SCRIPT),
 }
 LINES = {letter: line for line, letter in enumerate(KINDS, 10)}
 
@@ -63,9 +80,8 @@ def loop(text: str, rows: int = 2) -> list[Event]:
     for letter in text.replace(" ", ""):
         if letter == "B":
             update, stepped = update + stepped, False
-            events.append(Event("forward", update, "train.py", 9, {"rows": rows, "model": 0}))
-        kind, values = KINDS[letter]
-        events.append(Event(kind, update, "train.py", LINES[letter], values))  # type: ignore[arg-type]
+            events.append(Forward(update, "train.py", 9, rows=rows, model=0))
+        events.append(KINDS[letter](update, "train.py", LINES[letter]))
         stepped = stepped or letter in "SH"
     return events
 
@@ -136,17 +152,17 @@ class TestWindows:
 
     def test_backward_passes_that_another_optimizer_uses_are_not_lost(self) -> None:
         """A GAN: the generator's backward also reaches the discriminator, which clears that."""
-        both = Event("backward", 1, None, None, {"touched": [0, 1]})
+        both = Backward(1, optimizers=(0, 1))
         events = [
             both,
-            Event("step", 1, None, None, {"optimizer": 1}),
-            Event("zero_grad", 2, None, None, {"cleared": [0]}),
+            Step(1, optimizer=1),
+            ZeroGrad(2, optimizers=(0,)),
         ]
         assert ledger_of(events).lost == ()
 
     def test_a_skipped_step_of_a_scaler_loses_nothing(self) -> None:
-        skipped = Event("scaler", 1, None, None, {"call": "step", "skipped": True})
-        events = [*loop("BB"), skipped, Event("zero_grad", 1, None, None, {"cleared": [0]}), *loop("BBSZ")]
+        skipped = ScalerCall(1, call="step", skipped=True)
+        events = [*loop("BB"), skipped, ZeroGrad(1, optimizers=(0,)), *loop("BBSZ")]
         assert ledger_of(events).lost == ()
 
 
@@ -232,10 +248,7 @@ class TestDivisionsByCalls:
 
     def found(self, *weights: float | None, text: str = "BBBBSZ BBBBSZ BBSZ") -> list[str]:
         events, known = loop(text), iter(weights)
-        events = [
-            replace(event, values={**event.values, "weight": next(known)}) if event.kind == "backward" else event
-            for event in events
-        ]
+        events = [replace(event, weight=next(known)) if isinstance(event, Backward) else event for event in events]
         return faults(findings_for(Record(windows_of(events), ledger_of(events))))
 
     def test_a_short_window_that_is_divided_by_k_all_the_same(self) -> None:
@@ -475,7 +488,8 @@ class TestWeights:
     def test_terms_that_ranks_leave_untried_are_said(self, ranks: int, said: bool) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         loop = record(RIGHT, "BSZ BSZ", updates=(differs,), ranks=ranks)
-        sums = [replace(event, values={**event.values, "terms": 2}) for event in loop.windows[0].events]
+        events = loop.windows[0].events
+        sums = [replace(event, terms=2) if isinstance(event, Backward) else event for event in events]
         loop = replace(loop, windows=(replace(loop.windows[0], events=tuple(sums)), *loop.windows[1:]))
         (found,) = findings_for(loop)
         assert ("2 terms of the loss were not tried" in str(found.evidence)) == said
@@ -810,7 +824,7 @@ class TestNotes:
         row = parameter(math.nan, Outcome.DIVERGENT, why=NotCompared.MISSING_IN_ACCUMULATED)
         one_sided = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))
         found = record(RIGHT, "BSZ BSZ", updates=(one_sided,))
-        another = Event("step", 1, None, None, {"optimizer": 1, "inside": False})
+        another = Step(1, optimizer=1)
         other = replace(found, full_windows=windows_of([another, *loop("BSZ BSZ", 8)]))
         for case, said in ((found, "`weight` has"), (other, "not the same optimizers step")):
             (finding,) = findings_for(case)
@@ -1041,11 +1055,11 @@ class TestFrameworks:
     def made_by(self, framework: FrameworkLoop | None, **fields: Any) -> Record:
         """An update that differs, whose backward passes a framework runs."""
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=2.0, **fields),))
-        values = {} if framework is None else {"framework": list(astuple(framework))}
-        windows = tuple(
-            replace(window, events=tuple(replace(event, values={**event.values, **values}) for event in window.events))
-            for window in loop.windows
-        )
+
+        def run(event: Event) -> Event:
+            return replace(event, framework=framework) if isinstance(event, Backward) else event
+
+        windows = tuple(replace(window, events=tuple(map(run, window.events))) for window in loop.windows)
         return replace(loop, windows=windows)
 
     @pytest.mark.parametrize(

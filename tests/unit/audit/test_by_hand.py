@@ -24,7 +24,7 @@ from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decide_by_weights
 from gaverify.errors import ProblemError
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
-from gaverify.records.events import Event
+from gaverify.records.events import Backward, Event, Step
 from gaverify.records.experiment import WeightFit
 
 
@@ -206,7 +206,7 @@ def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
     assert decide_by_weights(made, fit(0.0), U) is made
 
 
-STEP, BACKWARD = Event("step", 1), Event("backward", 1)
+STEP, BACKWARD = Step(1), Backward(1)
 
 
 def said(*events: Event, launcher: tuple[str, ...] = (), **meta: Any) -> str:

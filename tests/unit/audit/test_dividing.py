@@ -17,7 +17,7 @@ from gaverify.audit.recording import graph
 from gaverify.audit.recording.graph import MOST, Terms, Weight
 from gaverify.audit.stages import _feels_samples, add_up, fit_gradients
 from gaverify.records.audit import Record
-from gaverify.records.events import Event, Ledger
+from gaverify.records.events import Backward, Event, Forward, Ledger, Step
 from gaverify.records.windows import Window
 
 STEPS, VALID, ROWS, KINDS = 4, 5, 8, 3
@@ -205,11 +205,11 @@ CRITIC, GENERATOR = 0, 1
 
 def window(passes: list[list[int]], rows: int) -> Window:
     """A window that ends with the critic's step; every pass touches some optimizers and follows a forward."""
-    events = []
+    events: list[Event] = []
     for touched in passes:
-        events.append(Event("forward", 1, "train.py", 1, {"rows": rows, "model": 0}))
-        events.append(Event("backward", 1, "train.py", 2, {"touched": touched, "targets": []}))
-    events.append(Event("step", 1, "train.py", 3, {"optimizer": CRITIC}))
+        events.append(Forward(1, "train.py", 1, rows=rows, model=0))
+        events.append(Backward(1, "train.py", 2, optimizers=tuple(touched)))
+    events.append(Step(1, "train.py", 3, optimizer=CRITIC))
     return Window(1, tuple(events))
 
 

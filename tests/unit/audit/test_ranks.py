@@ -27,6 +27,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import Forward
 from gaverify.records.ranks import Collective, Engine, RankFacts
 
 FULL = numbers(2.0, 0.0, 1.0, -1.0, 3.0)
@@ -178,9 +179,9 @@ def test_ranks_that_share_their_rows_count_once(
 ) -> None:
     full = run_of(tmp_path / "alone", FULL, FULL, role="full", fed=ROWS[:2])
     runs = shared_by(tmp_path, told, rank_0=ROWS[:2], rank_1=other).beside(full)
-    forward = next(event for event in runs.events if event.kind == "forward")
+    forward = next(event for event in runs.events if isinstance(event, Forward))
     rows = runs.rows_of(runs.samples(ROUND), reached=False)
-    assert forward.values["rows"] == counted
+    assert forward.rows == counted
     assert check_rows(full.rows_of(full.samples(ROUND), reached=False), rows).same is (counted == 2)
 
 

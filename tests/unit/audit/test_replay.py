@@ -27,7 +27,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import Runs, compare_gradients
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import Event, ledger_of
+from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
@@ -224,7 +224,7 @@ class TestRaggedLabels:
         assert not check_rows([self._rows(5, 3, 7, 4)], [self._rows(5, 3), self._rows(7, 4, seed=1)]).same
 
 
-TOUCHED = {"F": [0], "G": [1], "B": [0, 1], "f": []}
+TOUCHED: dict[str, tuple[int, ...]] = {"F": (0,), "G": (1,), "B": (0, 1), "f": ()}
 
 
 def loop(text: str) -> list[Event]:
@@ -234,14 +234,14 @@ def loop(text: str) -> list[Event]:
     for letter in text.replace(" ", ""):
         if letter in TOUCHED:
             update, stepped, number = update + stepped, False, number + 1
-            events.append(Event("forward", update, values={"rows": 2, "model": 0, "number": number}))
+            events.append(Forward(update, rows=2, model=0, number=number))
             if letter != "f":
-                events.append(Event("backward", update, values={"touched": TOUCHED[letter], "forwards": [number]}))
+                events.append(Backward(update, optimizers=TOUCHED[letter], forwards=(number,)))
         elif letter in "12":
-            events.append(Event("step", update, values={"optimizer": int(letter) - 1, "inside": False}))
+            events.append(Step(update, optimizer=int(letter) - 1))
             stepped = True
         else:
-            events.append(Event("zero_grad", update, values={"cleared": ["yz".index(letter)]}))
+            events.append(ZeroGrad(update, optimizers=("yz".index(letter),)))
     return events
 
 

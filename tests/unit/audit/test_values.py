@@ -231,7 +231,7 @@ def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatc
     recorder = SimpleNamespace(
         off=False,
         storage=SimpleNamespace(folder=tmp_path / "audit" / "1-accumulated"),
-        simple=lambda kind, path: noted.append(path),
+        note_load=noted.append,
     )
     monkeypatch.setattr(torch, "load", torch.load)
     _loads(recorder)  # type: ignore[arg-type]

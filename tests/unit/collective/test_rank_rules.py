@@ -19,7 +19,7 @@ from gaverify.collective.window import Moved, cut_by_clipping, own_sketch
 from gaverify.passes.gradients import Gradients
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
-from gaverify.records.events import Event, Ledger
+from gaverify.records.events import Backward, Clipping, Ledger, Step
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import SCRIPT, Weights
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
@@ -200,8 +200,8 @@ def judged(facts: RankFacts) -> dict[str, Any]:
 
 
 def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
-    clip = Event("clip", 1, "train.py", 8, {"call": "clip_grad_norm_"})
-    step = Event("step", 1, "train.py", 10, {"optimizer": 0, "inside": False})
+    clip = Clipping(1, "train.py", 8, call="clip_grad_norm_")
+    step = Step(1, "train.py", 10, optimizer=0)
     measured = ranks(fit(), shards=SHARES, summed_apart=1.4)
     whole = replace(record(), ranks=measured, loop=Record(windows_of((clip, step)), Ledger((), ())))
     (finding,) = shard_local_norm.judge(whole)
@@ -211,8 +211,8 @@ def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
 
 
 def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
-    event = Event("backward", 1, "train.py", 9, {"touched": [0], "targets": [], "gathers": [["train.py", 7]]})
-    step = Event("step", 1, "train.py", 10, {"optimizer": 0, "inside": False})
+    event = Backward(1, "train.py", 9, optimizers=(0,), gathers=(("train.py", 7),))
+    step = Step(1, "train.py", 10, optimizer=0)
     windows = windows_of((event, step))
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)
     whole = replace(record(), ranks=measured, loop=Record(windows, Ledger((), ())))
