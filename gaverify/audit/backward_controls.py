@@ -1,8 +1,8 @@
-"""The control for losses that add up where gradients do not: whose backward depends on the batch?
+"""The control for losses that add up although gradients do not: which code's backward depends on the batch?
 
-Both runs are made again, with the gradients that flow into what every module gives. They agree, up to the weights of
-the micro-batches, behind the code at fault, and differ before it. That code then gives back what it gave back for the
-full batch.
+Both runs are made again, and record the gradients of all modules' outputs. Up to the weights of the micro-batches they
+agree behind the code at fault, which the backward pass reaches first, and differ before it. The control pins the
+gradients that this code gives back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from gaverify.audit.coupling_controls import (
+    CallKey,
     CouplingBench,
     Pair,
     PinnedRuns,
@@ -34,25 +35,26 @@ from gaverify.tracebacks import display_path
 
 
 def control_backward(trial: Trial, record: Record) -> Record:
-    """Returns the record with the code whose backward depends on the batch, where losses contradict fitted weights."""
+    """Returns the record with the code whose backward depends on the batch, if the losses contradict fitted weights."""
     update = record.divergent
     if update is None or not contradict_losses(record, update):
         return record
-    # The script may divide its losses, or the gradients after its backward passes, in each run as it likes.
-    times = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
-    bench = CouplingBench(trial, record, update, times)
+    # Each run may divide its losses, or the gradients after its backward passes, by another number.
+    factor = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
+    bench = CouplingBench(trial, record, update, factor)
     runs = bench.run_both(Pins())
-    if not runs.each or not agree(runs.pairs, record.unit):
+    if not runs.pairs_by_rank or not agree(runs.pairs, record.unit):
         return record
     cause: Cause | None = None
-    for operation in _candidates(runs, times, record.unit, update.number):
+    for operation in _candidates(runs, factor, record.unit, update.number):
         path = SCRIPT if operation.module is None else operation.module
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
-        pinned_runs = bench.run_both(Pins(modules=(path,)), runs.each)
+        pinned_runs = bench.run_both(Pins(modules=(path,)), runs.pairs_by_rank)
         control = bench.control(
             pinned_runs, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH
         )
         suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
+        # without a control that leaves rounding the likeliest candidate is suspected
         cause = Cause(suspect, control) if cause is None or control.rounding else cause
         if control.rounding:
             break
@@ -60,18 +62,21 @@ def control_backward(trial: Trial, record: Record) -> Record:
 
 
 def full_batch_weight(record: Record, update: UpdateComparison) -> float:
-    """Returns what the gradient of the full batch's backward passes is multiplied by until it decides."""
+    """Returns the factor between the full batch's loss and the losses that its run differentiates."""
     windows = [window for window in record.full_windows if window.number == update.number]
     losses = sum(backward.loss for window in windows for backward in window.of(Backward))
     return update.full_loss / losses if losses else math.nan
 
 
-def _candidates(runs: PinnedRuns, times: float, unit: float, update: int) -> Iterator[Operation]:
-    """Yields the code whose backward may be at fault: a module behind the last gradient that differs, or around it."""
+def _candidates(runs: PinnedRuns, factor: float, unit: float, update: int) -> Iterator[Operation]:
+    """Yields the code whose backward may be at fault.
+
+    That is the module behind the last gradient that differs, then the code around both: a module or the loss.
+    """
     pairs = [pair for pair in runs.pairs if pair is not None]
-    differing = {key for pair in pairs for key in _differing_calls(pair, times, unit)}
+    differing = {key for pair in pairs for key in _differing_calls(pair, factor, unit)}
     calls = [(key, full_call) for key, full_call, _ in calls_of_pair(pairs[0])] if pairs else []
-    # calls are in the order in which they end: the backward reaches the last of them first
+    # in the order in which calls end: the backward pass reaches the last of them first
     for at, (key, call) in reversed([*enumerate(calls)]):
         around = call["under"]
         agrees_around = around == SCRIPT or not any(path == around for path, _ in differing)
@@ -88,13 +93,13 @@ def _candidates(runs: PinnedRuns, times: float, unit: float, update: int) -> Ite
         return
 
 
-def _differing_calls(pair: Pair, times: float, unit: float) -> Iterator[tuple[str, int]]:
-    """Yields the calls that are given back other gradients for a micro-batch's rows than `times` the full batch's."""
+def _differing_calls(pair: Pair, factor: float, unit: float) -> Iterator[CallKey]:
+    """Yields the calls whose output gradients of a micro-batch's rows are not `factor` times the full batch's."""
     for key, full_call, micro_call in calls_of_pair(pair):
         gradients = full_call["gradients"], micro_call["gradients"]
         for path in gradients[0].keys() & gradients[1].keys():
             rows = rows_of_pair(pair, gradients[0][path], gradients[1][path])
-            if rows is not None and _relative_difference(times * rows[0], rows[1]) > difference_allowed(unit):
+            if rows is not None and _relative_difference(factor * rows[0], rows[1]) > difference_allowed(unit):
                 yield key
 
 
@@ -108,7 +113,7 @@ def _operation_of(call: ModuleCall) -> Operation:
 
 
 def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
-    """The loss, at the line of the function with a backward of its own where it has one; else where it is made."""
+    """Returns the loss, at the line of a function with a backward of its own if it has one, else where it is made."""
     event = next(event for event in runs.full.events if isinstance(event, Backward) and event.update == update)
     lines = [*event.origin.custom, *event.origin.met[-1:], event.place]
     file, line = next((place for place in lines if place is not None), (None, None))

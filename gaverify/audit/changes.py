@@ -214,9 +214,9 @@ class RestoreState(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
-        from gaverify.audit.recording.state import MovingState
+        from gaverify.audit.recording.state import RestoredState
 
-        recorder.state = MovingState(self.names, recorder.work)
+        recorder.state = RestoredState(self.names, recorder.work)
 
 
 @dataclass(frozen=True)

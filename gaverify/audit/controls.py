@@ -1,8 +1,8 @@
 """Controls of an audit: further runs that decide what the comparison alone leaves open, of one process or of ranks.
 
-Each asks the record whether it is called for, makes runs with one thing changed, and returns what they tell. Two decide
-by the weights: by what steps, or a script that moves them itself, make of the gradients. Those of ranks run the same
-ranks again, with one thing put right or held still.
+A control reads from the record whether it is needed, makes runs with a few changes, and returns the record with the
+answer. Two controls compare weight updates instead of gradients: after optimizer steps, and after hand-written updates.
+The controls of ranks run the same ranks again, with one thing corrected or pinned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference, rank_facts
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import RecordedRun
+from gaverify.audit.reading import RecordedRun, Samples
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
 from gaverify.audit.state_controls import control_state
@@ -49,102 +49,101 @@ from gaverify.rules.scale import fitted_weights_of, multipliers_of
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, TOO_SMALL_TO_CLIP
 from gaverify.verdict.criteria import floors_allowed
 
-_OTHERWISE = ((1, 1.3), (2, 1.7), (3, 2.9))  # directions of weights, and what losses are multiplied by
-_MOST_HELD = 64  # micro-batches that the control with undone steps runs at most
+_MORE_FLOORS = ((1, 1.3), (2, 1.7), (3, 2.9))  # seeds of directions, and factors on losses: no powers of two
+_MOST_UNDONE = 64  # micro-batches that the control with undone steps runs at most
 
 
 def control_noise_floor(trial: Trial, record: Record) -> Record:
-    """The control for differences near the noise floor: a floor that one run measured may be small by chance.
+    """Measures the noise floor again if all differences are near it: one run may measure a floor that is too small.
 
-    A gradient whose terms cancel is made of the rounding of each of them, which moved weights hardly change where they
-    are small. So the losses are multiplied by odd factors, which rounds every term otherwise, and the weights are moved
-    in more directions; the largest floor counts.
+    The gradient of terms that cancel consists of their rounding. Small weights that move by a roundoff hardly change
+    that rounding, so the losses are multiplied by odd factors as well, which rounds every term differently. The largest
+    floor counts.
     """
     rows = [row for update in record.updates if update.differs for row in update.parameters]
     differences = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
     if not differences or not all(difference < SMALLEST_FAULT for difference in differences):
         return record
     more_perturbed = trial.runner.record(
-        *(trial.perturbed_control(seed, ScaleLosses(factor)) for seed, factor in _OTHERWISE)
+        *(trial.perturbed_control(seed, ScaleLosses(factor)) for seed, factor in _MORE_FLOORS)
     )
-    factors = [factor for _, factor in _OTHERWISE]
+    factors = [factor for _, factor in _MORE_FLOORS]
     return replace(record, updates=trial.compare(extra_perturbed=[*zip(more_perturbed, factors, strict=True)]))
 
 
 def control_clipping(trial: Trial, record: Record) -> Record:
-    """The control for clipping inside windows, and for gradients that a script changes by hand.
+    """Makes all runs again with losses too small to be clipped, if a window clips or a script edits its gradients.
 
-    All runs again, with losses too small to be clipped.
-
-    Dividing, centralising or summing elsewhere treats a gradient alike whatever its size; clipping lets a small one
-    pass. So what the optimizers see of small gradients is what the script makes of them before it clips.
+    Clipping lets a small gradient pass. Other edits (dividing, centralising, summing elsewhere) do not depend on its
+    size, so that the optimizers see them alone.
     """
     if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
         return record
     control = trial.repeat_with(ScaleLosses(TOO_SMALL_TO_CLIP), shown_as="unclipped")
-    small = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
+    unclipped = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
-    weighed_record = control_weights(control, replace(record, updates=small, windows=windows))
+    # weights that fit are tried on the small losses, too: clipping would hide what they do
+    weighed_record = control_weights(control, replace(record, updates=unclipped, windows=windows))
     record = replace(record, weighed=weighed_record.weighed, made=weighed_record.made)
-    judged_updates = {update.number: update for update in small if update.judged}
+    judged_updates = {update.number: update for update in unclipped if update.judged}
     updates = tuple(
-        _without_clips(update, judged_updates[update.number])
+        _decide_without_clips(update, judged_updates[update.number])
         if update.unclear and update.number in judged_updates
         else update
         for update in record.updates
     )
-    return replace(record, updates=updates, unclipped=small)
+    return replace(record, updates=updates, unclipped=unclipped)
 
 
-def _without_clips(update: UpdateComparison, small: UpdateComparison) -> UpdateComparison:
-    """Returns an update that gradients changed by hand left unclear, decided as in the control."""
-    used = next((stage for stage in small.stages if stage.stage is Stage.USED), None)
-    if used is None or used.outcome is Outcome.INCONCLUSIVE or small.unrepeatable:
+def _decide_without_clips(update: UpdateComparison, unclipped: UpdateComparison) -> UpdateComparison:
+    """Returns an update that edited gradients left unclear, decided as in the control."""
+    used = next((stage for stage in unclipped.stages if stage.stage is Stage.USED), None)
+    if used is None or used.outcome is Outcome.INCONCLUSIVE or unclipped.unrepeatable:
         return update
     decided = replace(update, unclear=False, stages=(*update.stages, replace(used, stage=Stage.UNCLIPPED)))
     if used.outcome is Outcome.EQUIVALENT and update.outcome is Outcome.DIVERGENT:
-        # The same sum once nothing is clipped, another where it is: clipped at another place than the full batch's.
+        # The sums agree once nothing is clipped: the script clips at another place than in the full-batch run.
         return decided
     return replace(
         decided,
         outcome=used.outcome,
-        parameters=small.parameters,
-        fit=small.fit,
-        noise=small.noise,
+        parameters=unclipped.parameters,
+        fit=unclipped.fit,
+        noise=unclipped.noise,
         decided=Stage.UNCLIPPED,
     )
 
 
 def control_terms(trial: Trial, record: Record) -> Record:
-    """The control for a loss that is a sum: both runs up to the update that differs, with each term alone.
+    """Makes both runs with each term of the loss alone, up to the update that differs, if the loss is a sum.
 
-    Nothing is told unless the terms' gradients add up to those of the whole, in both runs. The full batch's steps are
-    led as well: its term alone would train other weights for the next update.
+    The terms count if their gradients add up to those of the whole loss, in both runs.
     """
     update = record.divergent
     if update is None or is_explained(record):
         return record
     windows = [window for window in (*record.full_windows, *record.windows) if window.number == update.number]
     counts = {backward.terms for window in windows for backward in window.of(Backward)}
-    count = counts.pop() if len(windows) == 2 and len(counts) == 1 else 0  # else the runs have other numbers of them
+    count = counts.pop() if len(windows) == 2 and len(counts) == 1 else 0  # 0: the runs differ in their terms
     if count < 2:
         return record
-    alone = []
+    runs_of_terms = []
     for term in range(1, count + 1):
         full, accumulated = trial.runner.record(
+            # led: one term alone would train other weights for the next update
             trial.full_batch_control(DifferentiateTerm(term), updates=update.number, shown_as="terms"),
             trial.control("accumulated", DifferentiateTerm(term), updates=update.number, shown_as="terms"),
         )
-        alone.append((full, accumulated))
-    loss_terms = fit_terms((trial.full, trial.accumulated), alone, record.tolerance, update.number)
+        runs_of_terms.append((full, accumulated))
+    loss_terms = fit_terms((trial.full, trial.accumulated), runs_of_terms, record.tolerance, update.number)
     return replace(record, terms=loss_terms)
 
 
 def control_overwriting(trial: Trial, record: Record) -> Record:
-    """The control for gradients that each backward pass may set: the accumulated run, cleared before each of them.
+    """Clears the gradients before each backward pass, if each pass may overwrite those of the passes before it.
 
-    Where the same gradient reaches the step, those before the last pass never did. What such passes add is that of the
-    next one less their own, so that weights which fall from pass to pass give the full batch's gradient.
+    If the same gradient reaches the step, only the last pass ever reached it. A pass that overwrites seems to add its
+    own gradient less that of the pass before, so the weights that fit fall from pass to pass.
     """
     update_and_fit = fitted_weights_of(record)
     if (
@@ -162,10 +161,10 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
 
 
 def control_weights(trial: Trial, record: Record) -> Record:
-    """The control for weights that fit: the accumulated run with every loss of the update times what it should count.
+    """Makes the accumulated run with the weights that fit on its losses, if there are such weights.
 
-    A fit is arithmetic on recorded gradients. What the script makes of such losses (with its state, its hooks, its
-    limits) only a run shows.
+    A fit is arithmetic on recorded gradients. Only a run shows what the script's state, hooks and limits do with such
+    losses.
     """
     update, right = record.divergent, multipliers_of(record)
     shares = trial.shares(record, right)
@@ -184,41 +183,42 @@ def control_weights(trial: Trial, record: Record) -> Record:
 
 
 def control_inner_steps(trial: Trial, record: Record) -> Record:
-    """The control for a step inside the window: once more with every step undone, then fit all micro-batches."""
+    """Undoes every step, if the accumulated run steps inside the window, and fits the gradients of micro-batches."""
     first = record.first
     steps = record.expected(first) if first is not None else None
-    if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_HELD:
+    if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_UNDONE:
         return record
     frozen_run = trial.run(trial.control("accumulated", UndoSteps(), updates=steps, led=False))
     samples = [frozen_run.samples(round_) for round_ in rounds_of(frozen_run.events)[:steps]]
-    # of a step inside the backward pass, which may clear what it has used, only what it was given was seen
-    increments_seen = [
-        any(bool(change.any()) for added in sample.increments for change in added.values()) for sample in samples
+    increments_by_step = [
+        # a step inside the backward pass may clear gradients before they are seen: then those that it used count
+        sample.increments if _has_increments(sample) else [sample.of("final")]
+        for sample in samples
     ]
-    changes_of_rounds = [
-        sample.increments if any_ else [sample.of("final")]
-        for sample, any_ in zip(samples, increments_seen, strict=True)
-    ]
-    increments = [increment for members in changes_of_rounds for increment in members][:steps]
+    increments = [increment for members in increments_by_step for increment in members][:steps]
     full_samples = trial.full.samples(rounds_of(trial.full.events)[0])
     totals = {at: sum(step[at] for step in increments if at in step) for at in full_samples.summed_gradients}
     used = {at: total for at, total in totals.items() if isinstance(total, torch.Tensor)}
     if len(used) < len(totals):
-        return record  # a step inside the backward left no gradient to be seen
+        return record  # `sum` of nothing is 0: a step inside the backward pass left no gradient to be seen
     target, stretches = full_samples.summed_gradients, full_samples.of("stretches")
     fit = fit_gradients(target, stretches, used, increments)
     if fit is not None and full_samples.by_change:
-        # What the script takes away from its weights is the gradient times a rate that is not known.
+        # A hand-written update changes the weights by the gradient times an unknown rate, which the factor takes out.
         target = {at: part * fit.factor for at, part in target.items()}
         fit = fit_gradients(target, stretches, used, increments)
     return replace(record, steps_undone=fit)
 
 
-def control_own_steps(trial: Trial, record: Record) -> Record:
-    """The control for a step that makes something else of the same gradient: with the script's own gradients.
+def _has_increments(samples: Samples) -> bool:
+    return any(bool(change.any()) for increment in samples.increments for change in increment.values())
 
-    Updates whose weights change alike then have no fault. Their gradients differ by a factor that the step takes out
-    again: a step that divides by K, a lower rate.
+
+def control_own_steps(trial: Trial, record: Record) -> Record:
+    """Lets the accumulated run step with its own gradients, if its steps treat the same gradient differently.
+
+    Updates whose weights then change alike have no fault: the step takes out the factor by which the gradients differ.
+    It divides by K, or has a lower learning rate.
     """
     if trial.is_by_hand or not any(update.other_step for update in record.updates):
         return record
@@ -230,42 +230,43 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
 
 
 def control_change(trial: Trial, record: Record) -> Record:
-    """The control for a script that moves its weights itself: the full batch again, with losses half as large.
+    """Makes the full-batch run with half the loss, if a script moves its weights itself and their change is not clear.
 
-    Weights that change otherwise for half the gradient (SGD) show what the script makes of `.grad` in its step, and of
-    sums that it keeps elsewhere. Those that do not (Adam, a sign, a norm) show nothing of its size. Nor is it asked
-    for where their change tells what the gradients do, or agrees where it alone was seen.
+    Updates that depend on the size of the gradient (SGD) show what the script does with `.grad` before its step, and
+    with sums that it keeps elsewhere. Updates that do not (Adam, a sign, a norm) say nothing about the size. The
+    control is not needed if the change of the weights agrees with the gradients, or if it alone was seen and agrees.
     """
     if not trial.is_by_hand:
         return record
     full, accumulated = trial.full, trial.accumulated
-    if not any(_needs_half(update, full, accumulated) for update in record.updates):
+    if not any(_has_unclear_change(update, full, accumulated) for update in record.updates):
         return record
-    half = trial.run(trial.control("full", ScaleLosses(0.5), shown_as="unclipped"))
-    return replace(record, updates=decide_by_change(record.updates, full, accumulated, half))
+    halved = trial.run(trial.control("full", ScaleLosses(0.5), shown_as="unclipped"))
+    return replace(record, updates=decide_by_change(record.updates, full, accumulated, halved))
 
 
 def decide_by_change(
-    updates: tuple[UpdateComparison, ...], full: RecordedRun, accumulated: RecordedRun, half: RecordedRun
+    updates: tuple[UpdateComparison, ...], full: RecordedRun, accumulated: RecordedRun, halved: RecordedRun
 ) -> tuple[UpdateComparison, ...]:
-    """Returns the updates of a script that moves its weights itself, with what their change tells.
+    """Returns the updates of a script that moves its weights itself, decided by the change of the weights.
 
     Args:
-        updates: The comparisons of what the script was seen to use.
+        updates: The comparisons of the gradients that the script was seen to use.
         full: The full-batch run.
         accumulated: The accumulated run.
-        half: The full-batch run with losses half as large.
+        halved: The full-batch run with half the loss.
     """
-    first = common_rounds(full.events, half.events)[0]
-    halved = compare_changes(full.samples(first), half.samples(first), working_unit(full))
-    if halved is None or halved.outcome is not Outcome.DIVERGENT or halved.relative_difference < TENTH:
+    first = common_rounds(full.events, halved.events)[0]
+    response = compare_changes(full.samples(first), halved.samples(first), working_unit(full))
+    if response is None or response.outcome is not Outcome.DIVERGENT or response.relative_difference < TENTH:
+        # The weights change alike for half the gradient: their change says nothing about its size.
         return tuple(
             replace(update, outcome=Outcome.INCONCLUSIVE) if update.decided is Stage.CHANGE else update
             for update in updates
         )
     decided = []
     for update in updates:
-        change = _change(update, full, accumulated)
+        change = _compare_change(update, full, accumulated)
         if update.decided is Stage.CHANGE or change is None:
             decided.append(update)
         elif update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT:
@@ -275,17 +276,17 @@ def decide_by_change(
     return tuple(decided)
 
 
-def _needs_half(update: UpdateComparison, full: RecordedRun, accumulated: RecordedRun) -> bool:
+def _has_unclear_change(update: UpdateComparison, full: RecordedRun, accumulated: RecordedRun) -> bool:
     if update.decided is Stage.CHANGE:
         return update.differs
-    change = _change(update, full, accumulated)
+    change = _compare_change(update, full, accumulated)
     return change is not None and change.outcome is not update.outcome
 
 
-def _change(
+def _compare_change(
     update: UpdateComparison, full: RecordedRun, own_run: RecordedRun, residual: float = 0.0
 ) -> StageComparison | None:
-    """How far the weights change otherwise in an update, but for what a factor leaves; None where it is not judged."""
+    """Compares how weights change in an update, with `residual` allowed beside the noise; None if it is not judged."""
     if not update.judged:
         return None
     unit, round_ = working_unit(full), common_rounds(full.events, own_run.events)[update.number - 1]
@@ -294,19 +295,19 @@ def _change(
 
 
 def _accept_factor(update: UpdateComparison, full: RecordedRun, own_run: RecordedRun) -> UpdateComparison:
-    """Returns an update, as equivalent where its gradient differs by a factor and its weights change alike."""
+    """Returns an update; it is equivalent if its gradient differs by one factor and its weights change alike."""
     residual = update.fit.factor_residual if update.fit is not None else math.inf
     if update.outcome is not Outcome.DIVERGENT or not residual < FIT_FLOAT32:
         return update
-    change = _change(update, full, own_run, residual)
+    change = _compare_change(update, full, own_run, residual)
     if change is None or change.outcome is not Outcome.EQUIVALENT:
         return update
     stages = (*update.stages, change)
     return replace(update, outcome=Outcome.EQUIVALENT, step_takes_factor=True, stages=stages)
 
 
-def with_rank_facts(trial: Trial, record: Record) -> Record:
-    """Returns the record with what its ranks did."""
+def add_rank_facts(trial: Trial, record: Record) -> Record:
+    """Returns the record with the facts about its ranks."""
     accumulated = trial.accumulated
     if not isinstance(accumulated, RankedRun) or not record.updates:
         return record
@@ -316,23 +317,23 @@ def with_rank_facts(trial: Trial, record: Record) -> Record:
 
 
 def control_ranks(trial: Trial, record: Record) -> Record:
-    """Returns the record with the controls that its ranks call for."""
+    """Makes the runs of the ranks that correct the likeliest fault, or pin what it depends on."""
     ranks = record.together
     if ranks is None:
         return record
 
-    # What a script reduces by hand is right or wrong where the optimizers see it.
+    # Gradients that a script reduces by hand are right or wrong only where the optimizers see them.
     stages = record.updates[0].stages if record.updates else ()
-    at_the_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
+    differs_at_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
 
     def difference_left(change: Change, *, also_full: bool = False) -> float:
-        """What a changed run of the ranks leaves, against the full-batch run, or against that with the same change."""
+        """The difference of a changed run of the ranks from the full-batch run, or from that with the same change."""
         try:
             full = trial.run(trial.control("full", change, shown_as="ranks")) if also_full else trial.full
             accumulated = trial.run(trial.control("accumulated", change, source=full, shown_as="ranks"))
         except ProblemError:
             return math.nan
-        return gradient_difference(full, accumulated, summed=not at_the_step)
+        return gradient_difference(full, accumulated, summed=not differs_at_step)
 
     if ranks.stepped_without:
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients(), also_full=True))
@@ -348,17 +349,24 @@ def control_ranks(trial: Trial, record: Record) -> Record:
 
 
 def run_controls(trial: Trial, record: Record, *, ranked: bool) -> Record:
-    """Returns the record with what further runs show, where it calls for them; one that fails shows nothing.
+    """Returns the record with the answers of all controls that it needs.
 
     Args:
         trial: The runs that were compared.
         record: What they show.
         ranked: The accumulated run trains in several processes.
     """
-    of_weights = control_inner_steps, control_overwriting, control_weights, find_transformed_gradients, control_backward
-    alone = () if ranked else (*of_weights, control_terms)
-    together = control_noise_floor, with_rank_facts, control_clipping, control_change, control_own_steps, control_ranks
-    for control in (*together, *alone, find_coupling, control_state):
-        with suppress(ProblemError):
+    for_all = control_noise_floor, add_rank_facts, control_clipping, control_change, control_own_steps, control_ranks
+    for_weights = (
+        control_inner_steps,
+        control_overwriting,
+        control_weights,
+        find_transformed_gradients,
+        control_backward,
+    )
+    for_one_process = () if ranked else (*for_weights, control_terms)
+    # in this order: later controls read the answers of earlier ones
+    for control in (*for_all, *for_one_process, find_coupling, control_state):
+        with suppress(ProblemError):  # a control that fails answers nothing
             record = control(trial, record)
     return record

@@ -1,8 +1,8 @@
-"""Controls for a difference that no weights explain: who gives samples values that depend on their neighbours?
+"""Controls for a difference that no weights explain: in which code do samples interact?
 
-Samples of a micro-batch first part from themselves in the full batch in a module, or in a loss. A loss is looked for at
-a level: the script's own code between its models (`SCRIPT`), or the own code of modules that hand out a number. What
-comes back from such code to the calls that it makes tells whether samples meet in it.
+The values of a micro-batch's samples first differ from those in the full batch in a module, or in a loss. A loss is
+looked for in the script's own code between its models (`SCRIPT`), then in the own code of modules that return a number.
+The gradients that such code gives back to the calls that it makes tell whether samples interact in it.
 
 Shapes: n rows of a micro-batch, which lie at n places among the N rows of a forward of the full-batch run.
 """
@@ -61,10 +61,10 @@ Pair = tuple[Forward, Forward, Sequence[int]]
 
 
 def pairs_of(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> list[Pair | None]:
-    """Returns every forward of an update of the accumulated run with the one of the full batch that holds its rows.
+    """Returns every forward of an update of the accumulated run with the full batch's that holds its rows.
 
-    None stands for a forward that hands out nothing for each row: a loss that is a module with something to train.
-    Empty where the rows of any forward are not found.
+    None stands for a forward that returns nothing per row: a loss that is a module with parameters. Empty if the rows
+    of any forward are not found.
     """
     full_forwards, micro_forwards = outputs_of(full), outputs_of(accumulated)
     matcher = Matcher(full.rows(update))
@@ -79,11 +79,11 @@ def pairs_of(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> li
         if prints:
             spot = matcher.find(among, prints)
             matched = (full_forwards[spot.forward], spot.places) if spot is not None else None
-        else:  # the script hands on what other models gave it, in the order of the full batch's forwards
+        else:  # its input is an output of another model: forwards come in the full batch's order
             candidate = full_forwards[among[(counts[names] - 1) % len(among)]]
             places = _places(candidate, forward)
             matched = (candidate, places) if places else None
-        if not _hands_out_rows(forward):
+        if not _returns_rows(forward):
             pairs.append(None)
         elif matched is None or len(matched[1]) != forward["rows"]:
             return []
@@ -97,7 +97,7 @@ def pairs_of_ranks(full: RecordedRun, accumulated: RecordedRun, update: int = 1)
     ranks = accumulated.ranks if isinstance(accumulated, RankedRun) else (accumulated,)
     pairs_by_rank = [pairs_of(full, run, update) for run in ranks]
     for rank, pairs in enumerate(pairs_by_rank):
-        # A model is known by its address in each rank's process: by its place among the rank's models in all of them.
+        # `model` is an address in the rank's process: its place among the rank's models is the same in all ranks
         numbers: dict[Any, int] = {}
         for pair in filter(None, pairs):
             forward = pair[1]
@@ -106,22 +106,22 @@ def pairs_of_ranks(full: RecordedRun, accumulated: RecordedRun, update: int = 1)
 
 
 def outputs_of(run: RecordedRun) -> list[Forward]:
-    """Returns what the modules of the update that was listened to gave."""
+    """Returns the forwards whose modules a run has watched."""
     path = run.folder / "outputs.pt"
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
 
 
 def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
-    """Returns the first call whose inputs agree row by row and whose outputs do not; None where there is none.
+    """Returns the first call whose inputs agree row by row and whose outputs do not; None if there is none.
 
-    Calls are in the order in which they end, so that a module comes before the one around it. A call that agrees for
-    the first micro-batch and only later parts depends on what was there before, and not on who sits beside a row.
+    Calls are in the order in which they end, so that a module comes before the one around it. If only later
+    micro-batches differ, the cause is state from earlier ones, not the other samples.
     """
     allowed = difference_allowed(unit)
-    parted: dict[tuple[int, CallKey], tuple[float, int, ModuleCall, ModuleCall]] = {}
-    agreed_first: set[Any] = set()
-    parted_first: set[Any] = set()
-    models_seen: set[Any] = set()
+    differing: dict[tuple[int, CallKey], tuple[float, int, ModuleCall, ModuleCall]] = {}
+    agree_at_first: set[tuple[int, CallKey]] = set()
+    differ_at_first: set[tuple[int, CallKey]] = set()
+    models_seen: set[tuple[int, int]] = set()
     for pair in filter(None, pairs):
         model, rank = pair[1]["model"], pair[1].get("rank", 0)
         first = (rank, model) not in models_seen
@@ -134,13 +134,13 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
                 continue
             difference = float(outputs.max())
             if difference <= allowed:
-                agreed_first |= {key} if first else set()
+                agree_at_first |= {key} if first else set()
                 continue
-            parted_first |= {key} if first else set()
-            most, samples, _, _ = parted.get(key, (0.0, 0, full_call, micro_call))
-            parted[key] = max(most, difference), samples + int((outputs > allowed).sum()), full_call, micro_call
-    for key, (difference, samples, call, counterpart) in parted.items():
-        if key not in agreed_first - parted_first:
+            differ_at_first |= {key} if first else set()
+            most, samples, _, _ = differing.get(key, (0.0, 0, full_call, micro_call))
+            differing[key] = max(most, difference), samples + int((outputs > allowed).sum()), full_call, micro_call
+    for key, (difference, samples, call, counterpart) in differing.items():
+        if key not in agree_at_first - differ_at_first:
             file, line = first_meeting(call["meetings"], counterpart["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
             return Suspect("rows", operation, None, difference, samples, True, bool(call["scales"]))
@@ -148,16 +148,16 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
 
 
 def first_meeting(full_places: Sequence[Any], micro_places: Sequence[Any]) -> tuple[str, int] | None:
-    """Returns the first line in which rows of the full batch meet; rather one in which those of a micro-batch do."""
+    """Returns the first line in which rows interact: in both runs, else in the full-batch run."""
     lines = [tuple(place) for place in full_places]
     shared_lines = [place for place in lines if place in {tuple(line) for line in micro_places}]
     return next(iter([*shared_lines, *lines]), None)  # type: ignore[arg-type]
 
 
 def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the levels at which a loss may stand, from the script inwards to modules that hand out a number.
+    """Yields the code in which a loss may stand, from the script inwards to modules that return a number.
 
-    Last come the modules from whose own code the loss takes what they leave behind and hand out to nobody.
+    Last come the modules that leave a tensor behind, which no call returns and which flows into the loss.
     """
     level: tuple[str, ...] = (SCRIPT,)
     for _ in range(_DEEPEST):
@@ -171,7 +171,7 @@ def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[
 
 
 def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> bool:
-    """Whether what the calls of a level hand out is the full batch's for every micro-batch, row by row."""
+    """Whether the calls of a level return the full batch's rows for every micro-batch."""
     has_compared = False
     for pair in filter(None, pairs):
         for full_call, micro_call in _under(pair, level):
@@ -183,9 +183,10 @@ def agree(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (S
 
 
 def loss_difference(pairs: Sequence[Pair | None], unit: float, level: Collection[str] = (SCRIPT,)) -> float:
-    """Returns what a loss gives back for the rows of a micro-batch against the full batch's, but for one factor.
+    """Returns the difference of a loss's gradients of a micro-batch's rows from the full batch's, up to one factor.
 
-    Relative to the norm of the latter, for the micro-batch where that is largest; 0 where it is rounding for the first.
+    It is relative to the norm of the latter, of the micro-batch with the largest; 0 if it is rounding for the first
+    micro-batch.
     """
     differences = [_difference_left(pair, level) for pair in filter(None, pairs)]
     if not differences or not differences[0] > difference_allowed(unit):
@@ -193,10 +194,10 @@ def loss_difference(pairs: Sequence[Pair | None], unit: float, level: Collection
     return max(differences)
 
 
-def feels_the_rest(
+def depends_on_other_rows(
     full: Sequence[Forward], moved: Sequence[Forward], unit: float, level: Collection[str] = (SCRIPT,)
 ) -> bool:
-    """Whether what the loss gives back for the first half of the rows changes with the values of the other half."""
+    """Whether a loss's gradients of the first half of the rows change with the values of the second half."""
     for forward, moved_forward in zip(full, moved, strict=False):
         half = range(forward["rows"] // 2)
         if len(half) and _difference_left((forward, moved_forward, half), level) > difference_allowed(unit):
@@ -205,30 +206,30 @@ def feels_the_rest(
 
 
 def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
-    """Returns the buffers that modules write in their own forward, by the path of the module."""
+    """Returns the buffers that modules write in their own forwards, by the paths of the modules."""
     calls = [call for forward, _, _ in filter(None, pairs) for call in forward["calls"] if call["changed"]]
     return {call["path"]: call["changed"] for call in calls}
 
 
 def difference_allowed(unit: float) -> float:
-    """Returns up to which relative difference the same rows of two runs are the same."""
+    """Returns the largest relative difference of rows that count as equal."""
     return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
 
 
 def _names(forward: Forward) -> frozenset[str]:
-    """The paths in a model; which of its modules are called may hang on the samples (experts)."""
+    """The paths in a model: which of its modules are called may depend on the samples (experts)."""
     return frozenset(forward["modules"])
 
 
-def _hands_out_rows(forward: Forward) -> bool:
-    """Whether the outermost module, or one of those that it calls, hands out something with as many rows."""
+def _returns_rows(forward: Forward) -> bool:
+    """Whether the outermost module, or one that it calls, returns a tensor with as many rows."""
     inner, rows = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}, forward["rows"]
     outputs = [output for call in forward["calls"] if call["under"] in inner for output in call["outputs"].values()]
     return any(size and rows and size % rows == 0 for output in outputs for size in output["shape"][:2])
 
 
 def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
-    """The places of rows that are inputs of an outermost module, found by their projections; empty where they are not.
+    """Returns the places of rows that are inputs of an outermost module, by their projections; empty if not found.
 
     Shapes: (n, 1, 3) of the micro-batch against (1, N, 3) of the full batch.
     """
@@ -243,7 +244,7 @@ def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
 
 
 def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, ModuleCall, ModuleCall]]:
-    """The calls of both forwards that belong together: the how-manieth of a module in each."""
+    """Yields the calls of both forwards that belong together: the first of a module, the second, and so on."""
     full_calls = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
         key = call["path"], call["number"]
@@ -252,14 +253,14 @@ def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, ModuleCall, ModuleCall]
 
 
 def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
-    """The calls of both forwards that code of a level makes."""
+    """Yields the calls of both forwards that code of a level makes."""
     for _, full_call, micro_call in calls_of_pair(pair):
         if full_call["under"] in level:
             yield full_call, micro_call
 
 
 def _row_differences(pair: Pair, full_tensors: Summaries, micro_tensors: Summaries) -> torch.Tensor | None:
-    """How far the rows of some tensors are apart, relative to the largest row, shape (n,); None where nothing tells."""
+    """Returns the largest difference of each row, relative to the largest row, shape (n,); None without rows."""
     worst: torch.Tensor | None = None
     for path in full_tensors.keys() & micro_tensors.keys():
         row_pair = rows_of_pair(pair, full_tensors[path], micro_tensors[path])
@@ -273,7 +274,7 @@ def _row_differences(pair: Pair, full_tensors: Summaries, micro_tensors: Summari
 
 
 def _difference_left(pair: Pair, level: Collection[str]) -> float:
-    """What one factor leaves between the gradients of the same rows, over all that code of a level takes in."""
+    """Returns the difference that one factor leaves between the gradients of the same rows, over a level's inputs."""
     pieces = []
     for full_call, micro_call in _under(pair, level):
         full_gradients, micro_gradients = full_call["gradients"], micro_call["gradients"]
@@ -290,28 +291,28 @@ def _difference_left(pair: Pair, level: Collection[str]) -> float:
     return float((a - factor * b).norm()) / size if size else 0.0
 
 
-def rows_of_pair(pair: Pair, whole: RowSummaries, part: RowSummaries) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What was kept of the same rows in both forwards, shape (n, entries, 3); None where no dimension holds rows."""
+def rows_of_pair(pair: Pair, in_full: RowSummaries, in_micro: RowSummaries) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns summaries of the same rows in both forwards, shape (n, entries, 3); None if no dimension holds rows."""
     full, micro, places = pair
-    layout = layout_of_rows(whole["shape"], part["shape"], full["rows"], micro["rows"])
+    layout = layout_of_rows(in_full["shape"], in_micro["shape"], full["rows"], micro["rows"])
     if layout is None:
         return None
     full_rows, micro_rows = (
         side["along"][layout.dimension].reshape(forward["rows"], layout.fold, 3)
-        for side, forward in ((whole, full), (part, micro))
+        for side, forward in ((in_full, full), (in_micro, micro))
     )
     return full_rows[list(places)], micro_rows[: len(places)]
 
 
 _WITH_STATISTICS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"})  # names of classes
-_MOST = 3  # causes that are looked for behind one another
+_MOST_CAUSES = 3  # that are looked for one after the other
 
 
 def find_coupling(trial: Trial, record: Record) -> Record:
-    """Returns the record with the modules, or the loss, in which samples act on each other.
+    """Returns the record with the modules, or the loss, in which samples interact, if nothing else explains the update.
 
-    Looked for in the first update that differs, where nothing else explains it: both runs again, with what every module
-    gives for each row. Where a module that parts keeps statistics, once more with those modules in evaluation mode.
+    Both runs are made again and record the outputs of all modules row by row. If a module that differs has running
+    statistics, its control is evaluation mode, else the full batch's outputs.
     """
     update = record.divergent
     ranked = record.ranks > 1
@@ -337,17 +338,17 @@ class Pins:
 
 @dataclass(frozen=True)
 class PinnedRuns:
-    """Both runs with something pinned, and their forwards that hold the same rows."""
+    """Both runs with the same pins, and their forwards that hold the same rows."""
 
     pins: Pins
     full: RecordedRun
     accumulated: RecordedRun
-    each: list[list[Pair | None]]  # by rank
+    pairs_by_rank: list[list[Pair | None]]
 
     @property
     def pairs(self) -> list[Pair | None]:
-        """Those of all ranks."""
-        return [pair for pairs in self.each for pair in pairs]
+        """The pairs of all ranks."""
+        return [pair for pairs in self.pairs_by_rank for pair in pairs]
 
 
 class CouplingBench:
@@ -357,21 +358,26 @@ class CouplingBench:
         trial: The runs that were compared.
         record: What they show.
         update: The first that differs.
-        given_back: What gradients are multiplied by that held code gives back in one process.
+        factor: On the gradients that pinned code gives back in one process.
     """
 
-    def __init__(self, trial: Trial, record: Record, update: UpdateComparison, given_back: float = 1.0) -> None:
-        self._trial, self.record, self.update, self._times = trial, record, update, given_back
+    def __init__(self, trial: Trial, record: Record, update: UpdateComparison, factor: float = 1.0) -> None:
+        self._trial, self.record, self.update, self._factor = trial, record, update, factor
         self.weighed: ControlRun | None = None
 
     def run_both(self, pins: Pins, first: PairsOfRanks = ()) -> PinnedRuns:
-        """Makes both runs; the pairs of those in which nothing is pinned tell whose rows are given to which forward."""
-        full = self._again("full", pins)
+        """Makes both runs.
+
+        Args:
+            pins: What is pinned in both.
+            first: The pairs of the runs without pins, which tell the rows of each forward.
+        """
+        full = self._run("full", pins)
         accumulated = self._run_accumulated(full, pins, first)
         return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
-    def weigh(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
-        """Runs the losses times the weights that fit what is left, with the same things pinned."""
+    def run_weighted(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
+        """Makes the accumulated run with the weights that fit the difference left, and the same pins."""
         # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
         shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
@@ -382,31 +388,32 @@ class CouplingBench:
         rows = tuple(
             tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
         )
-        return self._again("accumulated", pins, *changes, source=full, rows=rows)
+        return self._run("accumulated", pins, *changes, source=full, rows=rows)
 
     @property
-    def _given_back(self) -> float:
-        """What a rank's part of the full batch's gradient is multiplied by, so that ranks which average keep it whole.
+    def _factor_of_gradients(self) -> float:
+        """The factor on a rank's part of the full batch's gradient.
 
-        A script that reduces by hand may add up instead: what a rank's own gradient counts tells.
+        Ranks that average need as many times the gradient. A script that reduces by hand may add up instead: the
+        weight of a rank's own gradient tells.
         """
         ranks = self.record.together
         if ranks is None:
-            return self._times
+            return self._factor
         fit = ranks.weights
         if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
             return float(ranks.ranks)
         return 1 / fit.used[0]
 
-    def feels(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
-        """Whether a loss gives other gradients to half of the rows where the other half has other values."""
-        moved = self._again("full", Pins(runs.pins.frozen), WatchModules(level))
-        return feels_the_rest(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
+    def depends_on_other_rows(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
+        """Whether a loss gives half of the rows other gradients when the values of the other half change."""
+        moved = self._run("full", Pins(runs.pins.frozen), WatchModules(level))
+        return depends_on_other_rows(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
 
     def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
-        """Returns what a control leaves, apart from parameters that the held code reads without a call of a module.
+        """Returns what a control leaves of the difference, whether that is rounding, and the weights that explain it.
 
-        It leaves rounding where it is no more than two runs of equal gradients are apart; else weights may explain it.
+        Parameters that the pinned code reads without a call of a module are left out.
         """
         path, number, unit = runs.accumulated.folder / "pinned.pt", self.update.number, self.record.unit
         own_parameters = torch.load(path, weights_only=True) if path.exists() else {}
@@ -423,12 +430,12 @@ class CouplingBench:
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
         return ControlRun(what, difference_left, False, fit if explains else None, kind)
 
-    def _again(
+    def _run(
         self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
     ) -> RecordedRun:
         every_change = [DisableCompilation(), WatchModules()]
         every_change += [FreezeBuffers(pins.frozen)] if pins.frozen else []
-        every_change += [PinModules(pins.modules, rows, self._given_back)] if pins.modules else []
+        every_change += [PinModules(pins.modules, rows, self._factor_of_gradients)] if pins.modules else []
         every_change += changes
         number = self.update.number
         return self._trial.run(
@@ -437,16 +444,16 @@ class CouplingBench:
 
 
 def _causes(bench: CouplingBench) -> Iterator[Cause]:
-    """Yields what parts first, then with that held what parts next, until nothing but rounding is left."""
+    """Yields the first code that differs, then with that pinned the next, until only rounding is left."""
     runs, unit, difference = (
         bench.run_both(Pins()),
         bench.record.unit,
         bench.update.relative_difference,
     )
-    first = runs.each
+    first = runs.pairs_by_rank
     if not first:
         return
-    for _ in range(_MOST):
+    for _ in range(_MOST_CAUSES):
         before, suspect = runs, first_module(runs.pairs, unit)
         if suspect is None:
             yield from _loss_causes(bench, runs, first)
@@ -455,7 +462,7 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         runs = bench.run_both(pins, first)
         following = first_module(runs.pairs, unit)
         if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
-            # It does the same in evaluation mode: its buffers are not what couples.
+            # It differs in evaluation mode, too: its buffers are not the cause.
             pins, what, kind = _pin_module(suspect, before, {})
             runs = bench.run_both(pins, first)
         control = bench.control(runs, what, kind)
@@ -463,21 +470,21 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         control = replace(control, modules=_owners(pins.frozen) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
-            bench.weigh(runs, control.fit, first)
+            bench.run_weighted(runs, control.fit, first)
         if control.rounding or control.fit is not None:
             return
 
 
 def _explained_share(control: ControlRun, difference: float) -> float:
-    """The share of a difference that went with what is held; what weights explain beside it may be larger than that."""
+    """The share of the difference that pins remove; if that is small, the share that they and weights remove."""
     share = 1 - control.left / difference
     return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share
 
 
 def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) -> Iterator[Cause]:
-    """Yields the loss, where it gives back to samples what depends on the others, or on what the loop computes of them.
+    """Yields the loss, if its gradients depend on other samples, or on values that the loop computes of all samples.
 
-    The second is only known by the control, and where no scale of a term can be behind it.
+    Only the control tells of such values, and only if no wrong scale of a term can be the cause.
     """
     pairs, pins, record = runs.pairs, runs.pins, bench.record
     terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
@@ -486,24 +493,24 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
     inside = [path for backward in backwards for path in backward.origin.inside]
     for level in levels(outputs_of(runs.full), inside):
         difference = loss_difference(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
-        feels = difference > 0 and bench.feels(runs, level)
-        if not feels and not (difference and weights_excluded):
+        has_coupling = difference > 0 and bench.depends_on_other_rows(runs, level)
+        if not has_coupling and not (difference and weights_excluded):
             continue
         more = replace(pins, modules=tuple(dict.fromkeys((*pins.modules, *level))))
         what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(bench.run_both(more, first), what, kind)
-        if feels or control.rounding:
+        if has_coupling or control.rounding:
             loss = _loss(bench.update.number, runs, level)
-            suspect = Suspect("rows" if feels else "non-additive", loss, None, difference, 0, False, False)
+            suspect = Suspect("rows" if has_coupling else "non-additive", loss, None, difference, 0, False, False)
             yield Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
             return
 
 
 def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]) -> tuple[Pins, str, ControlKind]:
-    """What holds a module as well: evaluation mode where it keeps statistics, else what it does for the full batch."""
+    """Returns pins with a module more, what that means, and its kind: evaluation mode if it has running statistics."""
     path, pins = suspect.operation.module or "", runs.pins
-    if path in writers:  # in their forwards modules write the buffers with these names
-        # a codebook that moves is state, and no statistics of the batch: what is named is held, and nothing else
+    if path in writers:
+        # modules of the same class, and batch norms: a codebook that moves is state, and no statistics of the batch
         kinds = {call["path"]: call["kind"] for pair in runs.pairs if pair is not None for call in pair[0]["calls"]}
         writers = {at: names for at, names in writers.items() if kinds[at] in {kinds[path], *_WITH_STATISTICS}}
         names = {f"{path}.{name}" if path else name for path, members in writers.items() for name in members}
@@ -527,7 +534,7 @@ def _describe_modules(frozen: tuple[str, ...]) -> str:
 
 
 def _loss(update: int, runs: PinnedRuns, level: tuple[str, ...]) -> Operation:
-    """The loss, at the line in which rows first meet; else where it is made, or differentiated."""
+    """Returns the loss, at the line in which rows first interact; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (runs.full, runs.accumulated):
         event = next(event for event in run.events if isinstance(event, Backward) and event.update == update)

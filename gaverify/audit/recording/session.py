@@ -21,7 +21,7 @@ from gaverify.audit.recording.journal import Journal
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Inputs, Loaders
-from gaverify.audit.recording.state import MovingState
+from gaverify.audit.recording.state import RestoredState
 from gaverify.audit.recording.storage import Storage, Update
 from gaverify.audit.recording.unannounced import ByHand, UnannouncedChanges, UnannouncedSteps, Waiting
 from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspend_modes
@@ -109,7 +109,7 @@ class Session:
         self.clearing: GradientClearing | None = None
         self._closed = False
         self._buffers = Buffers(self.source)
-        self.state: MovingState | None = None
+        self.state: RestoredState | None = None
         self._meter = TrafficMeter()
         self._incoming = IncomingGradients(always=job.has_ranks)
         self._addends: dict[int, dict[int, int]] = {}  # of each optimizer, as at its last step

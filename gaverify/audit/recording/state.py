@@ -1,14 +1,14 @@
-"""State that forwards move: buffers, frozen parameters and attributes, put back before each micro-batch of a window."""
+"""State that forwards change (buffers, frozen parameters, attributes), restored before each micro-batch of a window."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,12 +19,15 @@ from gaverify.torch_internals import buffers_of
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 EVERYTHING = "*"
-"""Stands for all values of modules that a run puts back."""
+"""Stands for all values of modules in a list of names."""
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+
+
+ValuePlace = Literal["parameter", "buffer", "attribute"]
 
 
 @dataclass(frozen=True)
@@ -33,31 +36,31 @@ class Value:
 
     module: nn.Module
     name: str
-    place: str
+    place: ValuePlace
 
     def get(self) -> Any:
-        """Returns what the module holds now; None where it holds neither."""
+        """Returns the module's value now; None where it has none."""
         value = getattr(self.module, self.name, None)
         return plain(value) if isinstance(value, torch.Tensor) else value
 
     def copy(self) -> Any:
-        """Returns a copy that no forward moves."""
+        """Returns a copy that no forward changes."""
         value = self.get()
         return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
     def differs(self, earlier: Any) -> bool:
-        """Whether the module holds another value than it did."""
+        """Whether the module's value is another than an earlier one."""
         value = self.get()
         if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor):
             return value.shape != earlier.shape or not torch.equal(value, earlier)
         return type(value) is not type(earlier) or bool(value != earlier)
 
     def put(self, earlier: Any) -> None:
-        """Puts a value back, in place where that can be."""
+        """Restores a value."""
         value = self.get()
         if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor) and value.shape == earlier.shape:
             with torch.no_grad():
-                value.copy_(earlier)
+                value.copy_(earlier)  # in place: other modules may share the tensor
         else:
             setattr(
                 self.module, self.name, earlier.clone() if isinstance(earlier, torch.Tensor) else copy.copy(earlier)
@@ -65,10 +68,12 @@ class Value:
 
 
 def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
-    """Returns what the forwards of a module may move and read again, by its name."""
+    """Returns the values that forwards of a module may change and read again, by their names."""
     values: dict[str, Value] = {}
     for path, module in root.named_modules():
-        names = {name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
+        names: dict[str, ValuePlace] = {
+            name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad
+        }
         if not _has_unread_statistics(module):
             names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
         names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
@@ -78,50 +83,55 @@ def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
 
 
 def _has_unread_statistics(module: nn.Module) -> bool:
-    """Whether its forward is torch's own, which moves running statistics in training and does not read them."""
+    """Whether its forward is torch's own, which updates running statistics in training and does not read them."""
     return isinstance(module, _NORMS) and module.training and type(module).forward.__module__.startswith("torch.")
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether an attribute is one of the user's that may count or average; an output that it keeps has a gradient."""
+    """Whether an attribute of the user's may count or average."""
     if name in OWN_ATTRIBUTES:
         return False
     if isinstance(value, torch.Tensor):
+        # a tensor that needs a gradient is an output that the module keeps for later
         return not isinstance(value, nn.Parameter) and not value.requires_grad and plain(value) is not None
     entries = value if isinstance(value, list | deque) else [value]
     return all(isinstance(entry, int | float) for entry in entries) and not isinstance(value, bool)
 
 
-class MovingState:
-    """Puts values back before each micro-batch, and notes which of them forwards change.
+ChangedValue = tuple[str, ValuePlace, Place | None]
+"""Name and place of a value that a forward changed, and the line that did it."""
+
+
+class RestoredState:
+    """Restores values before each micro-batch, and notes which values forwards change.
 
     A micro-batch begins with the first forward behind a backward pass, a window with the first one behind a step.
 
     Args:
-        names: What is put back; `EVERYTHING` puts back all.
+        names: Of the values; `EVERYTHING` stands for all.
         work: Surrounds the recorder's own code.
     """
 
     def __init__(self, names: tuple[str, ...], work: Callable[[], AbstractContextManager[None]]) -> None:
         self._names, self._work = names, work
         self._roots: dict[int, tuple[nn.Module, str]] = {}
-        self._kept: dict[str, tuple[Value, Any]] = {}
-        self._looked_at: set[int] = set()  # roots whose values of this window's beginning are kept
+        self._originals: dict[str, tuple[Value, Any]] = {}  # with the values at the window's beginning
+        self._seen_roots: set[int] = set()  # in this window
         self._is_behind_backward = False
         self._places: dict[str, Place] = {}
-        self._changed: dict[str, str] = {}
+        self._changed: dict[str, ValuePlace] = {}
 
     def end_window(self) -> None:
         """A step is over: the next forward begins a window."""
-        self._kept.clear()
-        self._looked_at.clear()
+        self._originals.clear()
+        self._seen_roots.clear()
 
     def end_micro_batch(self) -> None:
         """A backward pass is over: the next forward begins a micro-batch."""
         self._is_behind_backward = True
 
-    def describe(self) -> list[tuple[str, str, Place | None]]:
-        """Returns name, kind and line of everything that a forward changed."""
+    def describe(self) -> list[ChangedValue]:
+        """Returns everything that a forward changed."""
         return [(name, place, self._places.get(name)) for name, place in self._changed.items()]
 
     @contextmanager
@@ -132,7 +142,7 @@ class MovingState:
             values = values_of(root, prefix)
             before = {name: value.copy() for name, value in values.items()}
         hunt = LineHunt(lambda place: self._look(place, values, before), Owner.LIBRARY)
-        # reading every value behind every line takes long: only those that are asked for by name
+        # comparing all values after every line takes long: only those that were asked for by name
         unplaced = [name for name in self._names if name in values and name not in self._places]
         if unplaced and sys.gettrace() is None:
             hunt.start()
@@ -146,19 +156,19 @@ class MovingState:
                         self._changed.setdefault(name, value.place)
 
     def _begin(self, root: nn.Module, prefix: str) -> None:
-        if self._kept and self._is_behind_backward:
-            for value, original in self._kept.values():
+        if self._originals and self._is_behind_backward:
+            for value, original in self._originals.values():
                 value.put(original)
         self._is_behind_backward = False
         self._roots[id(root)] = root, prefix
         for key, (module, start) in self._roots.items():
-            if key not in self._looked_at:
-                self._looked_at.add(key)
+            if key not in self._seen_roots:
+                self._seen_roots.add(key)
                 for name, value in values_of(module, start).items():
                     if EVERYTHING in self._names or name in self._names:
-                        self._kept[name] = value, value.copy()
+                        self._originals[name] = value, value.copy()
 
-    def _look(self, place: Place, values: dict[str, Value], before: dict[str, Any]) -> bool:
+    def _look(self, place: Place, values: Mapping[str, Value], before: Mapping[str, Any]) -> bool:
         with self._work():
             unplaced = [name for name in self._names if name in values and name not in self._places]
             self._places |= {name: place for name in unplaced if values[name].differs(before[name])}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gaverify.audit.coupling_controls import (
     Pair,
     agree,
-    feels_the_rest,
+    depends_on_other_rows,
     first_module,
     levels,
     loss_difference,
@@ -326,11 +326,11 @@ def test_a_factor_is_no_coupling() -> None:
 
 
 @pytest.mark.parametrize(("loss", "feels"), [(each_of, False), (contrastive, True)])
-def test_only_a_coupled_loss_feels_the_rest_of_the_batch(loss: CoupledLoss, feels: bool) -> None:
+def test_only_a_coupled_loss_depends_on_other_rows_of_the_batch(loss: CoupledLoss, feels: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     plain, moved = (listened(model, (SAMPLES_COUPLING,), loss, rest) for rest in ((), (SCRIPT,)))
-    assert feels_the_rest(plain, moved, UNIT) == feels
+    assert depends_on_other_rows(plain, moved, UNIT) == feels
 
 
 def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
@@ -343,7 +343,7 @@ def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     plain, moved = (listened(model, (SAMPLES_COUPLING,), other, rest) for rest in ((), (SCRIPT,)))
-    assert not feels_the_rest(plain, moved, UNIT)
+    assert not depends_on_other_rows(plain, moved, UNIT)
 
 
 @pytest.mark.parametrize("left", [1e-7, 0.2])
