@@ -37,11 +37,11 @@ from gaverify.audit.recording.outputs import (
     PinnedRows,
     RowSummaries,
     Summaries,
-    layout_of_rows,
 )
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
+from gaverify.passes.layouts import SampleLayout
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Backward
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
@@ -294,11 +294,11 @@ def _difference_left(pair: Pair, level: Collection[str]) -> float:
 def rows_of_pair(pair: Pair, in_full: RowSummaries, in_micro: RowSummaries) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns summaries of the same rows in both forwards, shape (n, entries, 3); None if no dimension holds rows."""
     full, micro, places = pair
-    layout = layout_of_rows(in_full["shape"], in_micro["shape"], full["rows"], micro["rows"])
+    layout = SampleLayout.find_leading(in_full["shape"], in_micro["shape"], full["rows"], micro["rows"])
     if layout is None:
         return None
     full_rows, micro_rows = (
-        side["along"][layout.dimension].reshape(forward["rows"], layout.fold, 3)
+        side["along"][layout.first.at].reshape(forward["rows"], layout.first.fold, 3)
         for side, forward in ((in_full, full), (in_micro, micro))
     )
     return full_rows[list(places)], micro_rows[: len(places)]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gaverify.passes.layouts import changed_dimensions
 from gaverify.records.audit import RowCheck
 from gaverify.thresholds import COMPUTED_FLOAT32, TINY
 
@@ -106,12 +107,9 @@ def _read_as_pointers(path: str, full: list[Any], accumulated: list[Any]) -> Row
 
 def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
     """The first of the two leading dimensions that accumulation made smaller; 0 where neither changed."""
-    for dim in (0, 1):
-        shapes = [[rows["shape"] for rows in side] for side in (full, accumulated)]
-        sizes = [{shape[dim] if len(shape) > dim else -1 for shape in side} for side in shapes]
-        if sizes[0] != sizes[1] and -1 not in sizes[0] | sizes[1]:
-            return dim
-    return 0
+    leading = min(2, *(len(rows["shape"]) for rows in [*full, *accumulated]))
+    sizes = [[{rows["shape"][dim] for rows in side} for dim in range(leading)] for side in (full, accumulated)]
+    return next(iter(changed_dimensions(*sizes)), 0)
 
 
 def rows_of(entries: list[Any], dim: int) -> list[Row]:

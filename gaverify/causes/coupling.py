@@ -16,6 +16,7 @@ from gaverify.causes.bench import Bench
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.layouts import SampleLayout
 from gaverify.records.facts import Facts, SampleCoupling
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, tree_map_only
 from gaverify.tracebacks import hands_over
@@ -60,7 +61,7 @@ class _Listener(PassProbe):
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Differentiates the outputs of one sample with respect to all leaves."""
-        outputs = [output.movedim(self._dim(output), 0)[self._sample] for output in self._outputs]
+        outputs = [output.select(self._dimension(output), self._sample) for output in self._outputs]
         if not outputs or not self._leaves:
             return
         total = torch.stack([_mix_outputs(output) for output in outputs]).sum()
@@ -68,7 +69,7 @@ class _Listener(PassProbe):
         totals: dict[torch.device, torch.Tensor] = {}  # one transfer from each device, not one per leaf
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
             if gradient is not None:
-                rows = gradient.movedim(self._dim(leaf), 0).reshape(self._size, -1)
+                rows = gradient.movedim(self._dimension(leaf), 0).reshape(self._size, -1)
                 norms = torch.linalg.vector_norm(rows, dim=1).to(widest(rows.device))
                 totals[rows.device] = totals[rows.device] + norms if rows.device in totals else norms
         reached = torch.zeros(self._size, dtype=torch.float64, device="cpu")
@@ -80,12 +81,14 @@ class _Listener(PassProbe):
             other_samples, strength = int((reached > 0).sum()), float(reached.max()) / own_norm
             self.coupling = SampleCoupling(self._sample, other_samples, strength, self._size)
 
-    def _dim(self, tensor: torch.Tensor) -> int:
-        """The first dimension of size B, the batch's."""
-        return tuple(tensor.shape).index(self._size)
+    def _dimension(self, tensor: torch.Tensor) -> int:
+        layout = SampleLayout.locate(tensor.shape, self._size)
+        assert layout is not None  # only tensors with rows are kept
+        return layout.first.at
 
     def _has_rows(self, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and self._size in tensor.shape
+        is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        return is_float and SampleLayout.locate(tensor.shape, self._size) is not None
 
     def _enter(self, _: Call, args: Any, kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, self._leaf, (args, kwargs))

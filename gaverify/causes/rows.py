@@ -13,7 +13,8 @@ import torch
 
 from gaverify.errors import GaverifyError
 from gaverify.passes.devices import widest
-from gaverify.passes.fingerprints import SampleLayout, layouts_of, real_numbers, take_samples
+from gaverify.passes.fingerprints import real_numbers
+from gaverify.passes.layouts import SampleLayout
 from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -80,15 +81,10 @@ def _readings(
     value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yields how the rows may be taken: with the samples as the outer, and where that differs as the inner index."""
-    layouts = layouts_of(value.shape, shape, size, stop - start)
-    if layouts is None or not all(layout.fold for layout in layouts):
+    layout = SampleLayout.find(value.shape, shape, size, stop - start)
+    if layout is None or layout.kind not in ("rows", "matrix"):
         raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
-
-    def read(tensor: torch.Tensor, layouts: Sequence[SampleLayout]) -> torch.Tensor:
-        for layout in layouts:
-            tensor = take_samples(tensor, layout, start, stop, size)
-        return tensor
-
-    yield partial(read, layouts=layouts)
-    if max(layout.fold for layout in layouts) > 1:
-        yield partial(read, layouts=[layout.inside for layout in layouts])
+    samples = range(start, stop)
+    yield partial(layout.take, samples=samples, batch_size=size)
+    if max(dimension.fold for dimension in layout.dimensions) > 1:
+        yield partial(layout.inside.take, samples=samples, batch_size=size)

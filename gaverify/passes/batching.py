@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gaverify.errors import ProblemError
+from gaverify.passes.layouts import take_entries
 from gaverify.passes.nesting import children, is_array, is_namedtuple, leaves, rebuilt, with_children
 from gaverify.passes.precision import dtype_like
 
@@ -178,16 +179,6 @@ def _shape(leaf: Any) -> list[Any]:
     return [_leading(leaf), "nested"] if nested else list(leaf.shape)
 
 
-def _rows(leaf: Any, rows: Sequence[int]) -> Any:
-    """The samples of one tensor or array; nested and sparse tensors cannot be sliced."""
-    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return torch.nested.as_nested_tensor([leaf.unbind()[row] for row in rows], layout=leaf.layout)
-    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-        chosen = torch.tensor(rows, dtype=torch.int64, device=leaf.device)
-        return leaf.to_sparse_coo().index_select(0, chosen).to_sparse(layout=leaf.layout)
-    return leaf[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
-
-
 def _candidates(node: Any) -> list[int] | None:
     """Possible numbers of samples in `node`, best first; None where anything goes, [] where its entries disagree."""
     entries = children(node)
@@ -229,7 +220,7 @@ def _common_sizes(options: list[list[int] | None]) -> list[int] | None:
 def _take(node: Any, rows: Sequence[int], size: int) -> Any:
     entries = children(node)
     if entries is None:
-        return _rows(node, rows) if _leading(node) == size else node
+        return take_entries(node, 0, rows) if _leading(node) == size else node
     if isinstance(node, list | tuple) and not is_namedtuple(node) and len(node) == size:
         structure = _common_sizes([_candidates(child) for _, child in entries])
         if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:

@@ -15,6 +15,7 @@ from torch import nn
 from gaverify.audit.folders import COMPILED
 from gaverify.audit.same_data import Matcher
 from gaverify.passes.isolation.generators import torch_generator_states
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.precision import Arithmetic
 from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, draw_mode
 
@@ -216,10 +217,10 @@ def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
     if len(full) != len(micro):
         return None
     for full_shape, micro_shape in zip(full, micro, strict=True):
-        if len(full_shape) == len(micro_shape):
-            for a, b in zip(full_shape, micro_shape, strict=True):
-                if b < a:
-                    return a, b
+        layout = SampleLayout.find(full_shape, micro_shape)
+        for dimension in layout.dimensions if layout is not None else ():
+            if micro_shape[dimension.at] < full_shape[dimension.at]:
+                return full_shape[dimension.at], micro_shape[dimension.at]
     return (full[0][0], micro[0][0]) if full and micro and full[0][0] == micro[0][0] else None
 
 

@@ -30,6 +30,7 @@ import torch
 
 from gaverify.audit.recording.values import place_in_group
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
+from gaverify.passes.layouts import SampleLayout, take_entries
 from gaverify.passes.randomness import draw_mode, foreign
 from gaverify.passes.randomness.foreign import loop_site
 from gaverify.passes.randomness.operations import Drawing
@@ -101,14 +102,12 @@ class _Row:
     def rows(self, shape: tuple[int, ...], share: Share) -> Part:
         while self._at < len(self._draws):
             draw = self._draws[self._at]
-            if len(draw.shape) != len(shape):
+            layout = SampleLayout.find(draw.shape, shape)
+            if layout is None:
                 break
-            changed = [
-                dim for dim, (ours, full_size) in enumerate(zip(shape, draw.shape, strict=True)) if ours != full_size
-            ]
-            if len(changed) != 1:
+            if len(layout.dimensions) != 1:
                 raise Unalignable("its shape follows the batch in more than one dimension")
-            dim = changed[0]
+            dim = layout.first.at
             size, start = shape[dim], self._taken
             if start + size * share.ranks <= draw.shape[dim]:
                 self._taken += size * share.ranks
@@ -374,7 +373,7 @@ class DealtLoopDraws(LoopDraws):
         self.count += 1
         value = part.draw.value
         if isinstance(value, torch.Tensor):
-            rows = value if part.dim < 0 else value.index_select(part.dim, torch.tensor(part.rows, device=value.device))
+            rows = value if part.dim < 0 else take_entries(value, part.dim, part.rows)
             return rows.to(drawn.device, drawn.dtype)
         if part.dim < 0:
             return copy.copy(value)

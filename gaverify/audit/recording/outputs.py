@@ -25,7 +25,8 @@ from gaverify.audit.recording.graph import behind, line_of, meetings
 from gaverify.audit.recording.rows import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
-from gaverify.passes.fingerprints import SampleLayout, real_numbers, summaries
+from gaverify.passes.fingerprints import real_numbers, summaries
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.nesting import leaves, map_leaves, rebuilt
 from gaverify.tracebacks import Place, user_place
 
@@ -417,22 +418,5 @@ def rows_at(tensor: torch.Tensor, shape: tuple[int, ...], rows: int, places: Seq
         rows: How many rows it holds.
         places: Those that are wanted.
     """
-    layout = layout_of_rows(tuple(tensor.shape), shape, rows, len(places))
-    if layout is None:
-        return None
-    dim, index = layout.dimension, torch.tensor(places, dtype=torch.int64, device=tensor.device)
-    selected: torch.Tensor = tensor.unflatten(dim, (rows, layout.fold)).index_select(dim, index).flatten(dim, dim + 1)
-    return selected
-
-
-def layout_of_rows(full_shape: tuple[int, ...], part: tuple[int, ...], rows: int, count: int) -> SampleLayout | None:
-    """Returns how a tensor holds rows in its first or second dimension, of which the part has `count`; None: not so."""
-    for dim in range(min(len(full_shape), 2)):
-        fold = full_shape[dim] // rows if rows else 0
-        if (
-            fold
-            and fold * rows == full_shape[dim]
-            and part == (*full_shape[:dim], fold * count, *full_shape[dim + 1 :])
-        ):
-            return SampleLayout(dim, fold)
-    return None
+    layout = SampleLayout.find_leading(tensor.shape, shape, rows, len(places))
+    return None if layout is None else layout.take(tensor, places, rows)

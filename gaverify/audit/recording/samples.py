@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from gaverify.audit.recording.values import tensors_in
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
+from gaverify.passes.layouts import SampleLayout
 from gaverify.torch_internals import pin_memory
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -323,42 +324,14 @@ class Inputs:
 
     def _put(self, tensors: list[torch.Tensor], stored: list[torch.Tensor], at: int, start: int) -> tuple[int, int]:
         """Puts rows from `start` on of file `at` in place, and returns where the next ones are."""
-        cuts = cuts_of([tuple(tensor.shape) for tensor in tensors], [tuple(tensor.shape) for tensor in stored])
-        if cuts is None or start + cuts[1] > cuts[2]:
+        matched = SampleLayout.match([tensor.shape for tensor in stored], [tensor.shape for tensor in tensors])
+        if matched is None or start + matched[2] > matched[1]:
             return at, start  # lists of boxes, say: the comparison of the rows says what came of it
-        dims, rows, total = cuts
-        for tensor, full, dim in zip(tensors, stored, dims, strict=True):
-            part = full if dim is None else full.narrow(dim, start, rows)
+        layouts, total, rows = matched
+        for tensor, full, layout in zip(tensors, stored, layouts, strict=True):
+            part = layout.take(full, range(start, start + rows), total)
             tensor.data = part.to(tensor.device, tensor.dtype).clone()
         return (at, start + rows) if start + rows < total else (at + 1, 0)
-
-
-def cuts_of(own: list[tuple[int, ...]], full: list[tuple[int, ...]]) -> tuple[list[int | None], int, int] | None:
-    """Returns along which dimension each tensor is cut, None for one that is not, with b and B.
-
-    Where nothing is cut, because the run repeats the full-batch run, b and B are 1. Where one dimension of a tensor
-    follows the batch and another its padding, the batch is the first.
-
-    Args:
-        own: The shapes of a forward's inputs.
-        full: Those of the full-batch run's.
-
-    Returns:
-        None where the shapes do not fit together.
-    """
-    if len(own) != len(full) or any(len(a) != len(b) for a, b in zip(own, full, strict=True)):
-        return None
-    dims = [
-        next((at for at, (rows, total) in enumerate(zip(a, b, strict=True)) if rows != total), None)
-        for a, b in zip(own, full, strict=True)
-    ]
-    sizes = {(a[dim], b[dim]) for a, b, dim in zip(own, full, dims, strict=True) if dim is not None}
-    if not sizes:
-        return dims, 1, 1
-    if len(sizes) > 1 or any(rows > total for rows, total in sizes):
-        return None
-    ((rows, total),) = sizes
-    return dims, rows, total
 
 
 def has_loss(output: Any) -> bool:

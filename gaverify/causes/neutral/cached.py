@@ -23,6 +23,7 @@ from gaverify.causes.trace.state import owners
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.nesting import map_leaves
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import COMPUTED_FLOAT32
@@ -71,9 +72,9 @@ class _Cut(PassProbe):
         assert leaf.grad is not None
         if leaf.shape == output.shape and len(self._bounds) > 1:
             return leaf.grad if k == 0 else None
-        changed = [dim for dim, (a, b) in enumerate(zip(leaf.shape, output.shape, strict=False)) if a != b]
-        if leaf.dim() == output.dim() and len(changed) == 1:
-            following = self._following(k, place, changed[0], leaf, output)
+        layout = SampleLayout.find(leaf.shape, output.shape)
+        if layout is not None and len(layout.dimensions) == 1:
+            following = self._following(k, place, layout.first.at, leaf, output)
             if following is not None:
                 return following
         start, stop = self._bounds[k]

@@ -13,7 +13,8 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import LAYOUT_KINDS, LayoutKind, Result, Trace, goes_another_way, operation_of
+from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
+from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind
 from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward, Weights
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gaverify.causes.trace.traces import Layout, Result, Trace, TracedOperation
+from gaverify.causes.trace.traces import Result, Trace, TracedOperation
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import SuspectKind
 from gaverify.thresholds import SAME_ROWS, TINY
@@ -149,7 +150,7 @@ class Matching:
         return worst
 
     def _compare_rows(
-        self, index: int, full: torch.Tensor, parts: list[torch.Tensor], layout: Layout
+        self, index: int, full: torch.Tensor, parts: list[torch.Tensor], layout: SampleLayout
     ) -> tuple[float, int] | None:
         if any(part.shape[0] != full.shape[0] for part in parts):
             return None
@@ -159,7 +160,7 @@ class Matching:
         full, joined = full.nan_to_num(), joined.nan_to_num()
         scale = full[:, :, 2].amax(1).clamp_min(TINY)
         difference = (joined - full).abs().amax(2) / scale[:, None]
-        variant = self._choose_order(index, difference.amax(1), layout.fold)
+        variant = self._choose_order(index, difference.amax(1), layout.first.fold)
         samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
         return float(difference[variant].max()), samples
 

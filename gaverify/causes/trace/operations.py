@@ -18,20 +18,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gaverify.causes.trace.traces import (
     INPUT,
-    LAYOUT_KINDS,
     Frame,
-    LayoutKind,
     ModuleCall,
     Result,
     Trace,
     TracedOperation,
     describe_tensor,
-    layout_of,
     same_result,
 )
 from gaverify.causes.trace.writes import address
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, SampleLayout
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
 from gaverify.records.experiment import FunctionKey
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, parameters_of, without_torch_function
@@ -177,7 +175,7 @@ class OperationTracer(PassProbe):
         elif self._template is not None:
             template_result = same_result(self._template, step, position)
             result.layout = (
-                layout_of(shape, template_result.shape, self._size, self._count)
+                SampleLayout.find(shape, template_result.shape, self._size, self._count)
                 if template_result is not None
                 else None
             )

@@ -11,12 +11,12 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
 
 import torch
 
 from gaverify.passes.devices import widest
-from gaverify.passes.fingerprints import layouts_of, real_numbers, summaries
+from gaverify.passes.fingerprints import real_numbers, summaries
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import FunctionKey, Operation
 from gaverify.tracebacks import display_path
@@ -24,38 +24,10 @@ from gaverify.tracebacks import display_path
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
 _PIECE = 1 << 15
-LayoutKind = Literal["rows", "global", "matrix", "selected"]
-LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the samples lie in a result: found by comparing its shapes in the full batch and in a micro-batch.
-
-    `kind`: "rows" (dimension `dim` has B·`fold` rows), "global" (the shape does not depend on the batch), "matrix"
-    (several dimensions grow with the batch), "selected" (one dimension depends on which samples there are).
-    """
-
-    kind: LayoutKind
-    dim: int = 0
-    fold: int = 1
-
-
-def layout_of(full: tuple[int, ...], micro: tuple[int, ...], batch_size: int, count: int) -> Layout | None:
-    """Returns the layout of a result of shape `full` for B samples and `micro` for n < B; None where there is none."""
-    changed = layouts_of(full, micro, batch_size, count)
-    if changed is None:
-        return None
-    if not changed:
-        return Layout("global")
-    if len(changed) == 1:
-        dim, fold = changed[0].dimension, changed[0].fold
-        return Layout("rows", dim, fold) if fold else Layout("selected", dim)
-    return Layout("matrix") if all(layout.fold for layout in changed) else None
 
 
 def describe_tensor(
-    tensor: torch.Tensor, layout: Layout, *, integers: bool = False, summed: bool = True
+    tensor: torch.Tensor, layout: SampleLayout, *, integers: bool = False, summed: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns fingerprints of a tensor and, where `summed`, moments of folded rows; it is read once for both.
 
@@ -75,14 +47,15 @@ def describe_tensor(
     values = real_numbers(tensor).to(widest(tensor.device))
     if layout.kind == "global":
         return summaries(values.reshape(1, -1)).unsqueeze(0), None
-    rows = _squash_values(values).movedim(layout.dim, 0)
+    rows = _squash_values(values).movedim(layout.first.at, 0)
     row_summaries = None
-    if layout.kind == "selected" or layout.fold == 1:
+    fold = layout.first.fold
+    if layout.kind == "selected" or fold == 1:
         row_summaries = summaries(rows.reshape(rows.shape[0], -1))
         prints = row_summaries.unsqueeze(0)
     else:
-        folded = rows.reshape(rows.shape[0] // layout.fold, -1)
-        inner = rows.reshape(layout.fold, rows.shape[0] // layout.fold, -1).transpose(0, 1)
+        folded = rows.reshape(rows.shape[0] // fold, -1)
+        inner = rows.reshape(fold, rows.shape[0] // fold, -1).transpose(0, 1)
         prints = torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
     if row_summaries is not None or not (summed and numeric):
         return prints, None
@@ -117,11 +90,12 @@ def _squash_values(values: torch.Tensor) -> torch.Tensor:
     return result.view(values.shape)
 
 
-def _has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
+def _has_layout(tensor: torch.Tensor, layout: SampleLayout) -> bool:
     """Whether the samples lie in a tensor as in the one of another micro-batch by which the layout was found."""
-    if tensor.numel() == 0 or layout.kind == "matrix" or layout.dim >= max(tensor.dim(), 1):
+    at, fold = layout.first.at, layout.first.fold
+    if tensor.numel() == 0 or layout.kind in ("matrix", "mixed") or at >= max(tensor.dim(), 1):
         return False
-    return layout.kind != "rows" or (tensor.dim() > 0 and tensor.shape[layout.dim] % layout.fold == 0)
+    return layout.kind != "rows" or (tensor.dim() > 0 and tensor.shape[at] % fold == 0)
 
 
 _NEAR = 6  # operations before the traces part among which a decision is looked for
@@ -143,7 +117,7 @@ class Result:
 
     shape: Shape
     floating: bool
-    layout: Layout | None = None
+    layout: SampleLayout | None = None
     prints: torch.Tensor | None = None
     of_folded: torch.Tensor | None = None
     summed: bool = True

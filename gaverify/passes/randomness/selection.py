@@ -6,14 +6,14 @@ rows are folded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gaverify.passes.fingerprints import layouts_of
+from gaverify.passes.layouts import SampleDimension, SampleLayout, changed_dimensions, take_entries
 from gaverify.passes.randomness.draws import Draw, MicroBatch, differ, matching_rows
 
-Selection = list[tuple[int, slice | torch.Tensor]]
+Selection = list[tuple[int, range | torch.Tensor]]
 """Per dimension the rows to take; a dimension that does not follow the batch is not named."""
 
 
@@ -37,47 +37,36 @@ class Rows:
     least: float
     order: tuple[int, ...] | None = None
 
-    def taken(self, fold: int, device: torch.device) -> slice | torch.Tensor:
-        """Returns the rows of the samples where each of them has `fold` rows, one behind the other."""
-        start, stop = self.micro_batch
-        if self.order is None:
-            return slice(start * fold, stop * fold)
-        return (self._places(device).unsqueeze(1) * fold + torch.arange(fold, device=device)).flatten()
-
-    def inner(self, fold: int, device: torch.device) -> torch.Tensor:
-        """Returns the rows of the samples where a folded dimension holds the batch as its inner index."""
-        outer = torch.arange(fold, device=device).unsqueeze(1) * self.batch_size
-        return (outer + self._places(device)).flatten()
-
-    def _places(self, device: torch.device) -> torch.Tensor:
-        if self.order is None:
-            return torch.arange(*self.micro_batch, device=device)
-        return torch.tensor(self.order, device=device)
+    def entries_in(self, dimension: SampleDimension, device: torch.device) -> range | torch.Tensor:
+        """Returns the rows of the samples in one dimension."""
+        samples = range(*self.micro_batch) if self.order is None else self.order
+        return dimension.entries_of(samples, self.batch_size, device)
 
 
 def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, bool]:
     """Returns the rows at the samples' places, and whether that was a guess; None where shapes do not correspond."""
     full, micro = draw.value.shape, rows.shape
     start, stop = rows.micro_batch
-    changed = layouts_of(full, micro, rows.batch_size, stop - start)
-    if changed is None:
+    layout = SampleLayout.find(full, micro, rows.batch_size, stop - start)
+    if layout is None:
         return None, False
     guessed, selection, device = False, Selection(), draw.value.device
-    for layout in changed:
-        dim, fold = layout.dimension, layout.fold
+    changed = layout.dimensions
+    for dimension in changed:
+        dim, fold = dimension.at, dimension.fold
         whole, part = full[dim], micro[dim]
-        is_inner, unsure = _batch_is_inner(draw, rows, dim, fold, inner) if fold > 1 else (False, False)
+        is_inner, unsure = _batch_is_inner(draw, rows, dimension, inner) if fold > 1 else (False, False)
         guessed = guessed or unsure
         if is_inner:
-            selection.append((dim, rows.inner(fold, device)))
+            selection.append((dim, rows.entries_in(replace(dimension, inner=True), device)))
         elif fold == 1 or (fold and (len(changed) > 1 or rows.order is not None)):
-            selection.append((dim, rows.taken(fold, device)))
+            selection.append((dim, rows.entries_in(dimension, device)))
         elif len(changed) == 1 and rows.order is not None:  # a selection of the samples: nobody knows whose rows
             return None, guessed
         elif len(changed) == 1 and (at := _offset(draw, start, part)) + part <= whole:
-            selection.append((dim, slice(at, at + part)))
+            selection.append((dim, range(at, at + part)))
         elif part < whole:
-            selection.append((dim, slice(0, part)))  # padded to the longest row of a shorter micro-batch
+            selection.append((dim, range(part)))  # padded to the longest row of a shorter micro-batch
         else:
             return None, guessed
     return selection, guessed
@@ -88,7 +77,7 @@ def by_contents(draw: Draw, rows: Rows) -> Selection | None:
     full, micro = draw.value.shape, rows.shape
     if draw.prints is None or rows.prints is None or len(full) != len(micro):
         return None
-    changed = [dim for dim in range(len(full)) if full[dim] != micro[dim]]
+    changed = changed_dimensions(full, micro)
     if not changed and not bool(differ(rows.prints, draw.prints, rows.least)):
         return []
     if len(changed) > 1 or any(dim >= draw.prints.dim() for dim in changed):
@@ -103,7 +92,7 @@ def hand_out(draw: Draw, selection: Selection) -> None:
     if len(selection) == 1:
         _, rows = selection[0]
         device = draw.value.device
-        draw.taken.append(torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows)
+        draw.taken.append(torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, range) else rows)
 
 
 def doubtful(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
@@ -119,10 +108,7 @@ def doubtful(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | Non
 def taken_from(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Returns the selected rows of a tensor."""
     for dim, rows in selection:
-        if isinstance(rows, slice):
-            tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)
-        else:
-            tensor = tensor.index_select(dim, rows)
+        tensor = take_entries(tensor, dim, rows)
     return tensor
 
 
@@ -137,19 +123,19 @@ def _offset(draw: Draw, start: int, part: int) -> int:
 def withdraw(draw: Draw, rows: Rows) -> None:
     """Takes back the rows at a running offset: others were found by their contents."""
     if draw.offsets.pop(rows.micro_batch[0], None) is not None:
-        changed = [dim for dim, size in enumerate(draw.value.shape) if size != rows.shape[dim]]
+        changed = changed_dimensions(draw.value.shape, rows.shape)
         draw.dealt -= rows.shape[changed[0]]
 
 
-def _batch_is_inner(draw: Draw, rows: Rows, dim: int, fold: int, inner: bool) -> tuple[bool, bool]:
+def _batch_is_inner(draw: Draw, rows: Rows, dimension: SampleDimension, inner: bool) -> tuple[bool, bool]:
     """Decides by the rows' contents; without them it is a guess, `inner`."""
-    full, ours = draw.prints, rows.prints
+    full, ours, dim = draw.prints, rows.prints, dimension.at
     if full is None or ours is None or not dim < full.dim() == ours.dim():
         return inner, True
     if full.select(dim, 0).shape != ours.select(dim, 0).shape:
         return inner, True
-    outside = taken_from(full, [(dim, rows.taken(fold, full.device))])
-    inside = taken_from(full, [(dim, rows.inner(fold, full.device))])
+    outside = taken_from(full, [(dim, rows.entries_in(dimension, full.device))])
+    inside = taken_from(full, [(dim, rows.entries_in(replace(dimension, inner=True), full.device))])
     far_inside, far_outside = float((ours - inside).norm()), float((ours - outside).norm())
     if far_inside == far_outside:  # rows that are all the same do not tell
         return inner, True

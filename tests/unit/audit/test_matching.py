@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gaverify.audit.flow import orders
 from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.recording.samples import Inputs, cuts_of, has_loss
+from gaverify.audit.recording.samples import Inputs, has_loss
 from gaverify.audit.recording.values import Names
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 
@@ -165,25 +165,6 @@ def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> No
 
 def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
     assert orders(Fed([]), Fed([]), alike=False) == ("turns", "blocks")  # type: ignore[arg-type]
-
-
-class TestCuts:
-    def test_rows_of_the_first_dimension(self) -> None:
-        assert cuts_of([(2, 4), (2,)], [(8, 4), (8,)]) == ([0, 0], 2, 8)
-
-    def test_columns_and_a_table_that_all_share(self) -> None:
-        assert cuts_of([(5, 2), (5, 5)], [(5, 8), (5, 5)]) == ([1, None], 2, 8)
-
-    def test_padding_follows_the_batch(self) -> None:
-        assert cuts_of([(2, 17)], [(8, 20)]) == ([0], 2, 8)
-
-    def test_a_repetition_is_not_cut(self) -> None:
-        assert cuts_of([(8, 4)], [(8, 4)]) == ([None], 1, 1)
-
-    def test_shapes_that_do_not_fit(self) -> None:
-        assert cuts_of([(2, 4)], [(8, 4), (8,)]) is None
-        assert cuts_of([(2, 4), (3,)], [(8, 4), (8,)]) is None
-        assert cuts_of([(9, 4)], [(8, 4)]) is None
 
 
 class TestGiven:

@@ -28,12 +28,13 @@ from gaverify import Finding, Outcome, Verdict
 from gaverify.causes import confirming, coupling, investigation, operations, part, proof, weights
 from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.trace import operations as tracing
-from gaverify.causes.trace.traces import Layout, describe_tensor
+from gaverify.causes.trace.traces import describe_tensor
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.isolation import ModelState
+from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DrawRecord
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
@@ -865,13 +866,13 @@ def test_a_kernel_without_float64_is_no_fault_of_ours() -> None:
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_a_fold_that_does_not_divide_the_rows_has_no_fingerprint(rows: int) -> None:
-    assert describe_tensor(torch.ones(rows, 2), Layout("rows", 0, 2))[0] is None
-    assert describe_tensor(torch.ones(2 * rows, 2), Layout("rows", 0, 2))[0] is not None
+    assert describe_tensor(torch.ones(rows, 2), SampleLayout((SampleDimension(0, 2),)))[0] is None
+    assert describe_tensor(torch.ones(2 * rows, 2), SampleLayout((SampleDimension(0, 2),)))[0] is not None
 
 
 def test_a_result_with_fewer_dimensions_than_its_plan_has_no_fingerprint() -> None:
-    assert describe_tensor(torch.ones(4), Layout("rows", 1))[0] is None
-    assert describe_tensor(torch.tensor(1.0), Layout("rows", 0, 2))[0] is None
+    assert describe_tensor(torch.ones(4), SampleLayout((SampleDimension(1),)))[0] is None
+    assert describe_tensor(torch.tensor(1.0), SampleLayout((SampleDimension(0, 2),)))[0] is None
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,15 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.suspects import Reader
 from gaverify.causes.trace.traces import (
-    Layout,
     ModuleCall,
     Result,
     Trace,
     TracedOperation,
     describe_tensor,
     goes_another_way,
-    layout_of,
 )
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.records.comparison import Method
 
 # --- Matching, dependence and suspects on traces made by hand: two micro-batches of two samples each -----------------
@@ -48,7 +47,7 @@ def trace(*steps: Described, inside: str | None = None) -> Trace:
     made = Trace()
     made.calls.append(ModuleCall("net", "Net", False, ()))
     for line, (name, inputs, values, kind) in enumerate(steps):
-        layout = Layout("rows", 0) if kind == "rows" else Layout("global")
+        layout = SampleLayout((SampleDimension(0),)) if kind == "rows" else SampleLayout()
         numbers = torch.tensor(values, dtype=torch.float64)
         tensor = numbers[:, None] if kind == "rows" else numbers.sum()
         result = Result(tuple(tensor.shape), True, layout, *describe_tensor(tensor, layout))
@@ -172,25 +171,9 @@ def test_operations_that_not_all_traces_hold_are_strays() -> None:
     assert [found.is_matched(index) for index in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("full", "micro", "layout"),
-    [
-        ((4, 3), (2, 3), Layout("rows", 0, 1)),
-        ((3, 12), (3, 6), Layout("rows", 1, 3)),
-        ((3, 3), (3, 3), Layout("global")),
-        ((4, 4), (2, 2), Layout("matrix")),
-        ((7, 3), (4, 3), Layout("selected", 0)),
-        ((4, 3), (4, 3, 1), None),
-        ((4, 7), (2, 3), None),
-    ],
-)
-def test_where_the_samples_lie_is_read_off_the_shapes(full: tuple, micro: tuple, layout: Layout | None) -> None:
-    assert layout_of(full, micro, 4, 2) == layout
-
-
 def test_moments_add_up_whatever_the_order() -> None:
     torch.manual_seed(0)
-    rows, layout = torch.randn(12, 5, dtype=torch.float64), Layout("rows", 0, 3)
+    rows, layout = torch.randn(12, 5, dtype=torch.float64), SampleLayout((SampleDimension(0, 3),))
     order = torch.randperm(12)
     whole, parts = describe_tensor(rows, layout)[1], [describe_tensor(part, layout)[1] for part in rows[order].split(6)]
     torch.testing.assert_close(sum(parts), whole)
@@ -200,7 +183,7 @@ def test_moments_add_up_whatever_the_order() -> None:
 
 @pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float64).min])
 def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
-    layout = Layout("rows", 0)
+    layout = SampleLayout((SampleDimension(0),))
     rows = torch.tensor([[0.5, mask], [0.25, mask]], dtype=torch.float64)
     other = torch.tensor([[0.5, mask], [0.25 + 1e-4, mask]], dtype=torch.float64)
     one, two = describe_tensor(rows, layout)[0], describe_tensor(other, layout)[0]
@@ -209,7 +192,7 @@ def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
 
 
 def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
-    layout = Layout("rows", 0)
+    layout = SampleLayout((SampleDimension(0),))
 
     def prints(*rows: tuple[float, ...]) -> torch.Tensor:
         found = describe_tensor(torch.tensor(rows, dtype=torch.float64), layout)[0]
@@ -222,7 +205,7 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
 
 
 def test_what_no_operation_made_has_no_moments() -> None:
-    layout, rows = Layout("rows", 0), torch.randn(4, 3, dtype=torch.float64)
+    layout, rows = SampleLayout((SampleDimension(0),)), torch.randn(4, 3, dtype=torch.float64)
     results = [Result((4, 3), True, layout, *describe_tensor(rows, layout), summed=summed) for summed in (True, False)]
     assert results[0].moments is not None and results[1].moments is None
 
@@ -231,7 +214,7 @@ def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
     """Two tokens per sample, the samples outermost: what comes in, and which of them a queue keeps."""
     made = Trace()
     for name, tensor in (("input", first), ("lt", kept)):
-        layout = Layout("rows", 0, 2)
+        layout = SampleLayout((SampleDimension(0, 2),))
         result = Result(tuple(tensor.shape), True, layout, describe_tensor(tensor, layout)[0], None)
         inputs = (0,) if name == "lt" else ()
         made.add(

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaverify
-from gaverify.passes.calls import FunctionMode, OperationMode, operation_name
 from gaverify.passes.dispatch import PassMode, grouped_product
-from gaverify.passes.fingerprints import SampleLayout, layouts_of, take_samples
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import move_weights, rounding_share, unit_roundoff
 from gaverify.passes.randomness import Recorder
@@ -163,90 +161,6 @@ def test_every_factory_names_its_device() -> None:
     paths = [path for path in sorted(root.rglob("*.py")) if not {"zoo", "loading"} & set(path.relative_to(root).parts)]
     found = [f"{path.relative_to(root)}:{call}" for path in paths for call in unplaced(path.read_text())]
     assert found == []
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
-def test_every_operation_goes_through_the_handler_also_in_the_backward():
-    names = []
-
-    def handle(func, args, kwargs):
-        names.append(operation_name(func))
-        return func(*args, **kwargs)
-
-    x = torch.ones(3, requires_grad=True)
-    with OperationMode(handle):
-        x.exp().sum().backward()
-    assert names[0] == "exp" and "sum" in names
-    assert "mul" in names[names.index("sum") :]  # the derivative of exp
-    names.clear()
-    x.exp()
-    assert names == []
-
-
-def test_the_caller_gets_what_the_handler_returns():
-    instead = torch.tensor([7.0])
-    with OperationMode(lambda func, args, kwargs: instead):
-        result = torch.zeros(2)
-    assert result.tolist() == [7.0]
-    with FunctionMode(lambda func, args, kwargs: "instead"):
-        assert torch.sin(instead) == "instead"
-
-
-def test_a_function_mode_sees_the_outermost_call_alone():
-    names = []
-
-    def handle(func, args, kwargs):
-        names.append(func.__name__)
-        return func(*args, **kwargs)
-
-    with FunctionMode(handle):
-        torch.nn.functional.layer_norm(torch.ones(2, 3), (3,))
-    assert names == ["ones", "layer_norm"]
-
-
-def test_nobody_else_defines_a_mode():
-    """Each mode costs a frame per operation and has to remember the same two traps; there is one of each kind."""
-    root = Path(gaverify.__file__).parent
-    found = [
-        f"{path.relative_to(root)}: {node.name}"
-        for path in sorted(root.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-        and {ast.unparse(base).rpartition(".")[2] for base in node.bases} & {"TorchDispatchMode", "TorchFunctionMode"}
-    ]
-    assert found == ["passes/calls.py: OperationMode", "passes/calls.py: FunctionMode"]
-
-
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("full", "micro", "found"),
-    [
-        ((8, 3), (2, 3), [SampleLayout(0, 1)]),
-        ((3, 8), (3, 2), [SampleLayout(1, 1)]),
-        ((24, 3), (6, 3), [SampleLayout(0, 3)]),
-        ((8, 8), (2, 2), [SampleLayout(0, 1), SampleLayout(1, 1)]),
-        ((8, 7), (2, 5), [SampleLayout(0, 1), SampleLayout(1, 0)]),
-        ((24, 3), (5, 3), [SampleLayout(0, 0)]),
-        ((4, 3), (4, 3), []),
-        ((8, 3), (2,), None),
-    ],
-)
-def test_the_dimension_of_the_samples_is_found(
-    full: tuple[int, ...], micro: tuple[int, ...], found: list[SampleLayout] | None
-) -> None:
-    assert layouts_of(full, micro, batch_size=8, count=2) == found
-
-
-def test_samples_are_the_outer_or_the_inner_index_of_a_folded_dimension() -> None:
-    sample = torch.arange(4)
-    layout = SampleLayout(1, fold=2)
-    outer, inner = sample.repeat_interleave(2)[None], sample.repeat(2)[None]
-    assert take_samples(outer, layout, 1, 3, batch_size=4).tolist() == [[1, 1, 2, 2]]
-    assert take_samples(inner, layout.inside, 1, 3, batch_size=4).tolist() == [[1, 2, 1, 2]]
 
 
 # --- The product by groups against one product per group, and its place in the float64 control -----------------------

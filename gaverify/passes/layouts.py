@@ -1,0 +1,174 @@
+"""Where the samples lie in a tensor: which of its dimensions follow the batch, and which entries belong to a sample.
+
+Shapes: B samples in the full batch, n in a micro-batch. A dimension that follows the batch has B·m and n·m entries, m
+for each sample. m is called the fold: heads that are folded into the batch, two views of every sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+LayoutKind = Literal["rows", "global", "matrix", "selected", "mixed"]
+LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
+Shape = Sequence[int]
+
+
+def changed_dimensions(full: Sequence[object], micro: Sequence[object]) -> list[int]:
+    """Returns the dimensions in which two shapes of equally many differ."""
+    return [at for at, (full_size, size) in enumerate(zip(full, micro, strict=True)) if full_size != size]
+
+
+def take_entries(values: Any, dimension: int, entries: range | Sequence[int] | torch.Tensor) -> Any:
+    """Returns some entries along a dimension of a tensor or an array, in a view where that is possible."""
+    is_slice = isinstance(entries, range) and entries.step == 1
+    if not isinstance(values, torch.Tensor):
+        index = slice(entries.start, entries.stop) if is_slice else [int(at) for at in entries]  # type: ignore[union-attr]
+        return values[(slice(None),) * dimension + (index,)] if dimension else values[index]
+    if values.is_nested:  # neither nested nor sparse tensors can be sliced
+        components = values.unbind()
+        return torch.nested.as_nested_tensor([components[int(at)] for at in entries], layout=values.layout)
+    if is_slice and values.layout is torch.strided:
+        return values.narrow(dimension, entries.start, len(entries))  # type: ignore[union-attr]
+    chosen = torch.as_tensor(entries, dtype=torch.int64, device=values.device)
+    if values.layout is not torch.strided:
+        return values.to_sparse_coo().index_select(dimension, chosen).to_sparse(layout=values.layout)
+    return values.index_select(dimension, chosen)
+
+
+def _fold(full_size: int, size: int, batch_size: int, count: int) -> int:
+    fold = full_size // batch_size if batch_size else 0
+    return fold if (full_size, size) == (fold * batch_size, fold * count) else 0
+
+
+@dataclass(frozen=True)
+class SampleDimension:
+    """A dimension that follows the batch, and how it holds samples."""
+
+    at: int
+    """Its position; it need not be the first."""
+    fold: int = 1
+    """m; 0 where the sizes are no common multiple of B and n, as of a selection of tokens, or where B is not known."""
+    inner: bool = False
+    """Whether samples are the inner index of a folded dimension: two views of a batch, one after the other."""
+
+    def entries_of(self, samples: range | Sequence[int], batch_size: int, device: torch.device) -> range | torch.Tensor:
+        """Returns the entries that belong to some samples; a tensor of them, on `device`, where they lie apart."""
+        is_contiguous = isinstance(samples, range) and samples.step == 1
+        if is_contiguous and not self.inner:
+            return range(samples.start * self.fold, samples.stop * self.fold)  # type: ignore[union-attr]
+        if isinstance(samples, range):
+            numbers = torch.arange(samples.start, samples.stop, samples.step, device=device)
+        else:
+            numbers = torch.tensor(samples, dtype=torch.int64, device=device)
+        folds = torch.arange(self.fold, device=device)
+        if self.inner:
+            return (folds.unsqueeze(1) * batch_size + numbers).flatten()
+        return (numbers.unsqueeze(1) * self.fold + folds).flatten()
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """All dimensions of a tensor that follow the batch, in order; none of a mask that is the same for every batch."""
+
+    dimensions: tuple[SampleDimension, ...] = ()
+
+    @classmethod
+    def find(cls, full: Shape, micro: Shape, batch_size: int = 0, count: int = 0) -> SampleLayout | None:
+        """Returns the layout by comparing two shapes: dimensions that differ follow the batch.
+
+        Args:
+            full: The shape for all samples.
+            micro: The shape for some of them.
+            batch_size: B; 0 where it is not known: every fold is 0 then.
+            count: n.
+
+        Returns:
+            None where there are not equally many dimensions.
+        """
+        if len(full) != len(micro):
+            return None
+        changed = changed_dimensions(full, micro)
+        return cls(tuple(SampleDimension(at, _fold(full[at], micro[at], batch_size, count)) for at in changed))
+
+    @classmethod
+    def find_leading(cls, full: Shape, micro: Shape, batch_size: int, count: int) -> SampleLayout | None:
+        """Returns the layout of a tensor in which one dimension, the first or the second, holds all samples.
+
+        Where n = B the shapes are the same: the first dimension with a multiple of B entries is taken.
+
+        Returns:
+            None where that is not so.
+        """
+        if count == batch_size and tuple(full) == tuple(micro):
+            multiples = (at for at, size in enumerate(full[:2]) if batch_size and size and size % batch_size == 0)
+            return next((cls((SampleDimension(at, full[at] // batch_size),)) for at in multiples), None)
+        layout = cls.find(full, micro, batch_size, count)
+        is_leading = layout is not None and layout.kind == "rows" and layout.first.at < 2
+        return layout if is_leading else None
+
+    @classmethod
+    def locate(cls, shape: Shape, batch_size: int) -> SampleLayout | None:
+        """Returns the layout by one shape alone: the first dimension of B entries; None where there is none."""
+        return next((cls((SampleDimension(at),)) for at, size in enumerate(shape) if size == batch_size), None)
+
+    @classmethod
+    def match(cls, full: Sequence[Shape], micro: Sequence[Shape]) -> tuple[list[SampleLayout], int, int] | None:
+        """Returns the layouts of several tensors whose numbers of samples are not known, with B and n.
+
+        Where two dimensions of a tensor differ, one follows the padding: the batch is the first. Where no dimension of
+        any tensor does, because both sides hold the full batch, B and n are 1.
+
+        Args:
+            full: The shapes for all samples.
+            micro: Those for some of them.
+
+        Returns:
+            None where the shapes do not fit together.
+        """
+        if len(full) != len(micro):
+            return None
+        layouts, sizes = [], set()
+        for full_shape, shape in zip(full, micro, strict=True):
+            layout = cls.find(full_shape, shape)
+            if layout is None:
+                return None
+            layouts.append(cls(tuple(SampleDimension(dimension.at) for dimension in layout.dimensions[:1])))
+            sizes |= {(full_shape[dimension.at], shape[dimension.at]) for dimension in layouts[-1].dimensions}
+        if not sizes:
+            return layouts, 1, 1
+        batch_size, count = sizes.pop()
+        return None if sizes or count > batch_size else (layouts, batch_size, count)
+
+    @property
+    def kind(self) -> LayoutKind:
+        """What the dimensions amount to.
+
+        "rows": one dimension with m entries per sample; "global": the shape does not depend on the batch; "matrix":
+        several dimensions grow with the batch; "selected": one dimension depends on which samples there are; "mixed":
+        several dimensions of which one does.
+        """
+        is_multiple = all(dimension.fold for dimension in self.dimensions)
+        if len(self.dimensions) < 2:
+            return "global" if not self.dimensions else "rows" if is_multiple else "selected"
+        return "matrix" if is_multiple else "mixed"
+
+    @property
+    def first(self) -> SampleDimension:
+        """The first dimension that follows the batch; of a "global" layout the tensor's first."""
+        return self.dimensions[0] if self.dimensions else SampleDimension(0)
+
+    @property
+    def inside(self) -> SampleLayout:
+        """The other reading of the same dimensions: samples are the inner index of folded ones."""
+        return SampleLayout(tuple(replace(dimension, inner=True) for dimension in self.dimensions))
+
+    def take(self, values: Any, samples: range | Sequence[int], batch_size: int) -> Any:
+        """Returns what belongs to some of B samples, in a view where that is possible."""
+        device = values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
+        for dimension in self.dimensions:
+            values = take_entries(values, dimension.at, dimension.entries_of(samples, batch_size, device))
+        return values
