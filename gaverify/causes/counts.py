@@ -32,7 +32,7 @@ from gaverify.passes.walks import (
     is_made_of_parameter,
     read_by_parameters,
     skip_scaling,
-    viewed,
+    skip_views,
 )
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
@@ -257,7 +257,7 @@ class _Listener(PassProbe):
 
     def hear(self, loss: torch.Tensor) -> None:
         """Takes the terms of the loss that came out of the forward."""
-        total = viewed(loss.grad_fn)
+        total = skip_views(loss.grad_fn)
         if has_constant_addend(total):
             nodes = [node.next_functions[slot][0] for node, slot in addends(total)]
             known = [self._numbers[node] for node in nodes if node in self._numbers]

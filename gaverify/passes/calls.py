@@ -72,28 +72,30 @@ def listening(
     counts: Counter[str] = Counter()
     positions = count()
 
-    def began(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         path, under = paths.get(module, ""), running[-1].path if running else outside or ""
         counts[path] += 1
         running.append(Call(module, path, counts[path], next(positions), tuple(running), under, args))
         return begins(running[-1], args, kwargs or {})
 
-    def ended(module: nn.Module, args: tuple[Any, ...], output_value: Any) -> Any:
+    def end_call(module: nn.Module, args: tuple[Any, ...], output_value: Any) -> Any:
         if not any(call.module is module for call in running):
             return None  # it began before
+        # The user's code may catch what a module raises and go on.
         while running[-1].module is not module:  # a call that raised has no end
             running.pop()
+        # What ran: another hook may have exchanged the arguments since the call began.
         running[-1].args = args
         call = running.pop()
         return None if is_in_functorch_transform() else ends(call, output_value)
 
     with ExitStack() as hooks:
         if outside is None:
-            hooks.callback(register_module_forward_pre_hook(began).remove)
-            hooks.callback(register_module_forward_hook(ended, always_call=True).remove)
+            hooks.callback(register_module_forward_pre_hook(begin_call).remove)
+            hooks.callback(register_module_forward_hook(end_call, always_call=True).remove)
         for module in paths if outside is not None else ():
-            hooks.callback(module.register_forward_pre_hook(began, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(ended).remove)
+            hooks.callback(module.register_forward_pre_hook(begin_call, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(end_call).remove)
         yield running
 
 
@@ -108,8 +110,10 @@ def per_channel_affine(before: torch.Tensor, after: torch.Tensor) -> bool:
     for channel in {1, before.dim() - 1}:
         x = before.detach().movedim(channel, 0).flatten(1).double()
         y = after.detach().movedim(channel, 0).flatten(1).double()
+        # Through two points there is always a line.
         if x.shape[1] < 3:
             continue
+        # Without the means the offset b falls out, and one slope is left to fit.
         x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
         slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True).clamp_min(1e-300)
         unexplained = (y - slope * x).norm() / y.norm().clamp_min(1e-300)

@@ -35,6 +35,7 @@ def _is_available(kind: str) -> bool:
 def _is_initialised(kind: str) -> bool:
     """Whether a kind is in use already. Asked before whether it is there: that alone makes a later fork fail."""
     module = _module(kind)
+    # Asking a CUDA that is not in use for its devices would initialise it, and no process could be forked any more.
     if hasattr(module, "is_initialized"):
         return bool(module.is_initialized())
     return _is_available(kind)
@@ -110,6 +111,7 @@ def devices_of_ranks(kind: str, count: int) -> list[torch.device]:
     """Returns the device of each of R ranks: one of its own, as far as there are enough of the kind."""
     if kind == "cpu":
         return [torch.device(kind)] * count
+    # More ranks than devices share them in turn: gloo allows it, NCCL does not (`backend_of`).
     available = _devices_of(kind)
     return [available[rank % len(available)] for rank in range(count)]
 

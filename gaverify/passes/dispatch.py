@@ -46,6 +46,7 @@ class _Plan(NamedTuple):
 @cache
 def _plan(func: Any) -> _Plan:
     arguments = func._schema.arguments
+    # The schema says which arguments an operation writes to, also for operators that people register themselves.
     writes = tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
     return _Plan(
         writes=writes,
@@ -108,6 +109,7 @@ class PassMode:
         (likened, like), self._likened = self._likened, (None, None)
         if self._lift:
             args, kwargs = _lift_arguments(plan, args, kwargs)
+        # Before the operation runs: it may write to its inputs.
         self.observed.arithmetic.note(plan.product, args)
         if plan.plain:
             return func(*args, **kwargs)
@@ -116,6 +118,7 @@ class PassMode:
                 self._state.before_write(tensor)
         if plan.random:
             return self._random(func, args, kwargs, like if likened is not None and args[0] is likened else None)
+        # The fused kernel of a mixture of experts exists in bfloat16 alone.
         if plan.groups and args[0].dtype is torch.float64:
             named = {name: kwargs[name] for name in ("offs", "bias") if name in kwargs}
             return grouped_product(*args[:4], **named)
@@ -131,6 +134,7 @@ class PassMode:
     def _count(self, args: Any, result: Any) -> None:
         """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
         recomputes = is_in_backward()  # a checkpointed loss that its backward runs once more
+        # A sum is divided by nothing: what its targets count says nothing about weights.
         if args[3] == _MEAN and not recomputes:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 
@@ -147,6 +151,7 @@ def _lift_arguments(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 high = high or tensor.dtype is torch.float64
     if not (low and high):
         return args, kwargs
+    # A copy in float64 of what is written to would take the write, and the user's tensor would not get it.
     lifted = [arg if i in plan.writes else tree_map_only(torch.Tensor, _to_float64, arg) for i, arg in enumerate(args)]
     return tuple(lifted), kwargs
 

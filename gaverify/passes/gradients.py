@@ -149,6 +149,7 @@ def _way_that_needs_less(experiment: Experiment) -> str:
 def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:
     mode = PassMode(experiment.state, random_draws, lift=experiment.lift, observe_terms=not experiment.lift)
     with one_pass(experiment):
+        # A lazy layer or a cache may register parameters in its first forward.
         known = set(named_parameters(experiment.problem))
         with explain_user_errors("the full batch", experiment):
             batch = fresh(experiment.problem.batch)
@@ -203,6 +204,7 @@ def accumulated_gradients(
         for k, (start, stop) in enumerate(experiment.bounds()):
             if own is not None and k not in own:
                 continue
+            # Each begins with the full batch's generator states: a draw that is not dealt is at least the same.
             at_start()
             if experiment.strategy != "accumulate":
                 seed_torch(k)  # each graph its own states, by which its draws are known again in the backward
@@ -210,6 +212,7 @@ def accumulated_gradients(
             dealer = Dealer(experiment.draws, start, stop, experiment.batch_size)
             dealers.append(dealer)
             mode = PassMode(experiment.state, dealer, lift=experiment.lift)
+            # A copy: a forward may change its inputs (`batch.pop("labels")`), and the batch is run many times.
             micro_batch = fresh(micro_batch_of(experiment, start, stop, where))
             with mode, explain_user_errors(where, experiment), probe.around(k):
                 loss = loss_of(experiment, micro_batch, where)
@@ -219,6 +222,7 @@ def accumulated_gradients(
                 else:
                     total = loss * weight if total is None else total + loss * weight
             dealer.finish()
+            # Python's and NumPy's generators have no dispatcher: only that they were drawn from is seen.
             foreign = foreign or foreign_generator_states() != reference.foreign
             losses.append(loss.detach())
             weights.append(weight)
@@ -234,6 +238,7 @@ def accumulated_gradients(
                 total.backward()
         gradients = take_gradients(experiment)
         buffers = _buffers(experiment)
+    # Fetched at once, after the last backward: each number for itself would wait for the device K times.
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
     return PassResult(

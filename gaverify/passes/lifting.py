@@ -30,7 +30,7 @@ _AS_THEY_ARE = frozenset(("__get__", "__set__", "backward", "register_hook", "ty
 
 
 class LiftedWeights(PassProbe):
-    """Lifts the trainable weights of a experiment for the operations that take them.
+    """Lifts the trainable weights of an experiment for the operations that take them.
 
     Args:
         experiment: Whose weights; those that are float64 already, or complex, stay.
@@ -49,6 +49,7 @@ class LiftedWeights(PassProbe):
             if type(weight) is not nn.Parameter or has_hooks(weight):
                 raise ProblemError("a weight is no plain parameter, or has hooks")
         self._listen = listen
+        # By the address of a lifted copy: what autograd saves may be a view of it, such as its transpose.
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     @contextmanager
@@ -56,6 +57,7 @@ class LiftedWeights(PassProbe):
         """Lifts during the forward and the backward, also where a part of the forward runs again in that."""
         try:
             for weight, place in self._weights:
+                # The class is exchanged, not the object: closures and ties hold the very same parameter.
                 weight.__class__ = _Lifted
                 cast(_Lifted, weight).lift = partial(self._lift, place)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -78,6 +80,7 @@ class LiftedWeights(PassProbe):
         lifted, weight = self._live.get(saved.untyped_storage().data_ptr(), (None, None))
         if lifted is None or lifted() is None:
             return saved
+        # The weight in place of its copy: the copy is made again in the backward, and none lives in between.
         return weight, saved.size(), saved.stride(), saved.storage_offset()
 
 
@@ -107,6 +110,7 @@ class _Lift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Hands the gradient over."""
+        # Nothing is returned: a gradient of all weights in float64 is the memory that lifting saves.
         ctx.listen(ctx.place, gradients[0])
         return None, None, None
 

@@ -60,6 +60,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{index}]", value) for index, value in enumerate(node)]
     if dataclasses.is_dataclass(node):
         return [(f".{entry.name}", getattr(node, entry.name)) for entry in dataclasses.fields(node)]
+    # A plain object with tensors, such as a graph's batch; one without any is a leaf: a configuration, a tokenizer.
     if hasattr(node, "__dict__") and any(isinstance(value, torch.Tensor) for value in vars(node).values()):
         return [(f".{name}", value) for name, value in vars(node).items()]
     return None
@@ -68,6 +69,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 def with_children(node: Any, values: list[Any]) -> Any:
     """Returns a container of the same type as `node` around other entries."""
     if isinstance(node, Mapping):
+        # A mapping that cannot be written to is rebuilt as a dict: its keys are what a loss reads.
         if not hasattr(node, "__setitem__"):
             return dict(zip(node, values, strict=True))
         result = copy.copy(node)

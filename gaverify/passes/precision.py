@@ -54,6 +54,7 @@ def buffers_differ(ours: torch.Tensor, full: torch.Tensor, unit: float) -> bool:
     if ours.shape != full.shape:
         return True
     ours, full = (part.to_dense() if part.layout is not torch.strided else part for part in (ours, full))
+    # Of the larger one: a moving average that starts at zero is small in one run and large in the other.
     difference, *sizes = (float(torch.linalg.vector_norm(part.double())) for part in (ours - full, ours, full))
     return difference > MANY_UNITS * unit * max(sizes)
 
@@ -103,6 +104,7 @@ class Arithmetic:
     def note(self, product: str, args: tuple[Any, ...]) -> None:
         """Notes an operation, given what `product_of` says about it; one without gradients takes no part in them."""
         backward = bool(product) and is_in_backward()
+        # The backward's type, not the forward's: autocast and wrappers choose it there.
         if backward:
             self.dtypes.add(args[0].dtype)
         if backward or (product and torch.is_grad_enabled()):
@@ -177,6 +179,7 @@ def convert_weights(
                     moved = tensor.data.to(device=device or tensor.device, dtype=target)
                     if moved is not tensor.data and (moved.dtype != tensor.dtype or moved.device != tensor.device):
                         originals[id(tensor)] = (tensor, tensor.data)
+                        # Through `.data`, so that autograd and the optimizer go on seeing the same parameter.
                         tensor.data = moved
             if originals:
                 renew_reducers(modules, hooks=False)
@@ -217,6 +220,7 @@ class Coins:
         device = like.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        # Not by `torch.sign` of normal numbers: zero would be a third side.
         sides = torch.randint(0, 2, like.shape, generator=self._generators[device], device=device)
         return sides.to(like.dtype) * 2 - 1
 

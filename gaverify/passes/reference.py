@@ -31,6 +31,7 @@ def offload_saved(modules: Sequence[nn.Module], device: torch.device) -> Iterato
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device | None]:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "cpu"
+        # A tensor subclass, or one whose memory is kept anyway, is left where it is.
         if not plain or tensor.numel() <= _SMALL or storage(tensor) in weight_storages:
             # detached: a node that saves its own output would otherwise keep itself alive
             return tensor.detach(), None

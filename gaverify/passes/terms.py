@@ -43,6 +43,7 @@ class TermSums:
         sums = magnitude(args, total)
         if sums is not None:
             terms = Terms(torch.linalg.vector_norm(sums), at is None and func is aten.sum.dim_IntList)
+            # By address: autograd hands the very tensor on to `.grad` where nothing is added to it.
             self._found[total.data_ptr()] = total.numel(), StorageWeakRef(total.untyped_storage()), terms
 
     def of(self, gradient: torch.Tensor | None) -> Terms | None:
@@ -58,6 +59,7 @@ class TermSums:
 
 def _plain_sum(args: tuple[Any, ...], total: torch.Tensor) -> torch.Tensor | None:
     terms = args[0]
+    # Nothing was summed: a view, or a reduction over dimensions of size 1.
     if not terms.is_floating_point() or terms.numel() <= total.numel():
         return None
     return _magnitudes(terms, [dim % terms.dim() for dim in args[1] or range(terms.dim())])

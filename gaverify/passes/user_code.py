@@ -48,11 +48,13 @@ def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
     except (Exception, GeneratorExit) as error:
         if is_out_of_memory(error):
             raise _out_of_memory(where, experiment) from error
+        # A fault of gaverify's must never read as a finding about the user's model.
         if is_own_fault(error):
             raise
         text = text_of(error)
         frame = user_frame(error)
         hint = ""
+        # Torch's own message for a BatchNorm that gets one sample; it has no class of its own.
         if "more than 1 value per channel" in text:
             hint = "; a BatchNorm needs at least two samples per micro-batch: lower steps or raise the batch size"
         raise ProblemError(

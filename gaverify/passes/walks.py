@@ -52,9 +52,11 @@ def addends(node: Any) -> list[Edge]:
     while waiting:
         holder, slot = waiting.pop()
         child = holder.next_functions[slot][0]
+        # An operand without a graph: a constant.
         if child is None:
             continue
         if child.name() in _SUMS:
+            # Reversed, so that operands come out in the order in which the user wrote them.
             waiting += [(child, inner) for inner in reversed(range(len(child.next_functions)))]
         else:
             operands.append((holder, slot))
@@ -83,7 +85,7 @@ _VIEWS = (
 )
 
 
-def viewed(node: Any) -> Any:
+def skip_views(node: Any) -> Any:
     """Returns the operation whose result has only been given another shape, order or precision since."""
     while node.name() in _VIEWS and _operands(node):
         node = _operands(node)[0]
@@ -99,6 +101,7 @@ def read_by_parameters(starts: Iterable[Any]) -> set[Any]:
     read: list[Any] = []
     for node in walk_from((start for start in starts if start is not None), _operands):
         operands = _operands(node)
+        # Two operands at least: a parameter that is only reshaped or cast combines nothing.
         if len(operands) > 1 and any(map(_is_parameter, operands)):
             read += operands
     return set(walk_from(read, _operands))
@@ -117,7 +120,7 @@ def _operands(node: Any) -> list[Any]:
 
 def _is_parameter(node: Any) -> bool:
     """Whether a node is a parameter, in another shape or precision maybe; a learned scale of a loss is a number."""
-    node = viewed(node)
+    node = skip_views(node)
     return hasattr(node, "variable") and node.variable.numel() > 1
 
 

@@ -78,6 +78,7 @@ def targets_of(batch: Any) -> torch.Tensor | None:
 def _token_share(experiment: Experiment, micro_batch: Any, observed: Observed, full: Observed) -> float:
     part, total = valid_targets(observed), valid_targets(full)
     if part is None or total is None:
+        # The loss is none of torch's that divide by a count: the targets of the batch are counted.
         part, total = _valid(experiment, micro_batch), _valid(experiment, experiment.problem.batch)
     if total == 0:
         raise ProblemError("weighting `tokens`: the batch has no valid target at all")

@@ -100,12 +100,14 @@ def engine_of(models: Iterable[nn.Module]) -> Engine | None:
 def tensor_parallel(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
     """Whether ranks hold parts of the same layers: shards that `fully_shard` has not made, or not alone."""
     sharded: list[Any] = [parameter.data for parameter in parameters if is_sharded(parameter.data)]
+    # `fully_shard` cuts each parameter along one dimension of the mesh; a second cut is tensor parallelism.
     most = 1 if engine_of(models) is Engine.FSDP2 else 0
     return any(sum(not placement.is_replicate() for placement in data.placements) > most for data in sharded)
 
 
 def is_flattened(models: Iterable[nn.Module]) -> bool:
     """Whether one of these models is cut by FSDP's first version, into flat pieces that are no parameter's shard."""
+    # Importing it takes longer than everything else that is done before a verdict.
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # where nobody imported it is none
     return fsdp is not None and any(
         isinstance(module, fsdp.FullyShardedDataParallel) for model in models for module in model.modules()
@@ -115,6 +117,7 @@ def is_flattened(models: Iterable[nn.Module]) -> bool:
 def settle(modules: list[nn.Module]) -> None:
     """Puts sharded modules back to before a pass: one may end without a backward, or with gradients unreduced."""
     for module in sharded_modules(modules):
+        # The window of before may have ended inside `no_sync`.
         module.set_requires_gradient_sync(True)
         state = module._get_fsdp_state()
         idle = type(state._training_state).IDLE
@@ -218,6 +221,7 @@ def _exchange_tensors(stack: ExitStack, held: Any, dtype: torch.dtype) -> None:
     parameter.grad = None
     lifted = data.to(dtype)
     _set(parameter, lifted, lifted._local_tensor, lifted._spec)
+    # Buffers of the old precision: they are made again at the next gathering.
     held.all_gather_outputs = []
     held.__dict__.pop("_unsharded_param", None)
     held.reset_sharded_param()

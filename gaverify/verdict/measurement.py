@@ -55,14 +55,14 @@ class Measurement:
         return working_unit(self.experiment, self.full, self.accumulated)
 
     @cached_property
-    def rounded(self) -> dict[str, str]:
+    def rounded_products(self) -> dict[str, str]:
         """Kind of product → format that its float32 inputs are rounded to; empty: none is rounded."""
         return rounded_product_kinds(self.experiment, self.full, self.accumulated)
 
     @property
     def coarse_unit(self) -> float:
         """`unit`, or that of products whose inputs are rounded where it is coarser."""
-        return max(self.unit, rounded_unit(self.rounded))
+        return max(self.unit, rounded_unit(self.rounded_products))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -84,7 +84,7 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         autocast=short_name(experiment.autocast) if experiment.autocast else None,
         reference=experiment.fitting.way,
         reference_failed=tuple(experiment.fitting.failed),
-        rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded.items()),
+        rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded_products.items()),
         part=decision.part,
         loss_full=measurement.full.loss,
         loss_accumulated=measurement.accumulated.loss,
