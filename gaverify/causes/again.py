@@ -160,13 +160,13 @@ def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
     if not second.draws.count:  # what draws nothing needs no run whose draws are recorded
         return replace(bench, experiment=second, earlier=None)
     second, full = second.record(seed=seed)
-    return replace(bench, experiment=second, earlier=keep_sketch(full))
+    return replace(bench, experiment=second, earlier=keep_sketch(second, full))
 
 
 def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
     if weight_facts.counts:
-        earlier = second.earlier or keep_sketch(second.experiment.full_batch())
+        earlier = second.earlier or keep_sketch(second.experiment, second.experiment.full_batch())
         second = replace(second, earlier=earlier)
         fixed = second.experiment.weighting in _FIXED and second.experiment.sizes == weight_facts.sizes
         plain = None if fixed else second.experiment.micro_batches(earlier.full)

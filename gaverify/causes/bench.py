@@ -98,7 +98,7 @@ class Bench:
             right = fit_runs([sketches])
         else:
             accumulated = self.experiment.micro_batches(full, *probes)
-        rows = measure(accumulated.gradients, full.gradients)
+        rows = measure(accumulated.gradients, full.gradients, self.experiment.ranks)
         difference_left = _total(rows)
         reached = frozenset(row.name for row in rows if row.reference > 0)
         return ControlRun(what, difference_left, difference_left <= self.rounding, right, kind, reached)
@@ -146,7 +146,11 @@ class Bench:
         full = self.experiment.full_batch()
         if not _any(full.gradients):
             raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
-        return relative_difference(accumulated if accumulated is not None else accumulate(full), full.gradients)
+        return self.relative_difference(accumulated if accumulated is not None else accumulate(full), full.gradients)
+
+    def relative_difference(self, accumulated: Gradients, reference: Gradients) -> float:
+        """Returns ‖accumulated − reference‖ / ‖reference‖ of all parameters; infinite where they cannot be compared."""
+        return _total(measure(accumulated, reference, self.experiment.ranks))
 
     def sketch_micro_batches(
         self, full: PassResult, *probes: PassProbe, target: torch.Tensor | None = None
@@ -157,7 +161,7 @@ class Bench:
         """
         if target is not None:
             full.gradients = dict.fromkeys(full.gradients)
-        target = sketch(list(full.gradients.values())) if target is None else target
+        target = sketch(full.gradients.values(), self.experiment.ranks) if target is None else target
         sums = Sums(self.experiment)
         accumulated = self.experiment.with_backwards_apart().micro_batches(full, *probes, after_backward=sums.note)
         return sums.shares(target, accumulated.weights), accumulated
@@ -166,11 +170,6 @@ class Bench:
 def _any(gradients: Gradients) -> bool:
     present = (g.to_dense() if g.layout is not torch.strided else g for g in gradients.values() if g is not None)
     return any(bool(gradient.any()) for gradient in present)
-
-
-def relative_difference(accumulated: Gradients, reference: Gradients) -> float:
-    """Returns ‖accumulated − reference‖ / ‖reference‖ over all parameters; infinite where they cannot be compared."""
-    return _total(measure(accumulated, reference))
 
 
 def _total(measured: Sequence[Difference]) -> float:

@@ -93,7 +93,7 @@ def _confirm_of(part_facts: Facts) -> _Confirm | None:
 
 def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
-    earlier = bench.earlier or keep_sketch(bench.experiment.full_batch())
+    earlier = bench.earlier or keep_sketch(bench.experiment, bench.experiment.full_batch())
     shares = earlier.shares
     if shares is None and part_facts.weights.blamed:
         shares = bench.sketch_micro_batches(earlier.full, target=earlier.gradient)[0]

@@ -84,7 +84,7 @@ def open_bench(measurement: Measurement, decision: Decision, total: float) -> It
     with ExitStack() as stack:
         if control is not None:
             experiment = stack.enter_context(experiment.in_float64())
-            earlier = keep_sketch(control.full)
+            earlier = keep_sketch(experiment, control.full)
             if control.watched is not None:
                 shares = control.watched.sums.shares(earlier.gradient, control.accumulated.weights)
                 losses = control.accumulated.micro_losses
@@ -173,7 +173,8 @@ def _find_drift(measurement: Measurement) -> dict[str, float]:
     common = {name: value for name, value in full.items() if shapes.get(name) == value.shape}
     if not common:
         return {}
-    rows, unit = measure({name: accumulated[name] for name in common}, common), measurement.unit
+    rows = measure({name: accumulated[name] for name in common}, common, measurement.experiment.ranks)
+    unit = measurement.unit
     differences = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
     return {name: far for name, far in differences.items() if buffers_differ(accumulated[name], full[name], unit)}
 

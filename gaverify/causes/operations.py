@@ -7,12 +7,14 @@ the others stay neutralised, which tells what difference it makes, and drops wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench, find_needed
+from gaverify.causes.counts import WindowCounts
 from gaverify.causes.neutral.cached import cached_gradients
 from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
 from gaverify.causes.neutral.state import StateHeld
@@ -36,37 +38,55 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
     weights_run = facts.weights.remedy if facts.weights_first else None
     difference_left = facts.left if weights_run is None or not facts.compared.comparable else facts.compared.total
-    search = _Search(search_bench, facts, difference_left if control is None else control.left, residual)
-    bench.attempt("first diverging operation", lambda: search.run(control.fit if control is not None else None))
-    in_backward = _in_backward(bench, facts, search) if state_probe is None and weights_run is None else None
-    if in_backward is not None:
-        return in_backward
-    facts = _hold_restored_state(bench, facts, search)
-    forward = replace(search.first or facts.forward, coupling=facts.forward.coupling)
-    ruled_out = tuple(search.ruled_out.values())
-    causes = search.causes
-    if weights_run is not None and search.is_explained and len(causes) == 1:  # it alone makes what the weights leave
-        causes = (replace(causes[0], alone=weights_run.left),)
+    difference_left = difference_left if control is None else control.left
+    explanation = Explanation(search_bench, facts, difference_left, residual)
+    try:
+        # The last one counts: a run that fails takes nothing back that was found before it.
+        for step in _find_causes(explanation, control.fit if control is not None else None):
+            explanation = step
+    except FORESEEN as error:
+        bench.failures["first diverging operation"] = failure_sentence(error)
+    if state_probe is None and weights_run is None:
+        in_backward = _look_in_backward(bench, facts, explanation)
+        if in_backward is not None:
+            return in_backward
+    facts, explanation = _hold_restored_state(bench, facts, explanation)
+    facts = _note_causes(facts, explanation, weights_run)
+    return _release_others(bench, facts, explanation) if explanation.is_complete else facts
+
+
+def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun | None) -> Facts:
+    """The facts with what was found.
+
+    Args:
+        facts: What is known.
+        explanation: What was found.
+        weights_run: The run with other weights that was made before, whose rest the operations are to explain.
+    """
+    forward = replace(explanation.forward or facts.forward, coupling=facts.forward.coupling)
+    ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
+    if weights_run is not None and explanation.is_complete and len(causes) == 1:
+        causes = (replace(causes[0], alone=weights_run.left),)  # it alone makes what the weights leave
     facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
-    if search.weights is not None and search.is_explained and weights_run is None:
-        facts = replace(facts, weights=replace(facts.weights, fit=search.weights, remedy=search.remedy))
-    if search.counted is not None and search.is_explained and weights_run is None:
-        counted = search.counted
-        weight_facts = replace(
-            facts.weights, counts=counted.counts, remedy=search.remedy, place=counted.counts[0].operation
-        )
+    if explanation.is_complete and weights_run is None:
+        weight_facts = facts.weights
+        if explanation.fit is not None:
+            weight_facts = replace(weight_facts, fit=explanation.fit, remedy=explanation.remedy)
+        if explanation.counts is not None:
+            counted = explanation.counts.counts
+            weight_facts = replace(weight_facts, counts=counted, remedy=explanation.remedy, place=counted[0].operation)
         facts = replace(facts, weights=weight_facts)
-    if search.is_explained or search.causes:
-        facts = replace(facts, left=search.left, cleared=search.is_explained)
-    return _release_others(bench, facts, search) if search.is_explained else facts
+    if explanation.is_complete or causes:
+        facts = replace(facts, left=explanation.left, cleared=explanation.is_complete)
+    return facts
 
 
-def _in_backward(bench: Bench, facts: Facts, search: _Search) -> Facts | None:
+def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> Facts | None:
     """Looks in the backward where cached gradients alone prove a cause, and the loss differs by a constant only.
 
     Cached gradients compute the loss and its backward once: they repair a backward that depends on the batch as well.
     """
-    (control,) = [cause.control for cause in search.causes] if len(search.causes) == 1 else [None]
+    (control,) = [cause.control for cause in explanation.causes] if len(explanation.causes) == 1 else [None]
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
         return None
     used = facts.weights.used
@@ -84,279 +104,303 @@ def ask_branch(bench: Bench, facts: Facts) -> Facts:
     return replace(facts, forward=replace(facts.forward, branch=branch))
 
 
-def _hold_restored_state(bench: Bench, facts: Facts, search: _Search) -> Facts:
+def _hold_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
     """Holds the state still where it was restored, and nothing is to be counted then.
 
     What a forward makes of restored state by its own batch (the number of samples seen) looks like a count of it.
     """
     state_facts = facts.state
-    restored = (
-        state_facts is not None
-        and state_facts.control is not None
-        and state_facts.control.kind is ControlKind.STATE_RESTORED
-    )
-    if state_facts is None or not restored or search.counted is None:
-        return facts
-    changes, counted = state.read_changes(state_facts.changes), search.counted
+    control = state_facts.control if state_facts is not None else None
+    is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED
+    if state_facts is None or not is_restored or explanation.counts is None:
+        return facts, explanation
+    changes = state.read_changes(state_facts.changes)
     held_bench = bench.without(StateHeld(bench.experiment, [change.name for change in changes]))
-    search.counted = None
-    run = bench.possible(lambda: search.run_last_control(held_bench))
+    without_counts = replace(explanation, counts=None)
+    run = bench.possible(lambda: without_counts.run_again(held_bench))
     if run is None or not run.rounding:
-        search.counted = counted
-        return facts
-    search.left = run.left
+        return facts, explanation
     control = state.run_control(bench, ControlKind.STATE_HELD, changes)
-    return replace(facts, state=replace(state_facts, control=control))
+    return replace(facts, state=replace(state_facts, control=control)), replace(without_counts, left=run.left)
 
 
-def _release_others(bench: Bench, facts: Facts, search: _Search) -> Facts:
+def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Facts:
     """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
-    state_probe = state.probe_of(bench, facts)
+    state_probe, state_facts = state.probe_of(bench, facts), facts.state
     if state_probe is not None or facts.draws.control is not None:
-        search.close()
-    state_facts = facts.state
+        explanation = _give_last_probe(explanation)
     if state_probe is not None and state_facts is not None:
-        alone = bench.attempt("state released", lambda: search.run_last_control(bench=bench))
+        alone = bench.attempt("state released", lambda: explanation.run_again(bench))
         if alone is not None and alone.rounding:
             facts = replace(facts, state=state.blamed_beside(bench, state_facts))
         if alone is not None and not alone.rounding:
-            neutral_bench, read = search.neutralise_causes(bench), state.read_changes(state_facts.changes)
+            neutral_bench, read = explanation.neutralise_all(bench), state.read_changes(state_facts.changes)
             difference_left, blamed = alone.left, None
             if neutral_bench is not None:
                 blamed = bench.attempt("state held", lambda: state.find_blamed(neutral_bench, read, difference_left))
             facts = replace(facts, state=replace(state_facts, blamed=blamed or read, alone=difference_left))
     if bench.live is not None:
         live_bench = bench.live if state_probe is None else bench.live.without(state_probe)
-        alone = bench.attempt("draws released", lambda: _run_with_draws(search, live_bench))
+        alone = bench.attempt("draws released", lambda: _run_with_draws(explanation, live_bench))
         difference_alone = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, alone=difference_alone))
     return facts
 
 
-def _run_with_draws(search: _Search, live_bench: Bench) -> ControlRun:
+def _run_with_draws(explanation: Explanation, live_bench: Bench) -> ControlRun:
     """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
-    control_run = search.run_last_control(bench=live_bench)
+    control_run = explanation.run_again(live_bench)
     if control_run.rounding or live_bench.experiment.draws.inner:
         return control_run
-    by_contents = search.run_last_control(
-        bench=replace(live_bench, experiment=live_bench.experiment.with_second_reading())
-    )
+    second_reading = replace(live_bench, experiment=live_bench.experiment.with_second_reading())
+    by_contents = explanation.run_again(second_reading)
     return by_contents if by_contents.rounding else control_run
 
 
-class _Search:
-    """One search.
+@dataclass(frozen=True)
+class Explanation:
+    """The causes that were found so far, and what they leave of the difference."""
 
-    Args:
-        bench: Where to run; what is neutralised on it stays so.
-        facts: What is known; how micro-batches are weighted, above all.
-        left: The relative difference in the beginning.
-        residual: What the best weights leave over in the beginning.
-    """
-
-    def __init__(self, bench: Bench, facts: Facts, left: float, residual: float) -> None:
-        self._bench, self._facts, self._residual = bench, facts, residual
-        self._found: list[Tried] = []
-        self.left = self._before = left
-        self.first: Forward | None = None
-        self.weights: WeightFit | None = None
-        self.counted: counts.WindowCounts | None = None
-        self.remedy: ControlRun | None = None
-        self.ruled_out: dict[tuple[object, ...], Operation] = {}
+    bench: Bench
+    """Where controls run; none of these causes is neutralised on it."""
+    facts: Facts
+    """What was known before: how micro-batches are weighted, above all."""
+    left: float
+    """The relative difference that is left with these causes neutralised."""
+    residual: float
+    """What the best micro-batch weights leave of that."""
+    left_before: float = math.nan
+    """`left` without the last cause."""
+    found: tuple[Tried, ...] = ()
+    """The causes in the order in which they were found, each neutralised beside those before it."""
+    forward: Forward | None = None
+    """What the first trace showed; None: none was made."""
+    fit: WeightFit | None = None
+    """Weights that explain what the causes leave; None: none are needed, or none do."""
+    counts: WindowCounts | None = None
+    """Counts of the window that explain what the causes leave; None likewise."""
+    remedy: ControlRun | None = None
+    """The run with these weights or counts."""
+    ruled_out: Mapping[tuple[object, ...], Operation] = field(default_factory=dict)
+    """Place → operation whose control did not help by itself."""
 
     @property
-    def is_explained(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether what is left is rounding."""
-        return self.left <= self._bench.rounding
+        return self.left <= self.bench.rounding
 
     @property
     def causes(self) -> tuple[Cause, ...]:
         """The causes in the order of execution; those on probation only where all together explain everything."""
         return tuple(
-            entry.cause for entry in self._found if entry.helps or entry.cause.control is None or self.is_explained
+            entry.cause for entry in self.found if entry.helps or entry.cause.control is None or self.is_complete
         )
 
-    def run(self, fit: WeightFit | None = None) -> None:
-        """Round by round: trace, try the suspects, neutralise one, look at what is left.
-
-        Args:
-            fit: The weights that fit what is left in the beginning, where something was neutralised before.
-        """
-        if fit is not None and self._explain_by_weights(fit):
-            return
-        for _ in range(_ROUNDS):
-            bench = self._current_bench()
-            suspects, forward = trace_divergences(bench, self._facts.weights, foreign=self._facts.draws.foreign_differ)
-            self.first = self.first or forward
-            tried = self._try_suspects(bench, suspects)
-            if tried is None:
-                break
-            self._found.append(tried)
-            self._before = self.left
-            control = tried.cause.control
-            if control is None:
-                break
-            self.left = control.left
-            if control.rounding or tried.neutral is None or self._explain_by_weights(control.fit):
-                break
-            if control.fit is not None and not control.fit.vacuous:
-                self._residual = control.fit.residual
-        if not self.is_explained:
-            self._try_all_controls()
-        if self.is_explained:
-            self._release_causes()
-
-    def _try_all_controls(self) -> None:
-        """Tries the other controls of the last cause, where the one that helped left something and no more was found.
-
-        Partners may enter a module at two places, of which that control holds one. Where none but cached gradients
-        helped, the samples meet somewhere behind the line that is named.
-        """
-        last = self._found[-1] if self._found else None
-        if last is not None and last.region is not None and last.region.cause.control is not None:
-            self._found[-1], self.left = last.region, last.region.cause.control.left
-            return
-        if last is None or not last.helps or last.neutral is None:
-            return
-        bench, suspect = self._with(self._found[:-1], self._bench), last.cause.suspect
-        wider = proof.try_suspect(bench, suspect, self._before, self._residual, all_of_it=True)
-        control = wider.cause.control if wider is not None else None
-        if wider is not None and control is not None and control.rounding:
-            self._found[-1] = wider
-            self.left = control.left
-
-    def close(self) -> None:
-        """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.
-
-        A cached gradient computes the loss once: state that only the loss reads would not show.
-        """
-        if not (self.ends_openly and self.is_explained):
-            return
-        last, bench = self._found[-1], self._with(self._found[:-1], self._bench)
-        suspect = last.cause.suspect
-        for functions in (suspect.source_functions, suspect.functions):
-            probe = ResultsHeld(bench.experiment, functions, suspect.order)
-            what = "what couples the samples held constant"
-            control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
-            if control_run is not None and control_run.rounding:
-                last.neutral = probe
-                return
-
-    def run_last_control(self, bench: Bench, neutralised: Sequence[Tried] | None = None) -> ControlRun:
-        """Runs the last control again on another bench, or with some of the causes neutralised alone."""
-        neutralised = self._found if neutralised is None else neutralised
-        control_bench = self._with(neutralised, bench)
-        if neutralised and neutralised[-1].neutral is None:
-            return cached_gradients(control_bench, frozenset(neutralised[-1].cause.suspect.calls))
-        if self.weights is not None:
-            return weights.run_fitted_weights(control_bench, self.weights)
-        if self.counted is not None:
-            control_bench = self.counted.apply_to(control_bench)
-        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHERS)
-
-    def neutralise_causes(self, bench: Bench) -> Bench | None:
-        """Another bench with all causes neutralised and the right weights; None where the last cause has no probe."""
-        if self.ends_openly:
-            return None
-        neutral_bench = self._with(self._found, bench)
-        if self.counted is not None:
-            return self.counted.apply_to(neutral_bench)
-        if self.weights is None:
-            return neutral_bench
-        return neutral_bench.with_weights(self.weights.weights)
-
-    def _with(self, entries: Sequence[Tried], bench: Bench) -> Bench:
-        probes = tuple(entry.neutral for entry in entries if entry.neutral is not None)
-        return bench.without(*probes)
-
-    def _current_bench(self) -> Bench:
-        return self._with(self._found, self._bench)
-
-    def _explain_by_weights(self, fit: WeightFit | None) -> bool:
-        """Whether weights, or counts of the window, explain the rest; they are run.
-
-        Counts are not tried beside held values: a sum that is held and divided by a micro-batch's own count is the
-        control's doing.
-        """
-        bench, facts = self._current_bench(), self._facts
-        live = all(isinstance(entry.neutral, Evaluated) for entry in self._found)
-        if live and not weights.means(bench, facts, fit):
-            self.counted = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
-        if self.counted is not None:
-            self.remedy = self.counted.control
-            self.left = self.remedy.left
-            return True
-        self.weights = weights.choose_fit(self._current_bench(), self._facts, fit)
-        if self.weights is None:
-            return False
-        self.remedy = weights.run_fitted_weights(self._current_bench(), self.weights)
-        self.left = self.remedy.left
-        return True
-
-    def _try_suspects(self, bench: Bench, suspects: list[Suspect]) -> Tried | None:
-        """The first suspect whose control helps; else one that has a control, on probation; else an unproven one."""
-        candidates: list[Tried] = []
-        known_places = {entry.cause.suspect.culprit.place for entry in self._found}
-        new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in known_places]
-        # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
-        for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
-            tried = self._try(bench, suspect)
-            if tried is not None and tried.helps:
-                return tried
-            if tried is not None:
-                candidates.append(tried)
-        on_probation = [tried for tried in candidates if tried.neutral is not None]
-        unproven = [tried for tried in candidates if tried.cause.control is None]
-        self.ruled_out |= {tried.cause.suspect.culprit.place: tried.cause.suspect.culprit for tried in on_probation}
-        return next(iter([*on_probation, *unproven]), None)
-
-    def _try(self, bench: Bench, suspect: Suspect) -> Tried | None:
-        try:
-            suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
-            tried = proof.try_suspect(bench, suspect, self.left, self._residual, counted=self._is_counted)
-        except FORESEEN as error:
-            self._bench.failures[f"control of {suspect.culprit}"] = failure_sentence(error)
-            return None
-        if tried is not None and tried.cause.control is None and tried.failures:
-            why = "; ".join(dict.fromkeys(tried.failures))
-            self._bench.failures[f"control of {suspect.culprit}"] = why
-            tried = replace(tried, cause=replace(tried.cause, failure=why))
-        return tried
-
-    def _is_counted(self, trial_bench: Bench) -> bool:
-        return trial_bench.possible(lambda: counts.find_counts(trial_bench, self._facts.weights.used)) is not None
-
-    def _release_causes(self) -> None:
-        """Releases every cause alone: notes what difference it makes, and drops those that make none.
-
-        A cause that helped by itself stays, even where another one hides it now.
-        """
-        last = self._found[-1] if self._found else None
-        if last is not None and not self._has_weights:  # with the causes before it neutralised, this was left
-            last.cause = replace(last.cause, alone=self._before)
-        # the cached gradient of a last cause without a probe is what the others are released beside
-        entries = [entry for entry in self._found if entry is not last or self._has_weights]
-
-        def control(neutralised: list[Tried]) -> ControlRun | None:
-            still = [entry for entry in self._found if entry in neutralised or entry not in entries]
-            return self._bench.attempt("release of a cause", lambda: self.run_last_control(self._bench, still))
-
-        needed = find_needed(sorted(entries, key=lambda e: e.helps), control, keep=lambda e: e.helps)
-        for entry in needed:
-            if entry.alone > 0:
-                entry.item.cause = replace(entry.item.cause, alone=entry.alone)
-        needed_ids = {id(entry.item) for entry in needed}
-        self._found = [entry for entry in self._found if entry not in entries or id(entry) in needed_ids]
-
     @property
-    def _has_weights(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether weights or counts explain what the causes leave."""
-        return self.weights is not None or self.counted is not None
+        return self.fit is not None or self.counts is not None
 
     @property
     def ends_openly(self) -> bool:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
-        return bool(self._found) and self._found[-1].neutral is None
+        return bool(self.found) and self.found[-1].neutral is None
+
+    def neutralise(self, bench: Bench, entries: Sequence[Tried] | None = None) -> Bench:
+        """Returns a bench with all causes neutralised, or some of them, as far as they have probes."""
+        entries = self.found if entries is None else entries
+        return bench.without(*(entry.neutral for entry in entries if entry.neutral is not None))
+
+    def neutralise_all(self, bench: Bench) -> Bench | None:
+        """Returns a bench with all causes neutralised and the right weights; None where the last one has no probe."""
+        if self.ends_openly:
+            return None
+        neutral_bench = self.neutralise(bench)
+        if self.counts is not None:
+            return self.counts.apply_to(neutral_bench)
+        return neutral_bench if self.fit is None else neutral_bench.with_weights(self.fit.weights)
+
+    def run_again(self, bench: Bench, entries: Sequence[Tried] | None = None) -> ControlRun:
+        """Runs the last control again on another bench, or with some of the causes neutralised alone."""
+        entries = self.found if entries is None else entries
+        control_bench = self.neutralise(bench, entries)
+        if entries and entries[-1].neutral is None:
+            return cached_gradients(control_bench, frozenset(entries[-1].cause.suspect.calls))
+        if self.fit is not None:
+            return weights.run_fitted_weights(control_bench, self.fit)
+        if self.counts is not None:
+            control_bench = self.counts.apply_to(control_bench)
+        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHERS)
+
+
+def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Explanation]:
+    """Yields what is known after each step: trace, try the suspects, neutralise one, look at what is left.
+
+    Args:
+        explanation: Without a cause.
+        fit: The weights that fit what is left in the beginning, where something was neutralised before.
+    """
+    if fit is not None:
+        explanation = _explain_by_weights(explanation, fit)
+        if explanation.has_weights:
+            yield explanation
+            return
+    for _ in range(_ROUNDS):
+        facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
+        suspects, forward = trace_divergences(bench, facts.weights, foreign=facts.draws.foreign_differ)
+        explanation = replace(explanation, forward=explanation.forward or forward)
+        explanation, tried = _try_suspects(explanation, bench, suspects)
+        yield explanation
+        if tried is None:
+            break
+        control = tried.cause.control
+        explanation = replace(explanation, found=(*explanation.found, tried), left_before=explanation.left)
+        if control is None:
+            break
+        explanation = replace(explanation, left=control.left)
+        yield explanation
+        # What helps and leaves something is one of several causes, or of one and wrong weights.
+        if not control.rounding and tried.neutral is not None:
+            explanation = _explain_by_weights(explanation, control.fit)
+        if control.rounding or tried.neutral is None or explanation.has_weights:
+            break
+        if control.fit is not None and not control.fit.vacuous:
+            explanation = replace(explanation, residual=control.fit.residual)
+    if not explanation.is_complete:
+        explanation = _widen_last_control(explanation)
+    yield _release_causes(explanation) if explanation.is_complete else explanation
+
+
+def _try_suspects(
+    explanation: Explanation, bench: Bench, suspects: Sequence[Suspect]
+) -> tuple[Explanation, Tried | None]:
+    """The first suspect whose control helps; else one that has a control, on probation; else an unproven one.
+
+    Args:
+        explanation: What was found before; those on probation are noted in it as ruled out.
+        bench: With that neutralised.
+        suspects: In the order of execution.
+    """
+    candidates: list[Tried] = []
+    places = {entry.cause.suspect.culprit.place for entry in explanation.found}
+    new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in places]
+    # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
+    for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
+        tried = _try_suspect(explanation, bench, suspect)
+        if tried is not None and tried.helps:
+            return explanation, tried
+        if tried is not None:
+            candidates.append(tried)
+    on_probation = [tried for tried in candidates if tried.neutral is not None]
+    unproven = [tried for tried in candidates if tried.cause.control is None]
+    ruled_out = dict(explanation.ruled_out)
+    ruled_out |= {tried.cause.suspect.culprit.place: tried.cause.suspect.culprit for tried in on_probation}
+    return replace(explanation, ruled_out=ruled_out), next(iter([*on_probation, *unproven]), None)
+
+
+def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Tried | None:
+    """Runs the controls of one suspect; None where that failed, which is noted."""
+    used = explanation.facts.weights.used
+
+    def is_counted(trial_bench: Bench) -> bool:
+        return trial_bench.possible(lambda: counts.find_counts(trial_bench, used)) is not None
+
+    try:
+        suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
+        tried = proof.try_suspect(bench, suspect, explanation.left, explanation.residual, counted=is_counted)
+    except FORESEEN as error:
+        bench.failures[f"control of {suspect.culprit}"] = failure_sentence(error)
+        return None
+    if tried is not None and tried.cause.control is None and tried.failures:
+        why = "; ".join(dict.fromkeys(tried.failures))
+        bench.failures[f"control of {suspect.culprit}"] = why
+        tried = replace(tried, cause=replace(tried.cause, failure=why))
+    return tried
+
+
+def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
+    """The explanation with weights, or counts of the window, that explain the rest; they are run.
+
+    Counts are not tried beside held values: a sum that is held and divided by a micro-batch's own count is the
+    control's doing.
+    """
+    facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
+    runs_live = all(isinstance(entry.neutral, Evaluated) for entry in explanation.found)
+    if runs_live and not weights.means(bench, facts, fit):
+        window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
+        if window_counts is not None:
+            control = window_counts.control
+            return replace(explanation, counts=window_counts, remedy=control, left=control.left)
+    chosen_fit = weights.choose_fit(bench, facts, fit)
+    if chosen_fit is None:
+        return explanation
+    remedy = weights.run_fitted_weights(bench, chosen_fit)
+    return replace(explanation, fit=chosen_fit, remedy=remedy, left=remedy.left)
+
+
+def _widen_last_control(explanation: Explanation) -> Explanation:
+    """Tries the other controls of the last cause, where the one that helped left something and no more was found.
+
+    Partners may enter a module at two places, of which that control holds one. Where none but cached gradients
+    helped, the samples meet somewhere behind the line that is named.
+    """
+    last = explanation.found[-1] if explanation.found else None
+    if last is not None and last.region is not None and last.region.cause.control is not None:
+        return replace(explanation, found=(*explanation.found[:-1], last.region), left=last.region.cause.control.left)
+    if last is None or not last.helps or last.neutral is None:
+        return explanation
+    bench, suspect = explanation.neutralise(explanation.bench, explanation.found[:-1]), last.cause.suspect
+    wider = proof.try_suspect(bench, suspect, explanation.left_before, explanation.residual, all_of_it=True)
+    control = wider.cause.control if wider is not None else None
+    if wider is None or control is None or not control.rounding:
+        return explanation
+    return replace(explanation, found=(*explanation.found[:-1], wider), left=control.left)
+
+
+def _give_last_probe(explanation: Explanation) -> Explanation:
+    """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.
+
+    A cached gradient computes the loss once: state that only the loss reads would not show.
+    """
+    if not (explanation.ends_openly and explanation.is_complete):
+        return explanation
+    *before, last = explanation.found
+    bench, suspect = explanation.neutralise(explanation.bench, before), last.cause.suspect
+    for functions in (suspect.source_functions, suspect.functions):
+        probe = ResultsHeld(bench.experiment, functions, suspect.order)
+        what = "what couples the samples held constant"
+        control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
+        if control_run is not None and control_run.rounding:
+            return replace(explanation, found=(*before, replace(last, neutral=probe)))
+    return explanation
+
+
+def _release_causes(explanation: Explanation) -> Explanation:
+    """Releases every cause alone: notes what difference it makes, and drops those that make none.
+
+    A cause that helped by itself stays, even where another one hides it now.
+    """
+    if explanation.found and not explanation.has_weights:  # with the causes before it neutralised, this was left
+        *before, last = explanation.found
+        last = replace(last, cause=replace(last.cause, alone=explanation.left_before))
+        explanation = replace(explanation, found=(*before, last))
+    # the cached gradient of a last cause without a probe is what the others are released beside
+    kept = () if explanation.has_weights else explanation.found[-1:]
+    released = [entry for entry in explanation.found if entry not in kept]
+
+    def control(neutralised: list[Tried]) -> ControlRun | None:
+        still = [entry for entry in explanation.found if entry in neutralised or entry in kept]
+        bench = explanation.bench
+        return bench.attempt("release of a cause", lambda: explanation.run_again(bench, still))
+
+    needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
+    alone = {id(entry.item): entry.alone for entry in needed}
+    found = [
+        replace(entry, cause=replace(entry.cause, alone=alone[id(entry)])) if alone.get(id(entry), 0.0) > 0 else entry
+        for entry in explanation.found
+        if entry in kept or id(entry) in alone
+    ]
+    return replace(explanation, found=tuple(found))
 
 
 def _may_be_index(suspect: Suspect) -> bool:

@@ -160,7 +160,7 @@ def _rounding_of(measurement: Measurement, part: Measurement, part_decision: Dec
 def _measure_in_working_precision(part: Experiment) -> dict[str, Difference]:
     full = part.full_batch()
     accumulated = part.micro_batches(full)
-    return {row.name: row for row in measure(accumulated.gradients, full.gradients)}
+    return {row.name: row for row in measure(accumulated.gradients, full.gradients, part.ranks)}
 
 
 def _alike(

@@ -20,18 +20,20 @@ from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)  # two runs of one suspect are two things
 class Tried:
-    """A suspect with its control run, and the probe that keeps it neutralised while others are looked for.
-
-    `region`: the same with cached gradients, which prove where the samples meet though its own result changes nothing.
-    """
+    """A suspect with its control run."""
 
     cause: Cause
+    """The suspect, the control that was run, and its repairs."""
     neutral: PassProbe | None
+    """What keeps it neutralised while others are looked for; None: cached gradients, which have no such probe."""
     failures: tuple[str, ...] = ()
+    """Why other controls of it were impossible."""
     helps: bool = True
+    """Whether the control explains enough of the difference by itself."""
     region: Tried | None = None
+    """The same with cached gradients, which prove where the samples meet though its own result changes nothing."""
 
 
 def try_suspect(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from gaverify.causes import weights
-from gaverify.causes.bench import Bench, find_needed, relative_difference
+from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.neutral.state import Primed, StateHeld, StateRestored
 from gaverify.causes.trace.state import StateWatch, digests, named_state
 from gaverify.causes.trace.traces import Frame
@@ -230,7 +230,7 @@ def moved_beside(bench: Bench) -> float:
     full = bench.experiment.full_batch()
     moving = bench.experiment.micro_batches(full).gradients
     still = bench.experiment.micro_batches(full, StateRestored(bench.experiment.state)).gradients
-    return relative_difference(moving, still)
+    return bench.relative_difference(moving, still)
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:

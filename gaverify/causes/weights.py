@@ -190,7 +190,7 @@ def joint_fit(bench: Bench) -> WeightFit:
 
 def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
-    earlier = bench.earlier or keep_sketch(bench.experiment.full_batch(watch))
+    earlier = bench.earlier or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
     if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
         fit = fit_runs([earlier.shares])
         # what the micro-batches add up to exactly repeats itself
@@ -202,7 +202,7 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
     full = bench.experiment.full_batch(watch)
     if isinstance(earlier.watch, StateWatch):
         watch.absorb(earlier.watch)
-    second_sketch = sketch(list(full.gradients.values()))
+    second_sketch = sketch(full.gradients.values(), bench.experiment.ranks)
     twice = Repeatability(
         _loss_difference(full.loss, earlier.full.loss), _sketch_difference(second_sketch, earlier.gradient)
     )
@@ -218,7 +218,7 @@ def _repeat_first(bench: Bench, earlier: Earlier) -> Repeatability:
     before = earlier.shares.columns[:, 0]
     if second_pass is None or not before.any():
         return Repeatability(math.inf, math.inf)
-    second_sketch = sketch(list(second_pass.gradients.values()))
+    second_sketch = sketch(second_pass.gradients.values(), bench.experiment.ranks)
     return Repeatability(
         _loss_difference(second_pass.micro_losses[0], earlier.losses[0]), _sketch_difference(second_sketch, before)
     )

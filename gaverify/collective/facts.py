@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gaverify.collective.engines import Scaled, of_every_rank
-from gaverify.collective.window import Moved, Trained, always_reducing, bare, own_sketch
+from gaverify.collective.window import Moved, Trained, always_reducing, bare
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
-from gaverify.passes.wrappers import is_sharded, local, shard_number
+from gaverify.passes.wrappers import THIS_RANK, RankSum, is_sharded, local, shard_number
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import SCRIPT, Weights
@@ -86,13 +86,16 @@ def apart_by(sketches: Sequence[torch.Tensor]) -> float:
     return far / norm if norm else math.inf if far else 0.0
 
 
-def fit_rank_weights(rank_sketches: Sequence[torch.Tensor], target: Gradients, used: Gradients) -> WeightFit | None:
+def fit_rank_weights(
+    rank_sketches: Sequence[torch.Tensor], target: Gradients, used: Gradients, ranks: RankSum | None = None
+) -> WeightFit | None:
     """Fits the ranks' own gradients to the one of one process, and to the one that they ended up with.
 
     Args:
         rank_sketches: The sketch of each rank's own, before a reduction.
         target: Of one process that ran the same micro-batches.
         used: What the ranks ended up with.
+        ranks: What makes sketches those of all ranks; None: this process holds all of these gradients.
 
     Returns:
         The fit; None where a side lacks a gradient that the other one has, or one is not finite.
@@ -100,8 +103,9 @@ def fit_rank_weights(rank_sketches: Sequence[torch.Tensor], target: Gradients, u
     if any((gradient is None) != (used[name] is None) for name, gradient in target.items()):
         return None
     shards = any(gradient is not None and is_sharded(gradient) for gradient in target.values())
-    wanted = sketch(list(target.values())) if shards else own_sketch(target)
-    sides = [torch.stack(list(rank_sketches), dim=1), wanted.cpu(), sketch(list(used.values())).cpu()]
+    # What one process computed is whole on every rank: added up, it would count as often as there are ranks.
+    wanted = sketch(target.values(), ranks if shards else THIS_RANK)
+    sides = [torch.stack(list(rank_sketches), dim=1), wanted.cpu(), sketch(used.values(), ranks).cpu()]
     if not all(bool(numbers.isfinite().all()) for numbers in sides) or not bool(sides[1].any()):
         return None
     return fit_weights(sides[0], sides[1], used=sides[2], singular=SINGULAR_FLOAT32)
@@ -164,21 +168,22 @@ def facts_of_ranks(
     if facts.is_rounding(unclipped):
         return replace(facts, from_one_process=0.0)
     together = one.accumulated.gradients
-    facts = replace(facts, from_one_process=left_between(window.gradients, together))
+    facts = replace(facts, from_one_process=left_between(window.gradients, together, measurement.experiment.ranks))
     if trained.strategy is not None:
         together = measurement.full.gradients  # the loop counts its losses itself, and better than one process may
         own_of_each, counted = _rank_sketches_of_strategy(trained, measurement)
-        weights = fit_rank_weights(own_of_each, together, window.gradients)
+        weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
         facts = _of_strategy(trained, measurement, replace(facts, weights=weights, counted=counted))
     else:
         rank_ranges = [trained.own(measurement.experiment, rank) for rank in range(member.count)]
-        weights = fit_rank_weights(_sketch_groups(trained, measurement, rank_ranges), together, window.gradients)
+        own_of_each = _sketch_groups(trained, measurement, rank_ranges)
+        weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
         facts = replace(facts, weights=weights)
 
     def difference_left(shares: Shares) -> float:
         repaired_training = replace(trained, shares=shares[member.rank])
         repaired, _ = repaired_training.window(measurement.experiment, measurement.full)
-        return left_between(repaired.gradients, together)
+        return left_between(repaired.gradients, together, measurement.experiment.ranks)
 
     return with_shares(facts, difference_left) if facts.at_fault and not facts.apart > facts.rounding else facts
 
@@ -193,10 +198,11 @@ def _of_strategy(trained: Trained, measurement: Measurement, facts: RankFacts) -
     if facts.stepped_without or facts.ends_unreduced or facts.apart > facts.rounding:
         with always_reducing():
             reduced, _ = trained.window(measurement.experiment, measurement.full)
-        facts = replace(facts, sync_control=left_between(reduced.gradients, full))
+        facts = replace(facts, sync_control=left_between(reduced.gradients, full, measurement.experiment.ranks))
         if facts.apart > 0.0:
             accumulated, right = (
-                sketch(list(gradients.values())) for gradients in (measurement.accumulated.gradients, full)
+                sketch(gradients.values(), measurement.experiment.ranks)
+                for gradients in (measurement.accumulated.gradients, full)
             )
             mean_left = torch.linalg.vector_norm(accumulated - right) / torch.linalg.vector_norm(right)
             facts = replace(facts, mean_left=float(mean_left))
@@ -224,7 +230,7 @@ def _replica_difference(trained: Trained, gradients: Gradients) -> float:
         return math.nan
     if all(len({said[rank][1] for rank in ranks}) == 1 for ranks in copies):
         return 0.0
-    sketches = of_every_rank(own_sketch(local_gradients), member.count, member.device)
+    sketches = of_every_rank(sketch(local_gradients.values(), THIS_RANK), member.count, member.device)
     return max(apart_by([sketches[rank] for rank in ranks]) for ranks in copies)
 
 
@@ -243,9 +249,11 @@ def _sketch_groups(trained: Trained, measurement: Measurement, each: Sequence[ra
         return rank_experiment.micro_batches(measurement.full, Scaled(member.count), own=group).gradients
 
     if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
-        return [sketch(list(gradients(group).values())) for group in each]
+        return [sketch(gradients(group).values(), rank_experiment.ranks) for group in each]
     count = len(each) // member.count
-    mine = [own_sketch(gradients(group)) for group in each[member.rank * count : (member.rank + 1) * count]]
+    mine = [
+        sketch(gradients(group).values(), THIS_RANK) for group in each[member.rank * count : (member.rank + 1) * count]
+    ]
     return [gradient_sketch for rank in of_every_rank(mine, member.count, member.device) for gradient_sketch in rank]
 
 
@@ -258,7 +266,9 @@ def _rank_sketches_of_strategy(
     """
     each = [range(k, k + 1) for k in range(measurement.experiment.steps)]
     columns = _sketch_groups(trained, measurement, each)
-    weight_fit = fit_rank_weights(columns, measurement.full.gradients, measurement.accumulated.gradients)
+    weight_fit = fit_rank_weights(
+        columns, measurement.full.gradients, measurement.accumulated.gradients, measurement.experiment.ranks
+    )
     unit = measurement.unit
     if weight_fit is None or not weight_fit.determined or weight_fit.used_residual > rounding_of(unit):
         weight_fit = None
@@ -302,7 +312,7 @@ def weights_of_strategy(trained: Trained, measurement: Measurement, single: Weig
         what, kind, wanted = "their losses taken as zero", ControlKind.LOST, measurement.accumulated.gradients
     reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(measurement.experiment)))
     repaired, _ = reweighted.window(measurement.experiment, measurement.full)
-    difference_left = left_between(repaired.gradients, wanted)
+    difference_left = left_between(repaired.gradients, wanted, measurement.experiment.ranks)
     return replace(
         weights, fit=fit, remedy=ControlRun(what, difference_left, difference_left <= rounding, fit=fit, kind=kind)
     )

@@ -6,7 +6,7 @@ Of ranks that a launcher has started:
                 gradients is the full batch's, and lies on the ranks as the model does
     window      K micro-batches of its own on each rank, reduced as the engine or the user's strategy does
 
-Every number that decides something is one of all ranks (`passes.wrappers.summed_over`), so that all ask the same next
+Every number that decides something is one of all ranks (`Experiment.ranks`), so that all ask the same next
 question. The cause is looked for where a window diverges: with the same micro-batches, all of them on every rank.
 Local ranks stand beside a process that has the whole batch: that judges and searches, and they confirm.
 """
@@ -35,7 +35,7 @@ from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
-from gaverify.passes.wrappers import dividing, hooks_left_out, over_ranks, summed_over
+from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts, rounding_of
@@ -66,7 +66,7 @@ def judge_together(
     """
     member = trained.member
     begun = member.at("before its window")
-    with begun, summed_over(member.count, member.total), dividing(experiment.modules) as factors:
+    with begun, dividing(experiment.modules) as factors:
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         measurement, moved = _measure_window(experiment, trained)
@@ -107,7 +107,8 @@ def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measureme
         ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
     """
     # the engine has wrapped the model since the experiment was prepared
-    experiment, listener = experiment.with_current_state(), OwnCollectives()
+    member, listener = trained.member, OwnCollectives()
+    experiment = replace(experiment, ranks=RankSum(member.count, member.total)).with_current_state()
     experiment.progress("the whole batch on every rank")
     recorded, full = trained.whole(experiment).record(listener)
     experiment = replace(experiment, draws=recorded.draws, math_kernels=recorded.math_kernels)
@@ -122,11 +123,11 @@ def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measureme
     experiment.progress(f"the window of {trained.member.count} ranks")
     window, moved = trained.window(experiment, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
-    return Measurement(experiment, full, window, _measure_by_name(window.gradients, full.gradients)), moved
+    return Measurement(experiment, full, window, _measure_by_name(experiment, window.gradients, full.gradients)), moved
 
 
-def _measure_by_name(gradients: Gradients, reference: Gradients) -> dict[str, Difference]:
-    return {row.name: row for row in measure(gradients, reference)}
+def _measure_by_name(experiment: Experiment, gradients: Gradients, reference: Gradients) -> dict[str, Difference]:
+    return {row.name: row for row in measure(gradients, reference, experiment.ranks)}
 
 
 def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision:
@@ -146,15 +147,15 @@ def _measure_unclipped(trained: Trained, measurement: Measurement, moved: Moved)
         The same measurement of that, where it ends as this one but for clipping, by which a loop is not judged; None
         where it does not. And what it leaves of the difference, where something is clipped before that; else NaN.
     """
-    window, full = measurement.accumulated, measurement.full
+    window, full, ranks = measurement.accumulated, measurement.full, measurement.experiment.ranks
     unclipped, _ = replace(trained, scale=TOO_SMALL_TO_CLIP).window(measurement.experiment, full)
     rounding = rounding_of(measurement.unit)
-    if left_between(unclipped.gradients, window.gradients) <= rounding:
+    if left_between(unclipped.gradients, window.gradients, ranks) <= rounding:
         return None, math.nan
     early = any(trained.member.everyones("clipped", moved.clipped_early(window.gradients)))
-    if early or cut_by_clipping(unclipped.gradients, window.gradients) > rounding:
-        return None, left_between(unclipped.gradients, full.gradients)
-    differences = _measure_by_name(unclipped.gradients, full.gradients)
+    if early or cut_by_clipping(unclipped.gradients, window.gradients, ranks) > rounding:
+        return None, left_between(unclipped.gradients, full.gradients, ranks)
+    differences = _measure_by_name(measurement.experiment, unclipped.gradients, full.gradients)
     return Measurement(measurement.experiment, full, unclipped, differences), math.nan
 
 
@@ -175,7 +176,9 @@ def decide_window(
     if not is_undecided and (unit <= U64 or (unit <= U32 and not exact)):
         return decision
     control = run_control() if unit > U64 else None
-    with nullcontext() if over_ranks() else alone():  # `alone` where this process stands beside the ranks
+    with (
+        nullcontext() if measurement.experiment.ranks else alone()
+    ):  # `alone` where this process stands beside the ranks
         if isinstance(control, Control):
             return decide_by_control(measurement, decision, control, unit)
         decision = replace(decision, control_failure=control or "")
@@ -195,7 +198,7 @@ def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision
     window = measurement.accumulated
     with hooks_left_out(measurement.experiment.modules):
         without, _ = trained.window(measurement.experiment, measurement.full)
-    rows = measure(window.gradients, without.gradients)
+    rows = measure(window.gradients, without.gradients, measurement.experiment.ranks)
     allowed = CAPPED_UNITS * unit_roundoff(torch.bfloat16)
     if relative_total((row.difference, row.reference) for row in rows if row.why is None) <= allowed:
         return decision
@@ -219,7 +222,7 @@ def _control(trained: Trained, measurement: Measurement) -> Control | str:
             exact.progress("float64 control")
             full = trained.whole(exact).full_batch()
             window, _ = trained.window(exact, full)
-        control = Control(_measure_by_name(window.gradients, full.gradients), full, window)
+        control = Control(_measure_by_name(exact, window.gradients, full.gradients), full, window)
     except Agreed:
         raise
     except Exception as error:
@@ -239,11 +242,9 @@ def _search_cause(experiment: Experiment, trained: Trained, diagnose: bool) -> t
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
-    sharded = trained.engine is Engine.FSDP2
-    with nullcontext() if sharded else summed_over(1, lambda numbers: numbers):
-        rank_experiment = (experiment if sharded else bare(experiment)).with_current_state()
-        one, decision = measure_and_decide(rank_experiment, exact=True, keep_gradients=True)
-        return one, investigate(one, decision, diagnose=diagnose)
+    alone_on_rank = experiment if trained.engine is Engine.FSDP2 else replace(bare(experiment), ranks=None)
+    one, decision = measure_and_decide(alone_on_rank.with_current_state(), exact=True, keep_gradients=True)
+    return one, investigate(one, decision, diagnose=diagnose)
 
 
 _Ran = tuple[list[RankReport], Gradients]
@@ -319,7 +320,9 @@ def _confirm_on_ranks(
     """
     together, (reports, gradients) = one.accumulated.gradients, ran
     unit = measurement.unit
-    of_ranks = replace(measurement, differences=_measure_by_name(gradients, measurement.full.gradients))
+    of_ranks = replace(
+        measurement, differences=_measure_by_name(measurement.experiment, gradients, measurement.full.gradients)
+    )
     decided = decide_window(of_ranks, unit, exact, lambda: _in_float64(of_ranks, ranks))
     decided = replace(
         decision,
@@ -366,7 +369,7 @@ def _in_float64(measurement: Measurement, ranks: Ranks) -> Control | str:
             with alone():
                 full = exact.full_batch()
             _, gradients = _window_run(Measurement(exact, full, full, {}), ranks, lifted=True)
-            return Control(_measure_by_name(gradients, full.gradients), full, full)
+            return Control(_measure_by_name(exact, gradients, full.gradients), full, full)
     except Exception as error:
         if is_own_fault(error):
             raise

@@ -166,8 +166,8 @@ def run_rank(window: Window, rank: int) -> RankReport:
         torch.save(full_gradients, window.gradients)
     return RankReport(
         digest_of(full_gradients),
-        sketch(list(full_gradients.values())).cpu(),
-        sketch(list(alone.gradients.values())).cpu(),
+        sketch(full_gradients.values()).cpu(),
+        sketch(alone.gradients.values()).cpu(),
         traffic.traffic,
         calls,
         {name: buffer.cpu() for name, buffer in together.buffers.items()},

@@ -31,7 +31,16 @@ from gaverify.passes.gradients import (
     gradients_of_strategy,
 )
 from gaverify.passes.sketches import sketch
-from gaverify.passes.wrappers import dividing, engine_of, is_flattened, is_sharded, local, summed_over, tensor_parallel
+from gaverify.passes.wrappers import (
+    THIS_RANK,
+    RankSum,
+    dividing,
+    engine_of,
+    is_flattened,
+    is_sharded,
+    local,
+    tensor_parallel,
+)
 from gaverify.records.ranks import Collective, Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, no_dispatch_modes
 from gaverify.tracebacks import Owner, display_path, hands_over, owner_of
@@ -104,7 +113,7 @@ class Moved:
         if not self.clips:
             return False
         early = min(count for count, _ in self.clips) < len(self.reduced)
-        return early or not torch.equal(self.clips[-1][1], own_sketch(gradients))
+        return early or not torch.equal(self.clips[-1][1], sketch(gradients.values(), THIS_RANK))
 
 
 @dataclass(frozen=True)
@@ -163,22 +172,16 @@ class Trained:
         return result, moved
 
 
-def own_sketch(gradients: Gradients) -> torch.Tensor:
-    """Returns the sketch of what this process holds, whatever other ranks do."""
-    with summed_over(1, lambda numbers: numbers):
-        return sketch(list(gradients.values()))
-
-
-def cut_by_clipping(whole: Gradients, cut: Gradients) -> float:
+def cut_by_clipping(whole: Gradients, cut: Gradients, ranks: RankSum | None = None) -> float:
     """Returns what is left between gradients and others that were clipped, however that was done, relative.
 
     By norms, of all or of each parameter, each keeps its direction; by a value, elements stop at the largest left.
     """
-    shorter = {row.name: row.accumulated / row.reference for row in measure(cut, whole) if row.reference}
+    shorter = {row.name: row.accumulated / row.reference for row in measure(cut, whole, ranks) if row.reference}
     limit = max((float(local(g).abs().max()) for g in cut.values() if g is not None and local(g).numel()), default=0.0)
     by_norm = {name: None if g is None else g * min(shorter.get(name, 1.0), 1.0) for name, g in whole.items()}
     by_value = {name: None if g is None else g.clamp(-limit, limit) for name, g in whole.items()}
-    return min(left_between(by_norm, cut), left_between(by_value, cut))
+    return min(left_between(by_norm, cut, ranks), left_between(by_value, cut, ranks))
 
 
 @contextmanager
@@ -240,7 +243,7 @@ def _clipping_noted(moved: Moved, experiment: Experiment) -> Iterator[None]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             norm = run(*args, **kwargs)
             with no_dispatch_modes(), torch.no_grad():
-                clipped_sketch = own_sketch({name: parameter.grad for name, parameter in experiment.parameters.items()})
+                clipped_sketch = sketch((parameter.grad for parameter in experiment.parameters.values()), THIS_RANK)
             moved.clips.append((len(moved.reduced), clipped_sketch))
             return norm
 

@@ -33,6 +33,7 @@ from gaverify.passes.problem import Problem
 from gaverify.passes.randomness import DrawRecord
 from gaverify.passes.reference import Fitting
 from gaverify.passes.user_code import micro_batch_of
+from gaverify.passes.wrappers import RankSum
 
 
 class TimeUp(BaseException):
@@ -98,6 +99,8 @@ class Experiment:
     """Attention and recurrent layers run on unfused kernels, because draws inside a fused one are not seen."""
     draws: DrawRecord = field(default_factory=DrawRecord)
     """The random draws of the full batch, which every pass uses again."""
+    ranks: RankSum | None = None
+    """What makes norms and sketches those of all ranks; None: they are this process's own."""
     probes: tuple[PassProbe, ...] = ()
     """What looks on at every pass, or changes it."""
     fitting: Fitting = field(default_factory=Fitting)

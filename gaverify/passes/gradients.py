@@ -28,7 +28,7 @@ from gaverify.passes.reference import fit_memory
 from gaverify.passes.terms import Terms
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, named_parameters
 from gaverify.passes.weighting import micro_batch_weight
-from gaverify.passes.wrappers import keep_reducers, local, over_ranks, settle
+from gaverify.passes.wrappers import keep_reducers, local, settle
 from gaverify.records.comparison import Reference
 from gaverify.torch_internals import version_of
 from gaverify.tracebacks import hands_over
@@ -286,7 +286,7 @@ def one_pass(experiment: Experiment) -> Iterator[None]:
         finally:
             for parameter in experiment.parameters.values():
                 parameter.grad = None
-            if over_ranks() is not None:
+            if experiment.ranks is not None:
                 settle(experiment.modules)
             experiment.state.restore()
             keep_reducers()

@@ -14,12 +14,13 @@ Source: W. Johnson, J. Lindenstrauss, Extensions of Lipschitz mappings into a Hi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache, lru_cache
 
 import torch
 
 from gaverify.passes.devices import widest
-from gaverify.passes.wrappers import Sum, local, over_ranks, shard_number, share_of
+from gaverify.passes.wrappers import RankSum, local, shard_number, share_of
 from gaverify.records.experiment import WeightFit
 
 SKETCH = 4096
@@ -27,7 +28,7 @@ _CHUNK_ROWS, _TILE = 256, 16
 _APART = 2531  # 4096 times the golden section: the starts of successive tensors divide the buckets most evenly
 
 
-def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
+def sketch(tensors: Iterable[torch.Tensor | None], ranks: RankSum | None = None) -> torch.Tensor:
     """Returns a linear sketch of length 4096 of all tensors, in float64, where they are; on the CPU of several devices.
 
     Each element is added with a random sign to a bucket, that of its position modulo 4096 from where its tensor starts,
@@ -35,11 +36,14 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
     place in the list, whether or not those before it are None: a parameter that one micro-batch leaves out changes
     nothing for the others. Starts lie far apart, so that the elements of a small model each have a bucket of their own.
 
+    Args:
+        tensors: Gradients, in the same order each time; None for a parameter without one.
+        ranks: Sketches what all of them hold together; each rank has to call this. None: what this process holds.
+
     Source: M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, 2002 (count sketch).
     """
-    ranks = over_ranks()
     if ranks is not None:
-        return _of_all_ranks(tensors, *ranks)
+        return _sketch_all_ranks(list(tensors), ranks)
     totals: dict[torch.device, torch.Tensor] = {}
     for place, tensor in enumerate(tensors):
         if tensor is None:
@@ -52,14 +56,14 @@ def sketch(tensors: list[torch.Tensor | None]) -> torch.Tensor:
     return sum((total.to("cpu", torch.float64) for total in totals.values()), start=on_host)
 
 
-def _of_all_ranks(tensors: list[torch.Tensor | None], count: int, total: Sum) -> torch.Tensor:
+def _sketch_all_ranks(tensors: list[torch.Tensor | None], ranks: RankSum) -> torch.Tensor:
     """The sketch of what all ranks hold, on each one's host: shards have signs of their own, replicas are averaged."""
     summed = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
     for place, tensor in enumerate(tensors):
         if tensor is not None:
             shard_sketch = sketch_of(local(tensor), place + len(tensors) * shard_number(tensor))
-            summed += shard_sketch.to("cpu", torch.float64) * share_of(tensor, count)
-    return total(summed)
+            summed += shard_sketch.to("cpu", torch.float64) * share_of(tensor, ranks.count)
+    return ranks.add_up(summed)
 
 
 def sketch_of(tensor: torch.Tensor, place: int) -> torch.Tensor:

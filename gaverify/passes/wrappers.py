@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,8 +21,19 @@ from gaverify.errors import ProblemError
 from gaverify.records.ranks import Engine
 from gaverify.torch_internals import local_shape_and_offset, rebuild_reducer
 
-Sum = Callable[[torch.Tensor], torch.Tensor]
-_SUM: ContextVar[tuple[int, Sum] | None] = ContextVar("sum over ranks", default=None)
+
+@dataclass(frozen=True)
+class RankSum:
+    """Makes numbers of one rank those of all: shards are added up, of replicas the mean is taken."""
+
+    count: int
+    """R, the number of ranks."""
+    add_up: Callable[[torch.Tensor], torch.Tensor]
+    """Returns the sum of a tensor over the ranks, the same bits on each; every rank has to call it."""
+
+
+THIS_RANK = RankSum(1, lambda numbers: numbers)
+"""What this rank holds, whatever the others do: of a shard its own part."""
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -33,26 +44,6 @@ def is_sharded(tensor: Any) -> bool:
 def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Returns where the shard of this process begins in the whole tensor, one index per dimension."""
     return local_shape_and_offset(tensor)[1]
-
-
-@contextmanager
-def summed_over(ranks: int, total: Sum) -> Iterator[None]:
-    """Lets squares be those of all ranks: of shards added up, of replicas their mean.
-
-    Args:
-        ranks: R.
-        total: Returns the sum of a tensor over the ranks, the same bits on each.
-    """
-    token = _SUM.set((ranks, total))
-    try:
-        yield
-    finally:
-        _SUM.reset(token)
-
-
-def over_ranks() -> tuple[int, Sum] | None:
-    """Returns how many ranks hold the gradients, and what adds their numbers up; None in one process."""
-    return _SUM.get()
 
 
 def local(tensor: Any) -> torch.Tensor:

@@ -9,34 +9,36 @@ import torch
 
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff
-from gaverify.passes.wrappers import Sum, is_sharded, local, over_ranks, share_of
+from gaverify.passes.wrappers import RankSum, is_sharded, local, share_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, relative_total
 from gaverify.thresholds import FEW_UNITS
 from gaverify.verdict.criteria import Difference, not_compared, record
 from gaverify.verdict.norms import Alike, norms_of, worst_elements
 
 
-def measure(accumulated: Gradients, reference: Gradients, *, located: bool = False) -> list[Difference]:
+def measure(
+    accumulated: Gradients, reference: Gradients, ranks: RankSum | None = None, *, located: bool = False
+) -> list[Difference]:
     """Returns the norms of both gradients and of their difference for every parameter, in the order of `reference`.
 
     Args:
         accumulated: The gradients under test (`actual`), by parameter name.
         reference: The full-batch gradients (`expected`), under the same names.
+        ranks: Measures what all of them hold together, in one collective for all parameters; each rank has to call
+            this. None: what this process holds.
         located: Look for the worst element wherever there is a difference; else only where it is not surely rounding.
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
     Sparse gradients are coalesced; complex ones are measured by modulus.
-    Where several ranks hold the gradients the norms are those of all, after one collective for all parameters.
     """
-    ranks = over_ranks()
     if ranks is not None:
-        return _of_all_ranks(accumulated, reference, *ranks)
+        return _measure_all_ranks(accumulated, reference, ranks)
     return _measure_pairs(accumulated, reference, located)
 
 
-def left_between(gradients: Gradients, reference: Gradients) -> float:
+def left_between(gradients: Gradients, reference: Gradients, ranks: RankSum | None = None) -> float:
     """Returns ‖gradients − reference‖ / ‖reference‖ of the whole gradient; 0 where there is none."""
-    return relative_total((row.difference, row.reference) for row in measure(gradients, reference))
+    return relative_total((row.difference, row.reference) for row in measure(gradients, reference, ranks))
 
 
 def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:
@@ -79,7 +81,7 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) 
     return [rows[name] for name in reference]
 
 
-def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, total: Sum) -> list[Difference]:
+def _measure_all_ranks(accumulated: Gradients, reference: Gradients, ranks: RankSum) -> list[Difference]:
     """Measures what this rank holds and adds up all ranks' squares: every rank gets the same numbers."""
     shards = [{name: None if g is None else local(g) for name, g in side.items()} for side in (accumulated, reference)]
     rows = _measure_pairs(shards[0], shards[1], False)
@@ -88,20 +90,20 @@ def _of_all_ranks(accumulated: Gradients, reference: Gradients, count: int, tota
         sides = (reference[row.name], accumulated[row.name])
         first_present = next((side for side in sides if side is not None), None)
         # A replica that all ranks hold counts once in all, a shard counts in full on its rank.
-        share = share_of(first_present, count) if first_present is not None else 0.0
+        share = share_of(first_present, ranks.count) if first_present is not None else 0.0
         norms = (row.reference, row.accumulated, row.difference)
         # NaN would make the sums of all ranks NaN, and their rows could not be told apart any more.
         squares = [share * norm * norm if row.why is None or norm == norm else 0.0 for norm in norms]
         odd = row.why not in (None, NotCompared.UNUSED) and None not in sides
         table.append([*squares, *(float(side is not None) for side in sides), float(odd)])
-    sums = total(torch.tensor(table, dtype=torch.float64, device="cpu").view(-1, 6)).tolist()
+    sums = ranks.add_up(torch.tensor(table, dtype=torch.float64, device="cpu").view(-1, 6)).tolist()
     differences = []
     for row, (e, a, d, with_e, with_a, odd) in zip(rows, sums, strict=True):
         sides = (reference[row.name], accumulated[row.name])
         first_present = next((side for side in sides if side is not None), None)
         shape = tuple(first_present.shape) if first_present is not None else row.shape
         # A gradient that some ranks lack is missing, whatever the others have: their optimizers step differently.
-        if min(with_e, with_a) < count:
+        if min(with_e, with_a) < ranks.count:
             differences.append(_missing(row.name, shape, with_e, with_a))
         elif odd or not math.isfinite(d):
             differences.append(_not_finite(row.name, shape, math.sqrt(e), math.sqrt(a)))

@@ -80,7 +80,7 @@ def run_in_float64(experiment: Experiment, make_probe: MakeProbe | None = None) 
         exact.progress("float64 control: the full batch")
         full = exact.full_batch()
         accumulated, watched = _run_watched(exact, full, make_probe)
-        rows = {row.name: row for row in measure(accumulated.gradients, full.gradients)}
+        rows = {row.name: row for row in measure(accumulated.gradients, full.gradients, exact.ranks)}
         # The full batch keeps its gradients: the noise floor and the repairs are compared with them.
         accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
     return Control(rows, full, accumulated, watched)
@@ -144,7 +144,7 @@ def noise_floor(experiment: Experiment, full: PassResult, unit: float) -> dict[s
         with move_weights(weights, shares, run):
             # The state of before would put the weights back that are moved here.
             moved_run = experiment.with_current_state().full_batch()
-        for row in measure(moved_run.gradients, full.gradients):
+        for row in measure(moved_run.gradients, full.gradients, experiment.ranks):
             if math.isfinite(row.difference):
                 floor[row.name] = max(floor[row.name], row.difference)
     restore()
@@ -178,13 +178,15 @@ def precision_loss(measurement: Measurement, exact: Gradients) -> PrecisionLoss 
     Returns:
         None where every gradient is zero in float64.
     """
-    full, accumulated = measurement.full.gradients, measurement.accumulated.gradients
-    loss = PrecisionLoss(short_name(measurement.dtype), left_between(full, exact), left_between(accumulated, exact))
+    ranks = measurement.experiment.ranks
+    full = left_between(measurement.full.gradients, exact, ranks)
+    accumulated = left_between(measurement.accumulated.gradients, exact, ranks)
+    loss = PrecisionLoss(short_name(measurement.dtype), full, accumulated)
     if not math.isfinite(loss.full + loss.accumulated):
         return None
     if loss.bits_lost < BITS_WORTH_A_NOTE or measurement.experiment.strategy != "accumulate":
         return loss
-    return replace(loss, in_float32=left_between(_sum_in_float32(measurement), exact))
+    return replace(loss, in_float32=left_between(_sum_in_float32(measurement), exact, ranks))
 
 
 def _sum_in_float32(measurement: Measurement) -> Gradients:

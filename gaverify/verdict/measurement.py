@@ -116,7 +116,9 @@ def measure_strategies(experiment: Experiment, *, sketched: bool = False, locate
     if experiment.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
         accumulation = _choose_reading(experiment, full, accumulation, listens, located)
-    window = window_of(full, accumulation.result, accumulation.sketches) if accumulation.sketches.taken else None
+    window = (
+        window_of(experiment, full, accumulation.result, accumulation.sketches) if accumulation.sketches.taken else None
+    )
     measurement = Measurement(
         experiment,
         full,
@@ -126,7 +128,7 @@ def measure_strategies(experiment: Experiment, *, sketched: bool = False, locate
     )
     # An equivalent verdict in float32 does not pay for the sketch, which is a pass over all gradients.
     if window is not None or (sketched and shows_divergence(measurement, coarse)):
-        measurement.sketch = sketch_full_batch(full, window)
+        measurement.sketch = sketch_full_batch(experiment, full, window)
     measurement.seconds = {
         "full_batch": full_at - started,
         "accumulated": accumulated_at - full_at,
@@ -153,7 +155,7 @@ def _accumulate(experiment: Experiment, full: PassResult, listens: bool, located
     sketches = GradientSketches(experiment)
     with sketches.listening() if listens else nullcontext() as note:
         result = experiment.micro_batches(full, after_backward=note)
-    return _Accumulation(result, sketches, measure(result.gradients, full.gradients, located=located))
+    return _Accumulation(result, sketches, measure(result.gradients, full.gradients, experiment.ranks, located=located))
 
 
 def _agree_in_float32(experiment: Experiment, full: PassResult, accumulation: _Accumulation) -> bool:

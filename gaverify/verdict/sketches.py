@@ -17,6 +17,7 @@ import torch
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
+from gaverify.passes.wrappers import RankSum
 from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import TINY
 from gaverify.torch_internals import no_dispatch_modes
@@ -59,6 +60,7 @@ class Earlier:
     shares: Sketches | None = None
     watch: PassProbe | None = None
     losses: Sequence[float] = ()
+    ranks: RankSum | None = None
 
     @property
     def norm(self) -> float:
@@ -79,20 +81,20 @@ class Earlier:
         # A gradient that is missing is no zero: the optimizer would skip the parameter.
         if _present(gradients) != self.present:
             return math.inf
-        new_sketch = sketch(list(gradients.values())).to(self.gradient.device)
+        new_sketch = sketch(gradients.values(), self.ranks).to(self.gradient.device)
         difference_left = float(torch.linalg.vector_norm(new_sketch - self.gradient)) / self.norm
         return difference_left if math.isfinite(difference_left) else math.inf
 
 
-def sketch_full_batch(full: PassResult, shares: Sketches | None = None) -> Earlier:
+def sketch_full_batch(experiment: Experiment, full: PassResult, shares: Sketches | None = None) -> Earlier:
     """Takes a sketch of the full batch's gradient, where the window has none; its memory may go after that."""
-    gradient = sketch(list(full.gradients.values())) if shares is None else shares.full
-    return Earlier(full, gradient, _present(full.gradients), shares)
+    gradient = sketch(full.gradients.values(), experiment.ranks) if shares is None else shares.full
+    return Earlier(full, gradient, _present(full.gradients), shares, ranks=experiment.ranks)
 
 
-def keep_sketch(full: PassResult) -> Earlier:
+def keep_sketch(experiment: Experiment, full: PassResult) -> Earlier:
     """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = sketch_full_batch(full)
+    earlier = sketch_full_batch(experiment, full)
     full.gradients = dict.fromkeys(full.gradients)
     return earlier
 
@@ -151,16 +153,18 @@ def _free_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def window_of(full: PassResult, accumulated: PassResult, seen: GradientSketches) -> Sketches | None:
+def window_of(
+    experiment: Experiment, full: PassResult, accumulated: PassResult, seen: GradientSketches
+) -> Sketches | None:
     """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
     columns = _divide_by_weights(seen.columns(), used)
-    window = Sketches(_fetch_sketch(full.gradients), columns, used, _fetch_sketch(accumulated.gradients))
+
+    def fetch(gradients: Gradients) -> torch.Tensor:
+        return sketch(gradients.values(), experiment.ranks).to("cpu", torch.float64)
+
+    window = Sketches(fetch(full.gradients), columns, used, fetch(accumulated.gradients))
     return window if len(window.columns) == len(window.full) and bool(window.full.any()) else None
-
-
-def _fetch_sketch(gradients: Gradients) -> torch.Tensor:
-    return sketch(list(gradients.values())).to("cpu", torch.float64)
 
 
 def _divide_by_weights(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -175,12 +179,12 @@ class Sums:
     """
 
     def __init__(self, experiment: Experiment) -> None:
-        self._parameters = list(experiment.parameters.values())
+        self._parameters, self._ranks = list(experiment.parameters.values()), experiment.ranks
         self._sums: list[torch.Tensor] = []
 
     def note(self, _: int) -> None:
         """Takes the sketch."""
-        self._sums.append(sketch([parameter.grad for parameter in self._parameters]))
+        self._sums.append(sketch((parameter.grad for parameter in self._parameters), self._ranks))
 
     def shares(self, target: torch.Tensor, used: Sequence[float]) -> Sketches:
         """Returns the micro-batches' own gradients, by the weights that were used.

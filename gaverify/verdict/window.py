@@ -178,11 +178,11 @@ def rounding_of_two_samples(
     with experiment.in_float64() as exact:
         exact.progress("float64: two samples")
         at_once = gradients(exact, 1, 1.0)
-        rows = measure(gradients(exact, 2, share), at_once)
+        rows = measure(gradients(exact, 2, share), at_once, exact.ranks)
         if not _agree(rows, zero):
             return None
         on_device = {name: g if g is None else g.to(exact.parameters[name].device) for name, g in rounded.items()}
-        differences = measure(on_device, at_once)
+        differences = measure(on_device, at_once, exact.ranks)
         return {row.name: Rounding(row.difference, row.reference <= zero) for row in differences if row.why is None}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.bench import Bench, relative_difference
+from gaverify.causes.bench import Bench
 from gaverify.causes.rows import ControlFailed, rows_for
 from gaverify.causes.trace.state import owners
 from gaverify.passes.calls import Call, listening
@@ -181,7 +181,7 @@ def run_own_cache(bench: Bench) -> ControlRun:
 
 
 def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: str) -> ControlRun:
-    difference_left = relative_difference(gradients, full)
+    difference_left = bench.relative_difference(gradients, full)
     what = f"the full batch handed to the loss, which runs the model part by part{how},"
     return ControlRun(what, difference_left, difference_left <= bench.rounding, kind=ControlKind.OWN_CACHE)
 

@@ -25,9 +25,11 @@ from gaverify.passes.sketches import SKETCH
 from gaverify.verdict import measurement
 from gaverify.verdict.sketches import Earlier, keep_sketch, window_of
 
+ONE_PROCESS: Any = SimpleNamespace(ranks=None)
+
 
 def earlier_of(**found: torch.Tensor | None) -> Earlier:
-    return keep_sketch(PassResult(dict(found), 1.0))
+    return keep_sketch(ONE_PROCESS, PassResult(dict(found), 1.0))
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -208,5 +210,5 @@ def test_a_limit_that_is_no_time_gets_a_sentence() -> None:
 def test_a_micro_batch_that_counts_nothing_gave_nothing_to_a_window_that_was_listened_to() -> None:
     gradient = PassResult({"a": numbers(3)}, 1.0, weights=(0.5, 0.0))
     listened: Any = SimpleNamespace(columns=lambda: torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(SKETCH, 2))
-    window = window_of(gradient, gradient, listened)
+    window = window_of(ONE_PROCESS, gradient, gradient, listened)
     assert window is not None and window.columns[0].tolist() == [2.0, 0.0]

@@ -656,11 +656,11 @@ def test_the_noise_of_a_part_is_that_of_the_whole_to_scale() -> None:
 def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
     monkeypatch: pytest.MonkeyPatch, before: float, again: float, apart: float
 ) -> None:
-    monkeypatch.setattr(weights, "sketch", lambda _: torch.tensor([again]))
+    monkeypatch.setattr(weights, "sketch", lambda *_: torch.tensor([again]))
     monkeypatch.setattr(weights, "replace", lambda value, **_: value)
     found = SimpleNamespace(gradients={"w": None}, micro_losses=(2.0,))
     bench: Any = SimpleNamespace(
-        experiment=SimpleNamespace(sizes=(2, 2), micro_batches=lambda *_: found), possible=lambda ask: ask()
+        experiment=SimpleNamespace(sizes=(2, 2), micro_batches=lambda *_: found, ranks=None), possible=lambda ask: ask()
     )
     earlier: Any = SimpleNamespace(
         shares=SimpleNamespace(columns=torch.tensor([[before, 1.0]])), full=None, losses=(2.0,)

@@ -264,12 +264,13 @@ def test_the_control_that_counts(
 def test_causes_on_probation_count_where_all_together_explain_everything(left: float, told: list[bool]) -> None:
     """One that no control could be run for is told all the same, as suspected."""
     bench: Any = SimpleNamespace(rounding=1e-6)
-    search = operations._Search(bench, measured.divergent(), left, 0.0)
     unproven, probation, proven = (
         measured.cause(control=None),
         measured.cause(control=measured.HALVED),
         measured.cause(),
     )
-    search._found = [proof.Tried(unproven, None, helps=False), proof.Tried(probation, HELD, helps=False)]
-    search._found.append(proof.Tried(proven, HELD))
-    assert [each in search.causes for each in (unproven, probation, proven)] == told
+    found = proof.Tried(unproven, None, helps=False), proof.Tried(probation, HELD, helps=False)
+    explanation = operations.Explanation(
+        bench, measured.divergent(), left, 0.0, found=(*found, proof.Tried(proven, HELD))
+    )
+    assert [each in explanation.causes for each in (unproven, probation, proven)] == told

@@ -15,8 +15,9 @@ from gaverify import Outcome
 from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
 from gaverify.collective.traffic import TrafficMeter
-from gaverify.collective.window import Moved, cut_by_clipping, own_sketch
+from gaverify.collective.window import Moved, cut_by_clipping
 from gaverify.passes.gradients import Gradients
+from gaverify.passes.sketches import sketch
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Ledger, Step
@@ -92,7 +93,7 @@ def test_what_a_loop_clips_in_the_end_is_told_from_what_it_makes_of_gradients_ot
 
 
 def test_clipping_by_torch_is_early_before_the_last_pass_and_where_something_changes_what_it_left() -> None:
-    left, other = own_sketch(WHOLE), own_sketch({"a": torch.ones(2)})
+    left, other = sketch(WHOLE.values()), sketch({"a": torch.ones(2)}.values())
     clips = {"none": [], "late": [(2, left)], "early": [(1, left), (2, left)], "changed": [(2, other)]}
     early = {name: Moved(TrafficMeter(), [8, 8], each).clipped_early(WHOLE) for name, each in clips.items()}
     assert early == {"none": False, "late": False, "early": True, "changed": True}
@@ -337,7 +338,7 @@ def gradients(first: float, second: float, beside: torch.Tensor | None = None) -
 
 
 def test_the_weights_of_ranks_are_found() -> None:
-    own = [own_sketch(gradients(1.0, 0.0)), own_sketch(gradients(0.0, 1.0))]
+    own = [sketch(gradients(1.0, 0.0).values()), sketch(gradients(0.0, 1.0).values())]
     found = fit_rank_weights(own, gradients(0.7, 0.3), gradients(0.5, 0.5))
     assert found is not None and found.weights == pytest.approx((0.7, 0.3)) and found.used == pytest.approx((0.5, 0.5))
     assert fit_rank_weights(own, gradients(0.7, 0.3, torch.ones(2)), gradients(0.5, 0.5)) is None, "the ranks lack one"
@@ -346,7 +347,7 @@ def test_the_weights_of_ranks_are_found() -> None:
 
 
 def test_how_far_ranks_are_apart() -> None:
-    one, two, nothing = (own_sketch(gradients(*weights)) for weights in ((1.0, 0.0), (1.5, 0.0), (0.0, 0.0)))
+    one, two, nothing = (sketch(gradients(*weights).values()) for weights in ((1.0, 0.0), (1.5, 0.0), (0.0, 0.0)))
     assert apart_by([one, one, two]) == pytest.approx(0.5)
     assert apart_by([nothing, nothing]) == 0.0 and apart_by([nothing, one]) == math.inf
 
@@ -367,7 +368,9 @@ def test_the_first_share_that_leaves_rounding_is_the_last_that_is_tried() -> Non
 def test_exact_changes_nothing_over_ranks_where_float64_is_impossible() -> None:
     """The noise floor, which needs passes, is not asked: this judgement has none."""
     row = Difference("weight", (2, 3), 1.0, 1.0, 1e-8, None, None)
-    measurement: Any = SimpleNamespace(differences={"weight": row}, plain_terms={})
+    measurement: Any = SimpleNamespace(
+        differences={"weight": row}, plain_terms={}, experiment=SimpleNamespace(ranks=None)
+    )
     decision = flow.decide_window(measurement, U32, True, lambda: "a kernel has no float64")
     assert decision.method is Method.WORKING_PRECISION and decision.control_failure == "a kernel has no float64"
     assert [decided.outcome for decided in decision.rows] == [Outcome.EQUIVALENT]
