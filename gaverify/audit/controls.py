@@ -155,9 +155,9 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     number = update_and_fit[0].number
     cleared = trial.run(trial.control("accumulated", ClearGradients(), updates=number))
     difference_left = gradient_difference(trial.accumulated, cleared, update=number)
-    if not difference_left <= record.tolerance or not cleared.meta["cleared_gradients"]:
+    if not difference_left <= record.tolerance or not cleared.closing.control.cleared:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
-    return replace(record, overwritten=Overwritten(difference_left, *(cleared.meta["setter"] or (None, None))))
+    return replace(record, overwritten=Overwritten(difference_left, *(cleared.closing.control.setter or (None, None))))
 
 
 def control_weights(trial: Trial, record: Record) -> Record:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gaverify.audit.changes import (
     Changes,
@@ -33,7 +33,7 @@ from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Backward, Forward, ledger_of
+from gaverify.records.events import Backward, ClosingRecord, Forward, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun
 
 
-def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[str, Any]) -> bool:
+def replay_helps(record: Record, full: ClosingRecord, accumulated: ClosingRecord) -> bool:
     """Whether a comparison may have failed for what lies outside the model's forwards.
 
     Args:
@@ -52,8 +52,8 @@ def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[s
         full: The closing record of the full-batch run.
         accumulated: That of the accumulated run.
     """
-    draws = full["loop_draws"] or accumulated["loop_draws"]
-    if not (draws or full["loaders"]) or not _may_see_the_same(record):
+    draws = full.draws.in_loop or accumulated.draws.in_loop
+    if not (draws or full.loaders) or not _may_see_the_same(record):
         return False
     if not all(update.data.same for update in record.updates):
         return True
@@ -61,7 +61,7 @@ def replay_helps(record: Record, full: Mapping[str, Any], accumulated: Mapping[s
     return draws and (bool(record.unaligned) or record.divergent is not None or unrepeatable)
 
 
-def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
+def inputs_help(record: Record, full: ClosingRecord) -> bool:
     """Whether the runs may be given the same inputs where loaders and draws do not make them the same.
 
     That is right only where the forwards return their losses: else the script holds targets that would be others'.
@@ -70,7 +70,7 @@ def inputs_help(record: Record, full: Mapping[str, Any]) -> bool:
         record: The comparison.
         full: The closing record of the full-batch run.
     """
-    if not full["returns_loss"] or not _may_see_the_same(record):
+    if not full.models.returns_loss or not _may_see_the_same(record):
         return False
     return record.updates[0].data.checked and not record.updates[0].data.same
 
@@ -166,7 +166,7 @@ def _report(request: Request, runner: Runner) -> AuditReport:
     record = audited.events_only() if request.events_only else audited.compare()
     findings = with_excerpts(findings_for(facts_of_loop(record)))
     timings = {**runner.timings, "total": time.monotonic() - started}
-    return report_of(request, record, findings, runner.summaries, audited.main.meta, timings)
+    return report_of(request, record, findings, runner.summaries, audited.main.closing, timings)
 
 
 @contextmanager
@@ -243,22 +243,22 @@ class _Audit:
 
     def _ways(self, record: Record, full: RecordedRun) -> list[Replay]:
         """How the runs may be given the same data, what changes least first."""
-        helps, ways = replay_helps(record, full.meta, self.main.meta), list[Replay]()
+        helps, ways = replay_helps(record, full.closing, self.main.closing), list[Replay]()
         if self._request.has_ranks:  # what their loops draw is dealt to them; their loaders hand out samples as they do
-            if not helps or not (full.meta["loop_draws"] or self.main.meta["loop_draws"]):
+            if not helps or not (full.closing.draws.in_loop or self.main.closing.draws.in_loop):
                 return []
             alike = record.updates[0].data.same
             return [*orders(full, self.main, alike=alike)]
         if helps:
             ways.append("samples")
-            if full.meta["loaders"]:  # their collation may draw, which would be other draws for micro-batches
+            if full.closing.loaders:  # their collation may draw, which would be other draws for micro-batches
                 ways.append("batches")
-        if inputs_help(record, full.meta):
+        if inputs_help(record, full.closing):
             ways.append("inputs")
         return ways
 
     def _epochs(self) -> str:
-        unseen = self.main.meta["loaders"] and not self.main.meta["epochs"]
+        unseen = self.main.closing.loaders and not self.main.closing.epochs
         cut = "; micro-batches were rows of the full batch's batches, and padded like those"
         return cut * (self._replay == "batches") + (
             "; no epoch's end was reached (`--tail` makes one)" if unseen else ""
@@ -268,7 +268,7 @@ class _Audit:
         """The same runs on epochs that end with a short window, where nothing was found without."""
         if record.divergent is not None or is_explained(record):
             return record
-        parts, loaders = parts_of(record), self.main.meta["loaders"]
+        parts, loaders = parts_of(record), self.main.closing.loaders
         if parts < 2 or not loaders or self._request.has_ranks:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
             why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
@@ -303,10 +303,10 @@ class _Audit:
             working_unit(full),
             full_ledger=ledger_of(full.events),
             skipped_alike=windows_skipped_alike(full, accumulated),
-            ranks=max(full.meta["ranks"], accumulated.meta["ranks"]),
-            full_ranks=full.meta["ranks"] if self._request.has_ranks else 1,
-            dealt=full.meta["draws"] if accumulated.meta["dealt"] else 0,
-            unaligned=accumulated.meta["unaligned"],
+            ranks=max(full.closing.ranks, accumulated.closing.ranks),
+            full_ranks=full.closing.ranks if self._request.has_ranks else 1,
+            dealt=full.closing.draws.count if accumulated.closing.draws.dealt else 0,
+            unaligned=accumulated.closing.draws.unaligned,
             numbers=tuple(
                 int(word) for argument in self._request.accumulated or () for word in _NUMBER.findall(argument)
             ),

@@ -6,14 +6,13 @@ Every Python under a launcher has a folder of its own inside the run's; ranks, w
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 from gaverify.errors import is_out_of_space
+from gaverify.records.events import ClosingRecord, read_closing_record
 
 COMPILED = "compiled graph"
 """Stands among the kernels that draw out of sight; the runs are then made without compilation."""
@@ -81,9 +80,9 @@ def folders_of(run: Path) -> list[Path]:
     return sorted(entry for entry in (run / _PROCESSES).iterdir() if entry.is_dir())
 
 
-def meta_of(folder: Path) -> dict[str, Any]:
+def closing_record_of(folder: Path) -> ClosingRecord:
     """Returns the closing record of a process."""
-    return json.loads((folder / META).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return read_closing_record((folder / META).read_text(encoding="utf-8"))
 
 
 def ranks_of(run: Path) -> list[Path]:
@@ -91,9 +90,9 @@ def ranks_of(run: Path) -> list[Path]:
 
     A process that stepped alone beside them, such as a parent that trains a tokenizer, is none of them.
     """
-    records = [(meta_of(folder), folder) for folder in folders_of(run) if (folder / META).exists()]
-    most = max((meta["ranks"] for meta, _ in records), default=1)
-    trained = [(meta["rank"], folder) for meta, folder in records if meta["ranks"] == most]
+    records = [(closing_record_of(folder), folder) for folder in folders_of(run) if (folder / META).exists()]
+    most = max((record.ranks for record, _ in records), default=1)
+    trained = [(record.rank, folder) for record, folder in records if record.ranks == most]
     return [folder for _, folder in sorted(trained)]
 
 
@@ -102,7 +101,7 @@ def has_all_records(run: Path) -> bool:
     if folders_of(run) == [run]:
         return (run / META).exists()
     ranks = ranks_of(run)
-    return bool(ranks) and len(ranks) >= meta_of(ranks[0])["ranks"]
+    return bool(ranks) and len(ranks) >= closing_record_of(ranks[0]).ranks
 
 
 def failed_first(run: Path) -> Path | None:
@@ -125,6 +124,6 @@ def updates_of(folder: Path) -> int:
 
 def ended_early(run: Path) -> list[tuple[int, int]]:
     """Returns rank and updates of the processes that came to their end, where others of their group did not."""
-    return [
-        (meta_of(folder)["rank"], meta_of(folder)["updates"]) for folder in ranks_of(run) if not has_all_records(run)
-    ]
+    if has_all_records(run):
+        return []
+    return [(record.rank, record.updates) for record in map(closing_record_of, ranks_of(run))]

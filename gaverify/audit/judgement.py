@@ -360,7 +360,7 @@ def _are_same_samples(
 
 def working_unit(run: RecordedRun) -> float:
     """Returns the unit roundoff of the coarsest arithmetic that a run trained in."""
-    return float(run.meta["unit"]) or unit_roundoff(torch.float32)
+    return run.closing.arithmetic.unit or unit_roundoff(torch.float32)
 
 
 def _check_parameters(full: RecordedRun, accumulated: RecordedRun) -> None:

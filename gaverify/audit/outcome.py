@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gaverify.amounts import count_text
 from gaverify.audit.request import Request
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
 from gaverify.records.comparison import Method, Outcome, hidden_share
-from gaverify.records.events import FileLoaded, Forward
+from gaverify.records.events import ClosingRecord, FileLoaded, Forward
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.stages import Stage
@@ -119,7 +118,7 @@ def report_of(
     record: Record,
     findings: tuple[Finding, ...],
     summaries: Sequence[RunSummary],
-    meta: Mapping[str, Any],
+    closing: ClosingRecord,
     timings: Mapping[str, float],
 ) -> AuditReport:
     """Returns the answer of an audit.
@@ -129,11 +128,10 @@ def report_of(
         record: What the rules read.
         findings: What they found.
         summaries: The runs.
-        meta: The closing record of the accumulated run, or of the only one.
+        closing: The closing record of the accumulated run, or of the only one.
         timings: Seconds of each part.
     """
     outcome, reason = _decide(request, record, findings)
-    working = meta["working"]
     return AuditReport(
         script=request.target,
         outcome=outcome,
@@ -143,18 +141,23 @@ def report_of(
         counts=counts_of(record.windows),
         timeline=timeline_of((record.windows, *record.rank_windows)),
         runs=tuple(summaries),
-        device=working["device"],
-        dtype=working["dtype"],
-        autocast=working["autocast"],
-        torch=meta["torch"],
-        modules=tuple(meta["modules"]),
-        optimizers=tuple(meta["optimizers"]),
-        trainable=sum(math.prod(shape) for members in meta["parameters"] for _, shape in members),
+        device=closing.arithmetic.device,
+        dtype=closing.arithmetic.dtype,
+        autocast=closing.arithmetic.autocast,
+        torch=closing.torch,
+        modules=closing.models.classes,
+        optimizers=closing.optimizers,
+        trainable=sum(
+            math.prod(parameter.shape)
+            for group in closing.groups
+            if not group.is_part
+            for parameter in group.parameters
+        ),
         method=Method.EVENTS if request.events_only else _method(record),
         events_only=request.events_only,
         calls_in_order=outcome is Outcome.INCONCLUSIVE and _calls_are_in_order(request, record),
         timings=dict(timings),
-        left_out=dict(meta.get("left_out", {})),
+        left_out=dict(closing.unseen.left_out),
         ranks=record.together,
     )
 

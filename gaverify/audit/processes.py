@@ -26,11 +26,11 @@ from gaverify.audit.folders import (
     RANK,
     RECORDER_FAILED,
     ROOM,
+    closing_record_of,
     ended_early,
     failed_first,
     folders_of,
     has_all_records,
-    meta_of,
     rank_that_failed,
     ranks_of,
     updates_of,
@@ -92,7 +92,7 @@ class Child:
         """Whether the run has made all updates that were asked for, even where its script failed in the end."""
         if not has_all_records(self.folder):
             return False
-        updates = [int(meta_of(folder)["updates"]) for folder in ranks_of(self.folder)]
+        updates = [closing_record_of(folder).updates for folder in ranks_of(self.folder)]
         return bool(self.job.updates) and min(updates) >= self.job.updates
 
     def write(self) -> None:
@@ -199,7 +199,8 @@ def _of_launcher(child: Child, status: int | None) -> str:
     word = child.job.command.launcher[0]
     folders = ranks_of(child.folder)
     if folders:
-        ranks, updates = meta_of(folders[0])["ranks"], [meta_of(folder)["updates"] for folder in folders]
+        records = [closing_record_of(folder) for folder in folders]
+        ranks, updates = records[0].ranks, [record.updates for record in records]
         values = {"found": len(folders), "ranks": ranks, "made": ", ".join(map(str, updates))}
         return phrase("runs.some-ranks", word=word, status=status, **values)
     entered = any(folder != child.folder for folder in folders_of(child.folder))
@@ -347,7 +348,7 @@ def check_parameters(runs: Sequence[RecordedRun]) -> None:
 
     What one leaves out goes on alone in the others.
     """
-    if any(run.meta.get("flattened") for run in runs):
+    if any(run.closing.models.is_flattened for run in runs):
         raise ProblemError(phrase("runs.flattened"))
     shapes_by_rank = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
     for rank, shapes in enumerate(shapes_by_rank):
@@ -370,27 +371,27 @@ def check_updates(child: Child, run: RecordedRun) -> None:
     """
     backwards, train = any(isinstance(event, Backward) for event in run.events), phrase("runs.train")
     if not any(isinstance(event, Step) for event in run.events):
-        if run.meta["by_hand"] and not child.job.find(WatchWeights):
+        if run.closing.moves_by_hand and not child.job.find(WatchWeights):
             return  # it is run again
         activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
         raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {activity}"))
-    if not backwards and not run.meta["had_gradients"]:
+    if not backwards and not run.closing.had_gradients:
         raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
 
 
 def _instead(job: Job, run: RecordedRun, train: str) -> str:
     """What a script did that was seen to train nothing, with what would help."""
-    if run.meta.get("processes") and not job.command.launcher:
-        return phrase("runs.other-processes", processes=run.meta["processes"])
-    if run.meta.get("elsewhere"):
+    if run.closing.unseen.processes and not job.command.launcher:
+        return phrase("runs.other-processes", processes=run.closing.unseen.processes)
+    if run.closing.unseen.elsewhere:
         return phrase("runs.no-parameters")
-    if any("capture" in why for why in run.meta["left_out"]):
+    if any("capture" in why for why in run.closing.unseen.left_out):
         return phrase("runs.captured")
-    return phrase("runs.functional" if run.meta["left_out"].get("torch.func") else "runs.nothing", train=train)
+    return phrase("runs.functional" if run.closing.unseen.left_out.get("torch.func") else "runs.nothing", train=train)
 
 
 def _sentence(child: Child, run: RecordedRun, what: str, advice: str) -> str:
-    has_exited = Ending(run.meta["reason"]) is Ending.EXIT
-    how = f"it left with sys.exit({run.meta['status']})" if has_exited else "it ran to its end"
+    has_exited = run.closing.ending is Ending.EXIT
+    how = f"it left with sys.exit({run.closing.exit_code})" if has_exited else "it ran to its end"
     title = TITLES[child.job.kind]
     return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)

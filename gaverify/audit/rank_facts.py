@@ -45,8 +45,8 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     first, difference = rounds[0], update.relative_difference
     full_samples = full.samples(first)
     ranks = [run.samples(first) for run in accumulated.ranks]
-    sharded = any(accumulated.meta["shards"])
-    engine = Engine(accumulated.meta["engine"]) if accumulated.meta["engine"] else None
+    sharded = accumulated.closing.is_sharded
+    engine = accumulated.closing.models.engine
     own_gradients = [{at: _total(samples, at) for at in samples.steps} for samples in ranks]
     window = _backwards_of_first_update(accumulated.ranks[0])
     # of trained tensors, which the script makes in its forwards and losses
@@ -73,7 +73,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
         stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
         shards=_shares(full, accumulated, first) if sharded else (),
         fed_alike=any(check.checked and check.same for check in checks),
-        tensor_parallel=accumulated.meta["tensor_parallel"],
+        tensor_parallel=accumulated.closing.models.is_tensor_parallel,
         targets=_targets(accumulated),
         altered=_altered_share(accumulated.samples(first)),
         names_apart=_names_apart(accumulated, first, FIT_UNITS * unit),
@@ -178,11 +178,8 @@ def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[S
 
 def _cut(run: RecordedRun, place: Place, gradient: torch.Tensor) -> torch.Tensor:
     """The shard of a whole gradient that a rank holds."""
-    offset = run.meta["shards"][place[0]].get(str(place[1]))
-    if offset is None:
-        return gradient
-    sizes = run.meta["local"][place[0]][str(place[1])]
-    return gradient[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))]
+    shard = run.parameter(place).shard
+    return gradient if shard is None else gradient[shard.slices]
 
 
 def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Record) -> ControlRun:
@@ -252,11 +249,12 @@ def _copies(accumulated: RankedRun, round_: Round, what: str) -> Iterator[tuple[
     for rank, run in enumerate(accumulated.ranks):
         samples = run.samples(round_)
         for at, values in (samples.summed_gradients if what == "summed" else samples.of(what)).items():
-            shards, sizes = run.meta["shards"][at], samples.steps[at]["sizes"]
-            layout = (tuple(sizes), str(sorted(run.meta["local"][at].items())))
+            sizes, parameters = samples.steps[at]["sizes"], run.closing.groups[at].parameters
+            # Ranks whose pieces have other shapes sample other elements of all parameters of the optimizer.
+            layout = (tuple(sizes), tuple(each.shard.shape if each.shard else None for each in parameters))
             for place, part in enumerate(values.split(sizes)):
-                if str(place) in run.meta["addends"][at] or not len(part):
+                if parameters[place].addends is not None or not len(part):
                     continue
-                reference = first.setdefault((at, place, str(shards.get(str(place))), layout), part)
+                reference = first.setdefault((at, place, parameters[place].shard, layout), part)
                 if reference is not part:
                     yield rank, (at, place), float((part - reference).norm()), float(reference.norm())

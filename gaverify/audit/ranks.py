@@ -42,7 +42,7 @@ class RankedRun(RecordedRun):
         such sharing: they are in the full batch as often.
         """
         first, sharing = rounds_of(self.events)[:1], self._sharing()
-        if not first or len(sharing) == len(self.ranks) or not self.meta["tensor_parallel"]:
+        if not first or len(sharing) == len(self.ranks) or not self.closing.models.is_tensor_parallel:
             return self
         rows = full.rows_of(full.samples(first[0]), reached=False)
         alone, every = (
@@ -92,19 +92,18 @@ class RankedRun(RecordedRun):
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
         """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""
         merged = self.ranks[0].gradients(round_, summed=summed)
-        sharded = {(at, int(place)) for at, shards in enumerate(self.meta["shards"]) for place in shards}
-        if not sharded & set(merged):
+        sharded = self.sharded_places & merged.keys()
+        if not sharded:
             return merged
         parts = [run.gradients(round_, summed=summed) for run in self.ranks]
-        for place in sharded & set(merged):
+        for place in sharded:
             gradient = torch.zeros(self.parameters[place][1], dtype=merged[place].dtype, device=merged[place].device)
             for run, gradients in zip(self.ranks, parts, strict=True):
                 if place in gradients:
                     part = gradients[place]
-                    offset = run.meta["shards"][place[0]][str(place[1])]
-                    copies = run.meta["addends"][place[0]].get(str(place[1]))
-                    shard = gradient[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))]
-                    shard.copy_(part if copies is None else shard + part / copies)
+                    parameter = run.parameter(place)
+                    shard = gradient[parameter.shard.slices] if parameter.shard is not None else gradient
+                    shard.copy_(part if parameter.addends is None else shard + part / parameter.addends)
             merged[place] = gradient
         return merged
 
@@ -114,7 +113,7 @@ class RankedRun(RecordedRun):
         of_ranks = [run.samples(round_) for run in self.ranks]
         steps: dict[int, Any] = {}
         for at, step in first_rank.steps.items():
-            if self.meta["shards"][at]:
+            if self.is_sharded(at):
                 changed = any(side.steps[at]["summed"] is not None for side in of_ranks if at in side.steps)
                 steps[at] = {**step, **self._sampled_again(at, round_, changed=changed)}
                 continue
@@ -153,7 +152,7 @@ class RankedRun(RecordedRun):
 
     def each(self, round_: Round) -> list[Samples]:
         """Returns the samples of every rank, of the optimizers whose parameters each of them holds whole."""
-        unsharded = {at for at, shards in enumerate(self.meta["shards"]) if not shards}
+        unsharded = {at for at in range(len(self.closing.groups)) if not self.is_sharded(at)}
         steps_by_rank = [run.samples(round_).steps for run in self.ranks]
         return [Samples({at: step for at, step in steps.items() if at in unsharded}) for steps in steps_by_rank]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.folders import meta_of
+from gaverify.audit.folders import closing_record_of
 from gaverify.audit.job import Role
-from gaverify.records.events import Event, Forward, read_event
+from gaverify.records.events import ClosingRecord, Event, Forward, TrainedParameter, read_event
 from gaverify.records.windows import Round
 
 Place = tuple[int, int]
@@ -29,9 +29,9 @@ class RecordedRun:
     seconds: float
 
     @cached_property
-    def meta(self) -> Mapping[str, Any]:
+    def closing(self) -> ClosingRecord:
         """The closing record."""
-        return meta_of(self.folder)
+        return closing_record_of(self.folder)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -42,15 +42,16 @@ class RecordedRun:
     @property
     def updates(self) -> int:
         """How many updates it made."""
-        return int(self.meta["updates"])
+        return self.closing.updates
 
     @property
     def parameters(self) -> dict[Place, tuple[str, tuple[int, ...]]]:
         """The key `model:name` and the shape of every parameter, by its optimizer and its position in that."""
         return {
-            (optimizer, at): (key, tuple(shape))
-            for optimizer, members in enumerate(self.meta["parameters"])
-            for at, (key, shape) in enumerate(members)
+            (optimizer, at): (parameter.key, parameter.shape)
+            for optimizer, group in enumerate(self.closing.groups)
+            if not group.is_part
+            for at, parameter in enumerate(group.parameters)
         }
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
@@ -110,10 +111,30 @@ class RecordedRun:
         # an update that the run did not end has no stored rows
         return [rows[position] for update, position in positions if position < len(rows := self.rows(update))]
 
+    def parameter(self, place: Place) -> TrainedParameter:
+        """Returns what the closing record tells of a parameter."""
+        optimizer, at = place
+        return self.closing.groups[optimizer].parameters[at]
+
+    @property
+    def sharded_places(self) -> frozenset[Place]:
+        """The parameters of which this process holds pieces."""
+        return frozenset(
+            (optimizer, at)
+            for optimizer, group in enumerate(self.closing.groups)
+            for at, parameter in enumerate(group.parameters)
+            if parameter.shard is not None
+        )
+
+    def is_sharded(self, optimizer: int) -> bool:
+        """Whether this process holds pieces of parameters of an optimizer."""
+        return any(place[0] == optimizer for place in self.sharded_places)
+
     @property
     def models_by_optimizer(self) -> dict[int, frozenset[int]]:
         """The models that each optimizer trains, by the numbers that the events of their forwards have."""
-        return {optimizer: frozenset(models) for optimizer, models in enumerate(self.meta["models"]) if models}
+        groups = {at: group for at, group in enumerate(self.closing.groups) if group.models and not group.is_part}
+        return {optimizer: frozenset(group.models) for optimizer, group in groups.items()}
 
     @cached_property
     def disk_bytes(self) -> int:

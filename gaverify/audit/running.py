@@ -71,15 +71,15 @@ class Runner:
         """
         changes: Changes = ()
         run = self.run(role)
-        if self.request.launcher and not self.request.full_launcher and run.meta["ranks"] > 1:
-            raise ProblemError(phrase("runs.full-ranks", ranks=run.meta["ranks"]))
-        if run.meta["compiled"] and not any(isinstance(event, Backward) for event in run.events):
+        if self.request.launcher and not self.request.full_launcher and run.closing.ranks > 1:
+            raise ProblemError(phrase("runs.full-ranks", ranks=run.closing.ranks))
+        if run.closing.unseen.has_compiled and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)
             run = self.run(role, *changes)
-        if run.meta["by_hand"]:
+        if run.closing.moves_by_hand:
             changes = merge_changes(changes, [WatchWeights()])
             run = self.run(role, *changes)
-        if fused := set(run.meta["fused"]):
+        if fused := set(run.closing.draws.fused):
             kernels = [UseMathKernels()] if fused != {COMPILED} else []
             changes = merge_changes(changes, kernels, [DisableCompilation()] if COMPILED in fused else [])
             run = self.run(role, *changes)
@@ -160,11 +160,11 @@ class Runner:
 
     def _join(self, runs: list[RecordedRun]) -> RecordedRun:
         """Returns the processes of a run as one run."""
-        if len(runs) == 1 and (runs[0].meta["ranks"] == 1 or not self.request.has_ranks):
+        if len(runs) == 1 and (runs[0].closing.ranks == 1 or not self.request.has_ranks):
             return runs[0]
         from gaverify.audit.ranks import RankedRun
 
-        check_ranks(self.request, [run.meta["ranks"] for run in runs])
+        check_ranks(self.request, [run.closing.ranks for run in runs])
         check_parameters(runs)
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
@@ -238,7 +238,8 @@ class Trial:
 
     def perturbed_control(self, seed: int = 0, *changes: Change) -> Run:
         """Returns a full-batch run with moved weights, in directions that the seed gives."""
-        perturbation = PerturbWeights(float(self.full.meta["unit"]), seed, at_optimizer=not self.full.meta["modules"])
+        unit, has_modules = self.full.closing.arithmetic.unit, bool(self.full.closing.models.classes)
+        perturbation = PerturbWeights(unit, seed, at_optimizer=not has_modules)
         return self.full_batch_control(perturbation, *changes)
 
     def run(self, control: Run) -> RecordedRun:
@@ -288,12 +289,12 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     replayed = {"inputs": "inputs", "batches": "batches and draws"}.get(
         replay.way if replay else "", "samples and draws"
     )
-    ended = " ".join(filter(None, (run.meta["reason"], run.meta["status"])))
+    ended = " ".join(filter(None, (run.closing.ending.value, run.closing.exit_code)))
     notes = {
         "without compilation": job.find(DisableCompilation),
         "attention unfused": job.find(UseMathKernels),
         "its steps seen by its weights": job.find(WatchWeights),
-        "compared by the change of the weights": run.meta["by_change"],
+        "compared by the change of the weights": run.closing.by_change,
         f"with the full-batch run's {replayed}": replay and job.sources,
     }
     how = ", ".join(note for note, applies in notes.items() if applies)

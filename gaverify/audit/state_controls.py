@@ -13,10 +13,11 @@ from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.reading import RecordedRun
-from gaverify.audit.recording.state import EVERYTHING, ChangedValue
+from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.events import ChangedValue
 from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
 from gaverify.records.facts import State, StateChange
 from gaverify.records.windows import rounds_of
@@ -38,7 +39,7 @@ def control_state(trial: Trial, record: Record) -> Record:
         return record
     bench = _StateBench(trial, record, update)
     changed_values, control = bench.restore((EVERYTHING,))
-    changes = tuple(StateChange(name, place) for name, place, _ in changed_values)
+    changes = tuple(StateChange(value.name, value.place) for value in changed_values)
     if not changes or not (control.rounding or control.fit is not None):
         return record
     # attributes last: most of those that change keep an output of the last forward
@@ -47,7 +48,7 @@ def control_state(trial: Trial, record: Record) -> Record:
         changed_values, suspect_control = bench.restore(tuple(change.name for change in suspects))
         # where weights explain the rest with all values restored, they may do so with a few of them, too
         if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
-            lines = {name: line for name, _, line in changed_values}
+            lines = {value.name: value.line for value in changed_values}
             blamed = tuple(replace(each, writer=_writer_of(each.name, lines.get(each.name))) for each in suspects)
             is_repair = suspect_control.rounding and not bench.frozen
             state = State(
@@ -113,7 +114,7 @@ class _StateBench:
         fit = self._update.fit
         return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
 
-    def restore(self, names: tuple[str, ...]) -> tuple[list[ChangedValue], ControlRun]:
+    def restore(self, names: tuple[str, ...]) -> tuple[tuple[ChangedValue, ...], ControlRun]:
         """Restores values before each micro-batch.
 
         Returns:
@@ -132,7 +133,8 @@ class _StateBench:
         coupling_control = self._coupling_control if self.frozen else None
         if coupling_control is not None:
             what += f", and with {coupling_control.what}"
-        return run.meta["moving"], ControlRun(what, difference, is_rounding, fit, ControlKind.STATE_RESTORED)
+        control = ControlRun(what, difference, is_rounding, fit, ControlKind.STATE_RESTORED)
+        return run.closing.control.changed_values, control
 
 
 def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -> bool:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from gaverify.records.frameworks import FrameworkLoop
-from gaverify.records.ranks import Traffic
+from gaverify.records.ranks import Engine, Traffic
 
 Line = tuple[str, int]
 """A file and the number of a line in it."""
@@ -286,16 +286,204 @@ def write_event(event: Event) -> str:
 def read_event(line: str) -> Event:
     """Returns the event that `write_event` wrote."""
     values = json.loads(line)
-    event: Event = _reader_of(values.pop("kind")).validate_python(values)
+    kind: Any = _EVENTS[values.pop("kind")]
+    event: Event = _reader_of(kind).validate_python(values)
     return event
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The piece of a sharded parameter that one process holds."""
+
+    offset: tuple[int, ...]
+    """Where it begins in the whole parameter, one index per dimension."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its place in the whole parameter, as an index."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """One parameter of an optimizer."""
+
+    key: str
+    """Its name, `model:name`; `-:optimizer0.2` stands for the third one of an optimizer, where no module holds it."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter; empty for a lazy module's before its first forward."""
+    shard: Shard | None = None
+    """The piece of it that this process holds; None where it holds all of it."""
+    addends: int | None = None
+    """Ranks that hold the same addend of its gradient, a sum still to be made at its last step; None for whole ones."""
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """What one optimizer trains."""
+
+    parameters: tuple[TrainedParameter, ...] = ()
+    """Its parameters in the order of its groups."""
+    models: tuple[int, ...] = ()
+    """Numbers of the models that hold them, as the events of their forwards have them."""
+    is_part: bool = False
+    """Whether it steps as a part of another optimizer, which holds the same parameters."""
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What is known of the models."""
+
+    classes: tuple[str, ...] = ()
+    """Names of their classes, in the order in which they were first called."""
+    engine: Engine | None = None
+    """What reduces their gradients over ranks; None where nothing of torch's does."""
+    is_flattened: bool = False
+    """Whether FSDP's first version cuts one of them into flat pieces."""
+    is_tensor_parallel: bool = False
+    """Whether ranks hold parts of the same layers."""
+    returns_loss: bool = False
+    """Whether every forward with something to train returned its loss."""
+
+
+@dataclass(frozen=True)
+class ArithmeticSummary:
+    """What a run computed in."""
+
+    unit: float = 0.0
+    """Unit roundoff of the coarsest arithmetic behind gradients; 0 where nothing was seen."""
+    device: str = "unknown"
+    """Type of the device that trained parameters are on."""
+    dtype: str = "unknown"
+    """Data types of the trained parameters, joined by ", "."""
+    autocast: str | None = None
+    """Data type of autocast; None where it was off."""
+
+
+@dataclass(frozen=True)
+class DrawSummary:
+    """Random draws of a run."""
+
+    count: int = 0
+    """Draws that were kept for other runs."""
+    dealt: int = 0
+    """Draws that were replaced by the full-batch run's."""
+    unaligned: Mapping[str, str] = field(default_factory=dict)
+    """Draws without a counterpart in the full-batch run, with the reason."""
+    fused: tuple[str, ...] = ()
+    """Kernels that draw out of sight, among them `COMPILED`."""
+    in_loop: bool = False
+    """Whether the script draws outside its models' forwards."""
+
+
+@dataclass(frozen=True)
+class UnseenCalls:
+    """What a script did that could not be recorded."""
+
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Calls whose tensors had no values, by what hid them."""
+    elsewhere: int = 0
+    """Backward passes that reached no parameter."""
+    processes: int = 0
+    """Processes that the script started by `multiprocessing`."""
+    has_compiled: bool = False
+    """Whether it compiled anything: steps inside a compiled graph are not seen."""
+
+
+ValuePlace = Literal["parameter", "buffer", "attribute"]
+"""How a module holds a value."""
+
+
+@dataclass(frozen=True)
+class ChangedValue:
+    """A value of a module that forwards change."""
+
+    name: str
+    """Path of the module and name of the value."""
+    place: ValuePlace
+    """How the module holds it."""
+    line: Line | None = None
+    """The line that changes it, where one was looked for and found."""
+
+
+@dataclass(frozen=True)
+class ControlSummary:
+    """What only controls record."""
+
+    cleared: int = 0
+    """Backward passes before which gradients were cleared."""
+    setter: Line | None = None
+    """The user's line that writes gradients during a backward pass; None where none was found."""
+    changed_values: tuple[ChangedValue, ...] = ()
+    """Values of modules that forwards change."""
+
+
+@dataclass(frozen=True)
+class ClosingRecord:
+    """What a process tells of its run when it ends; only a run that has one is complete."""
+
+    ending: Ending = Ending.SCRIPT
+    """How the run ended."""
+    exit_code: str = ""
+    """What the script gave `sys.exit`, as Python writes it; empty where it did not call it."""
+    updates: int = 0
+    """Number of complete updates."""
+    rank: int = 0
+    """Rank of the process among those that train together."""
+    ranks: int = 1
+    """Number of processes that train together."""
+    groups: tuple[TrainedGroup, ...] = ()
+    """What each optimizer trains, by its number."""
+    optimizers: tuple[str, ...] = ()
+    """Class names of the optimizers; for hand-written updates a note instead."""
+    models: ModelSummary = ModelSummary()
+    """What is known of the models."""
+    arithmetic: ArithmeticSummary = ArithmeticSummary()
+    """What the run computed in."""
+    draws: DrawSummary = field(default_factory=DrawSummary)
+    """Its random draws."""
+    loaders: int = 0
+    """Number of data loaders that were iterated."""
+    epochs: int = 0
+    """Passes over a loader that came to their end."""
+    moves_by_hand: bool = False
+    """Whether weights moved after backward passes and no optimizer of torch's ever stepped."""
+    had_gradients: bool = False
+    """Whether any step had a gradient to use."""
+    by_change: bool = False
+    """Whether the change of the weights stood for the gradient at any step."""
+    unseen: UnseenCalls = field(default_factory=UnseenCalls)
+    """What could not be recorded."""
+    control: ControlSummary = ControlSummary()
+    """What only controls record."""
+    torch: str = ""
+    """Version of PyTorch."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds pieces of parameters."""
+        return any(parameter.shard is not None for group in self.groups for parameter in group.parameters)
+
+
+def write_closing_record(record: ClosingRecord) -> str:
+    """Returns a closing record as JSON."""
+    return json.dumps(asdict(record))
+
+
+def read_closing_record(text: str) -> ClosingRecord:
+    """Returns the record that `write_closing_record` wrote."""
+    record: ClosingRecord = _reader_of(ClosingRecord).validate_json(text)
+    return record
+
+
 @cache
-def _reader_of(kind: str) -> Any:
+def _reader_of(record: Any) -> Any:
     # The script's process only writes. It must not import pydantic: the script may bring its own version of it.
     from pydantic import TypeAdapter
 
-    return TypeAdapter(_EVENTS[kind])
+    return TypeAdapter(record)
 
 
 @dataclass(frozen=True)

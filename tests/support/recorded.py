@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,19 @@ import torch
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.rows import input_rows
-from gaverify.records.events import Backward, Forward, Step, write_event
+from gaverify.records.events import (
+    Backward,
+    ClosingRecord,
+    Forward,
+    Step,
+    TrainedGroup,
+    TrainedParameter,
+    write_closing_record,
+    write_event,
+)
 
 LINE = 1, "train.py", 9
-NAMES = (("0:weight", [4]), ("0:bias", [1]))
+NAMES = (TrainedParameter("0:weight", (4,)), TrainedParameter("0:bias", (1,)))
 
 
 def numbers(*values: float) -> torch.Tensor:
@@ -31,7 +39,7 @@ def run_of(
     rank: int = 0,
     ranks: int = 1,
     role: str = "accumulated",
-    parameters: Sequence[Any] = NAMES,
+    parameters: Sequence[TrainedParameter] = NAMES,
     backward: Mapping[str, Any] | None = None,
     fed: torch.Tensor | None = None,
     told: Mapping[str, Any] | None = None,
@@ -53,20 +61,8 @@ def run_of(
         step: What else the sample of its step holds, or holds otherwise.
     """
     folder.mkdir()
-    meta = {
-        "rank": rank,
-        "ranks": ranks,
-        "updates": 1,
-        "shards": [{}],
-        "local": [{}],
-        "addends": [{}],
-        "engine": None,
-        "tensor_parallel": False,
-        "parameters": [parameters],
-        "models": [[0]],
-        **(told or {}),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    closing = ClosingRecord(updates=1, rank=rank, ranks=ranks, groups=(TrainedGroup(tuple(parameters), (0,)),))
+    (folder / "meta.json").write_text(write_closing_record(replace(closing, **(told or {}))), encoding="utf-8")
     events = [
         Forward(*LINE, rows=2 if fed is None else len(fed), model=0, number=1),
         replace(Backward(*LINE, optimizers=(0,), forwards=(1,)), **(backward or {})),

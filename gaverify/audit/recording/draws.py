@@ -18,6 +18,7 @@ from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.precision import Arithmetic
 from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, draw_mode
+from gaverify.records.events import DrawSummary
 
 Shapes = list[tuple[int, ...]]
 Key = tuple[int, bool, int]
@@ -76,14 +77,9 @@ class Draws:
         """Ends an update."""
         self._handlers = []
 
-    def summary(self) -> dict[str, Any]:
+    def summarise(self) -> DrawSummary:
         """Returns what came of it, for the closing record."""
-        return {
-            "fused": sorted(self._fused),
-            "draws": self._count,
-            "dealt": self._dealt,
-            "unaligned": self._unaligned,
-        }
+        return DrawSummary(self._count, self._dealt, self._unaligned, tuple(sorted(self._fused)))
 
 
 class KeptDraws(Draws):
@@ -206,10 +202,10 @@ class DealtDraws(Draws):
             self._close()
             self._open(update + 1)
 
-    def summary(self) -> dict[str, Any]:
+    def summarise(self) -> DrawSummary:
         """Returns what came of it, for the closing record."""
         self._close()
-        return super().summary()
+        return super().summarise()
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:

@@ -28,7 +28,17 @@ from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspe
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
-from gaverify.records.events import Ending
+from gaverify.records.events import (
+    ClosingRecord,
+    ControlSummary,
+    DrawSummary,
+    Ending,
+    ModelSummary,
+    Shard,
+    TrainedGroup,
+    TrainedParameter,
+    UnseenCalls,
+)
 from gaverify.torch_internals import compiled_frames
 from gaverify.tracebacks import Place
 
@@ -185,57 +195,61 @@ class Session:
         """Whether the modules of this update are listened to, or pinned."""
         return self._update.number == self.job.updates
 
-    def _meta(self, reason: Ending) -> dict[str, Any]:
-        indices = range(len(self.watch))
-        owned = [self.watch.parameters(index) for index in indices]
-        # the sharded ones of each optimizer, by position
-        shards: list[dict[int, Any]] = [
-            {at: weight.data for at, weight in enumerate(members) if is_sharded(weight.data)} for members in owned
-        ]
-        kinds = [type(entry.optimizer).__name__ for entry in self.watch]
-        drawn, models = self.draws.summary(), self.names.models
-        return {
-            **drawn,
-            "draws": drawn["draws"] + self._loop.count,
-            "dealt": drawn["dealt"] + self._loop.count,
-            "unaligned": {**drawn["unaligned"], **self._loop.unaligned},
-            "loop_draws": self._loop.moved,
-            "returns_loss": self._returns_loss,
-            "epochs": self.loaders.ended,
-            "loaders": self.loaders.count,
-            "by_hand": not self.steps and self._unannounced_steps.moves > 0,
-            "had_gradients": self._had_gradients,
-            "by_change": self._by_change,
-            "compiled": _has_compiled(),
-            "reason": reason.value,
-            "left_out": self.left_out,
-            "elsewhere": self.elsewhere,
-            "processes": started_processes(),
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "shards": [{at: offset_of_shard(data) for at, data in members.items()} for members in shards],
-            "local": [{at: tuple(data.to_local().shape) for at, data in members.items()} for members in shards],
-            "addends": [self._addends.get(index, {}) for index in indices],
-            "flattened": is_flattened(models),
-            "engine": engine_of(models),
-            "tensor_parallel": tensor_parallel(models, self.watch.all_parameters()),
-            "updates": self._update.number - 1,
-            "setter": self.clearing.setter if self.clearing is not None else None,
-            "moving": self.state.describe() if self.state is not None else [],
-            "cleared_gradients": self.clearing.count if self.clearing is not None else 0,
-            "unit": self.roundoff.unit,
-            "working": self.roundoff.describe(),
-            "modules": [type(model).__name__ for model in models],
-            "parameters": [
-                [(self.names.key(parameter, index, at), _shape(parameter)) for at, parameter in enumerate(owned[index])]
-                if index not in self._parts
-                else []
-                for index in indices
-            ],
-            "models": [self.names.models_of(owned[index]) if index not in self._parts else [] for index in indices],
-            "optimizers": [_BY_THE_SCRIPT] if self.by_hand else kinds,
-            "torch": torch.__version__,
-        }
+    def _summarise(self, ending: Ending, exit_code: str) -> ClosingRecord:
+        """Returns the closing record."""
+        draws, models, clearing = self.draws.summarise(), self.names.models, self.clearing
+        optimizers = tuple(type(entry.optimizer).__name__ for entry in self.watch)
+        return ClosingRecord(
+            ending,
+            exit_code,
+            self._update.number - 1,
+            self.rank,
+            self.ranks,
+            groups=tuple(map(self._summarise_group, range(len(self.watch)))),
+            optimizers=(_BY_THE_SCRIPT,) if self.by_hand else optimizers,
+            models=ModelSummary(
+                tuple(type(model).__name__ for model in models),
+                engine_of(models),
+                is_flattened(models),
+                tensor_parallel(models, self.watch.all_parameters()),
+                self._returns_loss,
+            ),
+            arithmetic=self.roundoff.describe(),
+            draws=DrawSummary(
+                draws.count + self._loop.count,
+                draws.dealt + self._loop.count,
+                {**draws.unaligned, **self._loop.unaligned},
+                draws.fused,
+                self._loop.moved,
+            ),
+            loaders=self.loaders.count,
+            epochs=self.loaders.ended,
+            moves_by_hand=not self.steps and self._unannounced_steps.moves > 0,
+            had_gradients=self._had_gradients,
+            by_change=self._by_change,
+            unseen=UnseenCalls(self.left_out, self.elsewhere, started_processes(), _has_compiled()),
+            control=ControlSummary(
+                clearing.count if clearing is not None else 0,
+                clearing.setter if clearing is not None else None,
+                self.state.describe() if self.state is not None else (),
+            ),
+            torch=torch.__version__,
+        )
+
+    def _summarise_group(self, index: int) -> TrainedGroup:
+        """Returns what an optimizer trains."""
+        parameters, addends, is_part = self.watch.parameters(index), self._addends.get(index, {}), index in self._parts
+        trained = tuple(
+            TrainedParameter(
+                # Models are numbered by the order in which their parameters are named, which parts must not change.
+                "" if is_part else self.names.key(parameter, index, at),
+                _shape(parameter),
+                _shard_of(parameter),
+                addends.get(at),
+            )
+            for at, parameter in enumerate(parameters)
+        )
+        return TrainedGroup(trained, tuple(self.names.models_of(parameters)), is_part)
 
 
 def started_processes() -> int:
@@ -247,6 +261,12 @@ def started_processes() -> int:
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns a parameter's shape; a lazy module's has none before its first forward."""
     return () if is_lazy(parameter) else tuple(parameter.shape)
+
+
+def _shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Returns the piece of a parameter that this process holds; None where it holds all of it."""
+    data: Any = parameter.data
+    return Shard(offset_of_shard(data), tuple(data.to_local().shape)) if is_sharded(data) else None
 
 
 def _has_compiled() -> bool:

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from gaverify.audit.recording.values import plain, plain_name
 from gaverify.passes.isolation import OWN_ATTRIBUTES
+from gaverify.records.events import ChangedValue, ValuePlace
 from gaverify.torch_internals import buffers_of
 from gaverify.tracebacks import LineHunt, Owner, Place
 
@@ -25,9 +26,6 @@ _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-
-
-ValuePlace = Literal["parameter", "buffer", "attribute"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
             names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
         names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
         start = prefix + (f"{plain_name(path)}." if path else "")
-        values |= {start + name: Value(module, name, place) for name, place in names.items()}
+        values |= {start + name: Value(module, name, kind) for name, kind in names.items()}
     return values
 
 
@@ -96,10 +94,6 @@ def _is_state(name: str, value: Any) -> bool:
         return not isinstance(value, nn.Parameter) and not value.requires_grad and plain(value) is not None
     entries = value if isinstance(value, list | deque) else [value]
     return all(isinstance(entry, int | float) for entry in entries) and not isinstance(value, bool)
-
-
-ChangedValue = tuple[str, ValuePlace, Place | None]
-"""Name and place of a value that a forward changed, and the line that did it."""
 
 
 class RestoredState:
@@ -130,9 +124,9 @@ class RestoredState:
         """A backward pass is over: the next forward begins a micro-batch."""
         self._is_behind_backward = True
 
-    def describe(self) -> list[ChangedValue]:
+    def describe(self) -> tuple[ChangedValue, ...]:
         """Returns everything that a forward changed."""
-        return [(name, place, self._places.get(name)) for name, place in self._changed.items()]
+        return tuple(ChangedValue(name, place, self._places.get(name)) for name, place in self._changed.items())
 
     @contextmanager
     def around(self, root: nn.Module, prefix: str) -> Iterator[None]:

@@ -94,7 +94,7 @@ class Steps(Session):
             self._unannounced_changes.settle()
             self._close_update()
             self._journal.add(End(*self._journal.stamp(), reason=reason))
-            self.storage.finish({**self._meta(reason), "status": code})
+            self.storage.finish(self._summarise(reason, code))
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.folders import DISK_FULL, ROOM, note_fault
+from gaverify.audit.folders import DISK_FULL, META, ROOM, note_fault
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
-from gaverify.records.events import Event, write_event
+from gaverify.records.events import ClosingRecord, Event, write_closing_record, write_event
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"
@@ -60,15 +60,15 @@ class Storage:
         torch.save(content, self.folder / f"{name}.pt")
         self._events.flush()
 
-    def finish(self, meta: Mapping[str, Any]) -> None:
+    def finish(self, record: ClosingRecord) -> None:
         """Writes the closing record; only a run that has one is complete.
 
         Its name appears when it is whole: the parent looks for those of the ranks while they write them.
         """
         self._events.flush()
         unfinished = self.folder / "meta.unfinished"
-        unfinished.write_text(json.dumps(meta), encoding="utf-8")
-        unfinished.replace(self.folder / "meta.json")
+        unfinished.write_text(write_closing_record(record), encoding="utf-8")
+        unfinished.replace(self.folder / META)
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
+from gaverify.records.events import ArithmeticSummary
 from gaverify.torch_internals import (
     is_fake,
     is_functorch_tensor,
@@ -340,11 +341,11 @@ class Roundoff:
         if self._autocast is None and torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
             self._autocast = torch.get_autocast_dtype(self._device)
 
-    def describe(self) -> dict[str, str | None]:
-        """Returns device, parameters' dtype and autocast by name."""
+    def describe(self) -> ArithmeticSummary:
+        """Returns what was seen, for the closing record."""
         dtypes = ", ".join(sorted(short_name(dtype) for dtype in self._dtypes))
         autocast = short_name(self._autocast) if self._autocast is not None else None
-        return {"device": self._device, "dtype": dtypes or "unknown", "autocast": autocast}
+        return ArithmeticSummary(self.unit, self._device, dtypes or "unknown", autocast)
 
 
 def place_in_group() -> tuple[int, int]:

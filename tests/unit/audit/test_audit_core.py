@@ -24,18 +24,23 @@ from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparis
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import (
+    ArithmeticSummary,
     AverageUpdate,
     Backward,
     Clipping,
+    ClosingRecord,
     End,
     Ending,
     Event,
     Forward,
     GradientsEdited,
     Ledger,
+    ModelSummary,
     ScalerCall,
     SchedulerStep,
     Step,
+    TrainedGroup,
+    TrainedParameter,
     WeightsMoved,
     ZeroGrad,
     ledger_of,
@@ -614,7 +619,7 @@ class TestWeights:
     def test_ranks_that_were_fed_the_same_rows_are_told(self, changes: dict[str, bool], words: str) -> None:
         other = update(judged=False, data=RowCheck(8, 8, 3, "argument 1"))
         several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False, **changes))
-        reason = report_of(Request(script="train.py"), several, (), (), META, {}).reason
+        reason = report_of(Request(script="train.py"), several, (), (), CLOSING, {}).reason
         assert words in reason
 
     @pytest.mark.parametrize(("altered", "outcome"), [(0.4, Outcome.INCONCLUSIVE), (1e-7, Outcome.DIVERGENT)])
@@ -622,7 +627,7 @@ class TestWeights:
         differs = update(ratio=1.5, fit=fit(0.9, 0.4, residual=0.3))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=altered))
         report = report_of(
-            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), CLOSING, {}
         )
         assert report.outcome is outcome
         assert ("register_comm_hook" in report.reason) is (outcome is Outcome.INCONCLUSIVE)
@@ -635,7 +640,7 @@ class TestWeights:
         differs = update(ratio=factor, fit=fits, data=RowCheck(0, 0, checked=False))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,))
         report = report_of(
-            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), CLOSING, {}
         )
         open_ = factor != 4.0
         assert report.outcome is (Outcome.INCONCLUSIVE if open_ else Outcome.DIVERGENT)
@@ -646,7 +651,7 @@ class TestWeights:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), together=ranks(None, altered=0.4))
         report = report_of(
-            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), META, {}
+            Request(script="train.py", full=("--a",), accumulated=("--b",)), found, findings_for(found), (), CLOSING, {}
         )
         assert (report.outcome, faults(report.findings)) == (Outcome.DIVERGENT, ["GAV201"])
 
@@ -662,7 +667,7 @@ class TestWeights:
     def test_what_an_equal_gradient_of_ranks_does_not_tell(self, facts: RankFacts, words: str) -> None:
         found = record(RIGHT, "BSZ BSZ", updates=(update(),), together=facts)
         report = report_of(
-            Request(script="train.py", full=("--a",), accumulated=("--b",), updates=1), found, (), (), META, {}
+            Request(script="train.py", full=("--a",), accumulated=("--b",), updates=1), found, (), (), CLOSING, {}
         )
         assert report.outcome is Outcome.EQUIVALENT and report.reason.endswith(words or "gradients agree to rounding")
 
@@ -670,7 +675,7 @@ class TestWeights:
     def test_a_sampler_that_fills_up_is_told(self, accumulated: int, told: bool) -> None:
         other = update(judged=False, data=RowCheck(8, accumulated, 1, "argument 1"))
         several = record(RIGHT, "BSZ BSZ", updates=(other,), together=ranks(None, divergent=False), ranks=2)
-        reason = report_of(Request(script="train.py"), several, (), (), META, {}).reason
+        reason = report_of(Request(script="train.py"), several, (), (), CLOSING, {}).reason
         assert "1 row of `argument 1` differs" in reason
         assert ("`drop_last=True` leaves them out" in reason) is told
 
@@ -687,7 +692,7 @@ class TestWeights:
         made = update(judged=judged, data=RowCheck(8, 8, 0 if judged else 3, "argument 1"))
         together = ranks(None, divergent=False) if trained > 1 else None
         found = record(RIGHT, "BSZ BSZ", updates=(made,), ranks=trained, together=together)
-        reason = report_of(request, found, (), (), META, {}).reason
+        reason = report_of(request, found, (), (), CLOSING, {}).reason
         assert ("trained in one process: no ranks were compared" in reason) is told
 
     def test_an_update_that_is_not_judged_accuses_nobody(self) -> None:
@@ -791,7 +796,7 @@ class TestNotes:
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), unaligned={"randperm": "of the batch"})
         assert [(f.code, f.severity) for f in findings_for(found)] == notes
         request = Request(script="train.py", full=("--a",), accumulated=("--b",))
-        assert report_of(request, found, findings_for(found), (), META, {}).outcome is outcome
+        assert report_of(request, found, findings_for(found), (), CLOSING, {}).outcome is outcome
 
     def test_unaligned_draws_excuse_no_forgotten_division(self) -> None:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
@@ -802,7 +807,7 @@ class TestNotes:
     def test_a_divergent_answer_tells_what_ranks_in_both_runs_hide(self, full_ranks: int, said: bool) -> None:
         differs = update(ratio=4.0, fit=fit(4.0, right=(0.25,) * 4))
         found = record(RIGHT, "BSZ BSZ", updates=(differs,), full_ranks=full_ranks)
-        report = report_of(Request(script="train.py"), found, findings_for(found), (), META, {})
+        report = report_of(Request(script="train.py"), found, findings_for(found), (), CLOSING, {})
         assert report.outcome is Outcome.DIVERGENT
         assert ("both runs trained in 2 ranks, so that faults of ranks cannot show" in report.reason) is said
 
@@ -813,7 +818,12 @@ class TestNotes:
         differs = replace(update(ratio=4.0, fit=fit(1.0, 0.5, residual=0.4)), parameters=rows)
         judged = record(RIGHT, "BSZ BSZ", updates=(differs,))
         report = report_of(
-            Request(script="train.py", full=("--a",), accumulated=("--b",)), judged, findings_for(judged), (), META, {}
+            Request(script="train.py", full=("--a",), accumulated=("--b",)),
+            judged,
+            findings_for(judged),
+            (),
+            CLOSING,
+            {},
         )
         said = [report.reason, *(e.statement for found in report.findings for e in found.evidence)]
         assert "nan" not in " ".join(said).lower(), said
@@ -838,19 +848,19 @@ class TestNotes:
         assert ("GAV503", severity) in [(f.code, f.severity) for f in found]
 
 
-META = {
-    "working": {"device": "cpu", "dtype": "float32", "autocast": None},
-    "torch": "2",
-    "modules": ["Linear"],
-    "optimizers": ["SGD"],
-    "parameters": [[("0:weight", [4])]],
-}
+CLOSING = ClosingRecord(
+    groups=(TrainedGroup((TrainedParameter("0:weight", (4,)),)),),
+    optimizers=("SGD",),
+    models=ModelSummary(("Linear",)),
+    arithmetic=ArithmeticSummary(device="cpu", dtype="float32"),
+    torch="2",
+)
 
 
 class TestOutcome:
     def outcome(self, found: Record, **fields: Any) -> tuple[Outcome, str]:
         request = Request(script="train.py", full=("--a",), accumulated=("--b",), **fields)
-        report = report_of(request, found, findings_for(found), (), META, {})
+        report = report_of(request, found, findings_for(found), (), CLOSING, {})
         return report.outcome, report.reason
 
     def test_agreeing_updates_are_equivalent(self) -> None:
@@ -905,7 +915,7 @@ class TestOutcome:
     )
     def test_a_gate_can_use_the_exit_code_of_events(self, text: str, fields: dict[str, int], code: int) -> None:
         found = replace(record(text, ""), full_windows=(), **fields)
-        report = report_of(Request(script="train.py", events_only=True), found, findings_for(found), (), META, {})
+        report = report_of(Request(script="train.py", events_only=True), found, findings_for(found), (), CLOSING, {})
         assert report.exit_code == code
         assert report.outcome is (Outcome.DIVERGENT if code == 1 else Outcome.INCONCLUSIVE)
 

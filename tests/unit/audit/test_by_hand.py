@@ -24,7 +24,7 @@ from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decide_by_weights
 from gaverify.errors import ProblemError
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
-from gaverify.records.events import Backward, Event, Step
+from gaverify.records.events import Backward, ClosingRecord, Ending, Event, Step, UnseenCalls
 from gaverify.records.experiment import WeightFit
 
 
@@ -209,39 +209,38 @@ def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
 STEP, BACKWARD = Step(1), Backward(1)
 
 
-def said(*events: Event, launcher: tuple[str, ...] = (), **meta: Any) -> str:
+def said(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> str:
     """What is said of a run with these events, empty where it trained."""
-    known = {"reason": "script", "status": "", "by_hand": False, "had_gradients": False, "left_out": {}} | meta
     job = Job(Command("t.py", launcher=launcher), "full", 2, folder="")
     try:
-        check_updates(Child(job), SimpleNamespace(events=events, meta=known))  # type: ignore[arg-type]
+        check_updates(Child(job), SimpleNamespace(events=events, closing=ClosingRecord(**closing)))  # type: ignore[arg-type]
     except ProblemError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("meta", "helps"),
+    ("closing", "helps"),
     [
-        ({"processes": 2}, "`--launcher python`"),
-        ({"elsewhere": 4}, "`nn.Parameter`"),
-        ({"left_out": {"torch.func": 3}}, "`.grad`"),
+        ({"unseen": UnseenCalls(processes=2)}, "`--launcher python`"),
+        ({"unseen": UnseenCalls(elsewhere=4)}, "`nn.Parameter`"),
+        ({"unseen": UnseenCalls({"torch.func": 3})}, "`.grad`"),
         ({}, "neither a backward pass nor an optimizer step; give arguments"),
-        ({"reason": "exit", "status": "0"}, "sys.exit(0)"),
+        ({"ending": Ending.EXIT, "exit_code": "0"}, "sys.exit(0)"),
     ],
 )
-def test_a_run_without_a_step(meta: dict[str, Any], helps: str) -> None:
-    text = said(**meta)
+def test_a_run_without_a_step(closing: dict[str, Any], helps: str) -> None:
+    text = said(**closing)
     assert helps in text and "reached no optimizer step" in text
     assert text.count("\n") == 1
 
 
 def test_processes_of_a_launcher_are_recorded() -> None:
-    assert "--launcher" not in said(launcher=("python",), processes=2)
+    assert "--launcher" not in said(launcher=("python",), unseen=UnseenCalls(processes=2))
 
 
 def test_backward_passes_without_a_step_ask_for_other_arguments() -> None:
-    assert "backward passes, but no optimizer step; give arguments" in said(BACKWARD, processes=2)
+    assert "backward passes, but no optimizer step; give arguments" in said(BACKWARD, unseen=UnseenCalls(processes=2))
 
 
 def test_steps_without_gradients_ask_for_other_arguments() -> None:
@@ -251,7 +250,7 @@ def test_steps_without_gradients_ask_for_other_arguments() -> None:
 def test_a_run_that_trained_is_quiet() -> None:
     assert said(BACKWARD, STEP) == ""
     assert said(STEP, had_gradients=True) == ""
-    assert said(by_hand=True) == ""  # it is run again
+    assert said(moves_by_hand=True) == ""  # it is run again
 
 
 def test_processes_are_counted() -> None:

@@ -6,6 +6,7 @@ What the recorder adds to them: no collective of its own, and of replicas no gra
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Forward
+from gaverify.records.events import Forward, ModelSummary, Shard, TrainedGroup, TrainedParameter
 from gaverify.records.ranks import Collective, Engine, RankFacts
 
 FULL = numbers(2.0, 0.0, 1.0, -1.0, 3.0)
@@ -93,7 +94,7 @@ def test_weights_before_the_first_step(tmp_path: Path, factor: float, apart: flo
 
 
 def test_gathers_of_trained_tensors_are_counted(tmp_path: Path) -> None:
-    gathered = {"backward": {"gathers": [["train.py", 7]]}}
+    gathered = {"backward": {"gathers": (("train.py", 7),)}}
     assert facts(tmp_path, (FULL, FULL), gathered, gathered).own.count(Collective.GATHER) == 1
 
 
@@ -131,7 +132,7 @@ def test_ranks_that_train_other_parameters_are_refused(tmp_path: Path) -> None:
 def test_flat_pieces_are_refused_by_name(tmp_path: Path) -> None:
     runs = ranks_of(tmp_path, (FULL, FULL))
     for run in runs.ranks:
-        run.meta["flattened"] = True  # type: ignore[index]
+        vars(run)["closing"] = replace(run.closing, models=ModelSummary(is_flattened=True))
     with pytest.raises(ProblemError, match="FullyShardedDataParallel cuts the model into flat pieces"):
         check_parameters(runs.ranks)
 
@@ -142,8 +143,8 @@ ROWS = torch.arange(12.0, device="cpu").reshape(4, 3)
 
 def shard(offset: int, addends: int = 0) -> dict[str, Any]:
     """What a rank tells that holds a piece of the weight from `offset` on, and the bias whole."""
-    counted = [{"0": addends}] if addends else [{}]
-    return {"shards": [{"0": [offset]}], "local": [{"0": [4]}], "addends": counted}
+    weight = TrainedParameter("0:weight", (4,), Shard((offset,), (4,)), addends or None)
+    return {"groups": (TrainedGroup((weight, NAMES[1]), (0,)),)}
 
 
 def shared_by(
@@ -166,7 +167,7 @@ def shared_facts(folder: Path, runs: RankedRun) -> RankFacts:
     return rank_facts(run_of(folder / "full", FULL, FULL, role="full"), runs, UPDATE, 2.0**-24)
 
 
-PARALLEL = ({"tensor_parallel": True},) * 2
+PARALLEL = ({"models": ModelSummary(is_tensor_parallel=True)},) * 2
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,8 @@ def test_pieces_are_no_copies(
 
 
 def test_where_no_two_ranks_hold_the_same_nothing_is_known(tmp_path: Path) -> None:
-    told = tuple({"shards": [{"0": [at], "1": [at]}], "local": [{"0": [4], "1": [1]}]} for at in (0, 4))
+    pieces = [tuple(replace(name, shard=Shard((at,), name.shape)) for name in NAMES) for at in (0, 4)]
+    told = tuple({"groups": (TrainedGroup(parameters, (0,)),)} for parameters in pieces)
     assert math.isnan(distance_between_ranks(shared_by(tmp_path, told, (FULL, FULL * 2)), ROUND, "final"))
 
 
@@ -296,7 +298,8 @@ def test_ranks_with_fewer_batches_are_refused_with_the_updates_that_all_make(
 ) -> None:
     """Where a rank joins the others' collectives (DDP's `join`), the updates that all make can be compared."""
     runs = [run_of(tmp_path / str(at), FULL, FULL, rank=at, ranks=2) for at in range(2)]
-    runs[0].meta["updates"], runs[1].meta["updates"] = 2, updates  # type: ignore[index]
+    for run, made in zip(runs, (2, updates), strict=True):
+        vars(run)["closing"] = replace(run.closing, updates=made)
     more = (runs[0].folder / "events.jsonl").read_text(encoding="utf-8")
     (runs[0].folder / "events.jsonl").write_text(more * 2, encoding="utf-8")
     with pytest.raises(ProblemError, match="must have as many batches as the others") as refused:

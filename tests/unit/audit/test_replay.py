@@ -27,7 +27,7 @@ from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import Runs, compare_gradients
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
+from gaverify.records.events import ArithmeticSummary, Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
@@ -365,7 +365,7 @@ class TestWeightsThatAScriptMovesItself:
 
     def decided(self, folder: Path, moved: float, half: float, **fields: Any) -> UpdateComparison:
         given = numbers(1.0, 2.0, 3.0, 4.0, 5.0)
-        told = {"unit": 2.0**-24}
+        told = {"arithmetic": ArithmeticSummary(2.0**-24)}
         runs = [
             run_of(folder / name, given, given, told=told, weights=self.START - change)
             for name, change in (("full", 0.1), ("accumulated", moved), ("half", half))

@@ -20,6 +20,7 @@ from gaverify.audit.recording.patches import _loads
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import same
 from gaverify.errors import ProblemError
+from gaverify.records.events import ClosingRecord, read_closing_record
 
 SOURCE = """
 from dataclasses import dataclass, field
@@ -220,9 +221,9 @@ def test_the_closing_record_appears_when_it_is_whole(tmp_path: Path, monkeypatch
         return written
 
     monkeypatch.setattr(Path, "write_text", watched)
-    Storage(tmp_path).finish({"rank": 0})
+    Storage(tmp_path).finish(ClosingRecord(rank=3))
     assert seen == [False]
-    assert json.loads((tmp_path / "meta.json").read_text()) == {"rank": 0}
+    assert read_closing_record((tmp_path / "meta.json").read_text()) == ClosingRecord(rank=3)
 
 
 def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
