@@ -158,22 +158,22 @@ def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
     second = bench.experiment.with_seed(seed)
     second.progress("a second batch")
     if not second.draws.count:  # what draws nothing needs no run whose draws are recorded
-        return replace(bench, experiment=second, earlier=None)
+        return replace(bench, experiment=second, reference=None)
     second, full = second.record(seed=seed)
-    return replace(bench, experiment=second, earlier=keep_sketch(second, full))
+    return replace(bench, experiment=second, reference=keep_sketch(second, full))
 
 
 def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
     if weight_facts.counts:
-        earlier = second.earlier or keep_sketch(second.experiment, second.experiment.full_batch())
-        second = replace(second, earlier=earlier)
+        reference = second.reference or keep_sketch(second.experiment, second.experiment.full_batch())
+        second = replace(second, reference=reference)
         fixed = second.experiment.weighting in _FIXED and second.experiment.sizes == weight_facts.sizes
-        plain = None if fixed else second.experiment.micro_batches(earlier.full)
+        plain = None if fixed else second.experiment.micro_batches(reference.full)
         window_counts = counts.find_counts(second, weight_facts.used if plain is None else plain.weights)
         if window_counts is not None:
             return window_counts.control
-        plain = plain or second.experiment.micro_batches(earlier.full)
+        plain = plain or second.experiment.micro_batches(reference.full)
         difference_left = second.against_full_batch(lambda _: plain.gradients)
         # rounding: nothing counts otherwise there; a micro-batch that holds nothing to count has no mean either
         is_conclusive = difference_left > second.rounding and all(map(math.isfinite, plain.micro_losses))

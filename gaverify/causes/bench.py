@@ -29,7 +29,7 @@ from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32,
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
 from gaverify.verdict.criteria import Difference
-from gaverify.verdict.sketches import Earlier, Sketches, Sums, fit_runs
+from gaverify.verdict.sketches import SketchedPass, Sketches, Sums, fit_runs
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Bench:
     """What is run; its probes are what is neutralised in every run."""
     failures: dict[str, str] = field(default_factory=dict)
     """Question → why it could not be asked."""
-    earlier: Earlier | None = None
+    reference: SketchedPass | None = None
     """A pass of the full batch that was made before, with nothing neutralised."""
     total: float = math.inf
     """The relative difference that is looked into."""
@@ -118,7 +118,8 @@ class Bench:
         def accumulate(full: PassResult) -> Gradients:
             if not fit:
                 return self.experiment.micro_batches(full, *probes).gradients
-            target_sketch = self.earlier.gradient if self.earlier is not None and full is self.earlier.full else None
+            is_sketched = self.reference is not None and full is self.reference.full
+            target_sketch = self.reference.gradient if self.reference is not None and is_sketched else None
             pass_sketches, accumulated = self.sketch_micro_batches(full, *probes, target=target_sketch)
             sketches.append(pass_sketches)
             return accumulated.gradients
@@ -137,10 +138,10 @@ class Bench:
             accumulate: Runs the repaired micro-batches; it is given the full-batch pass, perhaps without gradients.
             exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
         """
-        earlier, accumulated = self.earlier, None
-        if earlier is not None and not self.experiment.probes and earlier.comparable:
-            accumulated = accumulate(earlier.full)
-            difference_left = earlier.difference(accumulated)
+        reference, accumulated = self.reference, None
+        if reference is not None and not self.experiment.probes and reference.comparable:
+            accumulated = accumulate(reference.full)
+            difference_left = reference.difference(accumulated)
             if difference_left <= self.rounding or not exactly:
                 return difference_left
         full = self.experiment.full_batch()

@@ -40,7 +40,7 @@ def confirm_in_working_precision(
         return None
     few, total = decision.few, facts.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
-    bench = Bench(measurement.experiment, earlier=measurement.sketch, total=total, floor=floor)
+    bench = Bench(measurement.experiment, reference=measurement.sketch, total=total, floor=floor)
     return confirm_on_batch(bench, facts, part_facts)
 
 
@@ -93,11 +93,11 @@ def _confirm_of(part_facts: Facts) -> _Confirm | None:
 
 def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
     """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
-    earlier = bench.earlier or keep_sketch(bench.experiment, bench.experiment.full_batch())
-    shares = earlier.shares
+    reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
+    shares = reference.shares
     if shares is None and part_facts.weights.blamed:
-        shares = bench.sketch_micro_batches(earlier.full, target=earlier.gradient)[0]
-    bench = replace(bench, earlier=replace(earlier, shares=shares))
+        shares = bench.sketch_micro_batches(reference.full, target=reference.gradient)[0]
+    bench = replace(bench, reference=replace(reference, shares=shares))
     changes = State(part_facts.state.changes) if part_facts.state is not None else None
     facts = replace(
         facts,
@@ -173,8 +173,8 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         return replace(
             facts, weights=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
         )
-    if not bench.experiment.is_float64 and fit is not None and bench.earlier is not None:
-        fit = _translate_fit(fit, bench.earlier.shares, facts.weights, part_facts.weights, _most(bench))
+    if not bench.experiment.is_float64 and fit is not None and bench.reference is not None:
+        fit = _translate_fit(fit, bench.reference.shares, facts.weights, part_facts.weights, _most(bench))
     if fit is None or before is None:
         return facts
     alike = bench.experiment.is_float64 and fit.determined and weights.explains(bench, facts, fit)
@@ -208,7 +208,7 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
 
 def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
-    full, used = bench.earlier.full.loss if bench.earlier is not None else math.nan, facts.weights.used
+    full, used = bench.reference.full.loss if bench.reference is not None else math.nan, facts.weights.used
     gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
     if not gap <= SAME_IN_FLOAT32:
         return facts

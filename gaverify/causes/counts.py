@@ -58,7 +58,7 @@ def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
     window_counts = _attempt_counts(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
     if window_counts is None:
         return bench, facts
-    return replace(window_counts.apply_to(bench), earlier=None), _note_counts(facts, window_counts)
+    return replace(window_counts.apply_to(bench), reference=None), _note_counts(facts, window_counts)
 
 
 def _attempt_counts(bench: Bench, facts: Facts, most: float) -> WindowCounts | None:

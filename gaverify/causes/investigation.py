@@ -47,7 +47,7 @@ def _choose_bench(bench: Bench, facts: Facts) -> Bench:
 
 
 def _hold_draws(bench: Bench) -> Bench:
-    return replace(bench, experiment=bench.experiment.with_constant_draws(), earlier=None, live=bench)
+    return replace(bench, experiment=bench.experiment.with_constant_draws(), reference=None, live=bench)
 
 
 QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
@@ -80,16 +80,16 @@ def open_bench(measurement: Measurement, decision: Decision, total: float) -> It
         decision: With the float64 runs, whose full batch need not be run again; its gradients are freed.
         total: The relative difference that is looked into.
     """
-    control, experiment, earlier = decision.control, measurement.experiment, None
+    control, experiment, reference = decision.control, measurement.experiment, None
     with ExitStack() as stack:
         if control is not None:
             experiment = stack.enter_context(experiment.in_float64())
-            earlier = keep_sketch(experiment, control.full)
+            reference = keep_sketch(experiment, control.full)
             if control.watched is not None:
-                shares = control.watched.sums.shares(earlier.gradient, control.accumulated.weights)
+                shares = control.watched.sums.shares(reference.gradient, control.accumulated.weights)
                 losses = control.accumulated.micro_losses
-                earlier = replace(earlier, watch=control.watched.probe, shares=shares, losses=losses)
-        yield Bench(experiment, earlier=earlier, total=total)
+                reference = replace(reference, watch=control.watched.probe, shares=shares, losses=losses)
+        yield Bench(experiment, reference=reference, total=total)
 
 
 def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:

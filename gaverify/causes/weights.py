@@ -19,7 +19,7 @@ from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
-from gaverify.verdict.sketches import Earlier, fit_runs, keep_sketch
+from gaverify.verdict.sketches import SketchedPass, fit_runs, keep_sketch
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
@@ -161,9 +161,9 @@ def add_up(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[flo
 
 def _losses(bench: Bench) -> tuple[float, Sequence[float]]:
     """The loss of the full batch, and those of the micro-batches before their weights."""
-    earlier = bench.earlier
-    if earlier is not None and earlier.losses and not bench.experiment.probes:
-        return earlier.full.loss, earlier.losses
+    reference = bench.reference
+    if reference is not None and reference.losses and not bench.experiment.probes:
+        return reference.full.loss, reference.losses
     bench.experiment.draws.rewind()
     full, *losses = (float(bench.experiment.forward(k).detach()) for k in (None, *range(bench.experiment.steps)))
     return full, losses
@@ -175,8 +175,8 @@ def joint_fit(bench: Bench) -> WeightFit:
     Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
     itself, such as 1/√L_k of a root mean squared error, change with its parameters.
     """
-    earlier = bench.earlier if not bench.experiment.probes else None
-    sketches_before = earlier.shares if earlier is not None else None
+    reference = bench.reference if not bench.experiment.probes else None
+    sketches_before = reference.shares if reference is not None else None
     runs = [sketches_before] if sketches_before is not None else []
     weights = list(bench.experiment.parameters.values())
     for share in MOVED_SHARES if sketches_before is None else MOVED_SHARES[1:]:
@@ -190,37 +190,37 @@ def joint_fit(bench: Bench) -> WeightFit:
 
 def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
     """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
-    earlier = bench.earlier or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
-    if earlier.shares is not None and isinstance(earlier.watch, StateWatch):
-        fit = fit_runs([earlier.shares])
+    reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
+    if reference.shares is not None and isinstance(reference.watch, StateWatch):
+        fit = fit_runs([reference.shares])
         # what the micro-batches add up to exactly repeats itself
         exactly = means(bench, facts, fit) and fit.residual <= facts.repeats
-        twice = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, earlier)
+        twice = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
         if max(twice.forward, twice.backward) <= facts.repeats:
-            watch.absorb(earlier.watch)
+            watch.absorb(reference.watch)
             return fit, twice
     full = bench.experiment.full_batch(watch)
-    if isinstance(earlier.watch, StateWatch):
-        watch.absorb(earlier.watch)
+    if isinstance(reference.watch, StateWatch):
+        watch.absorb(reference.watch)
     second_sketch = sketch(full.gradients.values(), bench.experiment.ranks)
     twice = Repeatability(
-        _loss_difference(full.loss, earlier.full.loss), _sketch_difference(second_sketch, earlier.gradient)
+        _loss_difference(full.loss, reference.full.loss), _sketch_difference(second_sketch, reference.gradient)
     )
-    shares = earlier.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
+    shares = reference.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
     return fit_runs([shares]), twice
 
 
-def _repeat_first(bench: Bench, earlier: Earlier) -> Repeatability:
+def _repeat_first(bench: Bench, reference: SketchedPass) -> Repeatability:
     """How far the first micro-batch is from itself; infinitely where it cannot be run again, or has no gradient."""
-    assert earlier.shares is not None
+    assert reference.shares is not None
     experiment = replace(bench.experiment, sizes=bench.experiment.sizes[:1], weighting=[1.0], strategy="accumulate")
-    second_pass = bench.possible(lambda: experiment.micro_batches(earlier.full))
-    before = earlier.shares.columns[:, 0]
+    second_pass = bench.possible(lambda: experiment.micro_batches(reference.full))
+    before = reference.shares.columns[:, 0]
     if second_pass is None or not before.any():
         return Repeatability(math.inf, math.inf)
     second_sketch = sketch(second_pass.gradients.values(), bench.experiment.ranks)
     return Repeatability(
-        _loss_difference(second_pass.micro_losses[0], earlier.losses[0]), _sketch_difference(second_sketch, before)
+        _loss_difference(second_pass.micro_losses[0], reference.losses[0]), _sketch_difference(second_sketch, before)
     )
 
 

@@ -22,7 +22,7 @@ from gaverify.thresholds import SHOWS_UNITS, U32
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, decide_at_once
 from gaverify.verdict.non_finite import first_non_finite
-from gaverify.verdict.sketches import Earlier, GradientSketches, Sketches, sketch_full_batch, window_of
+from gaverify.verdict.sketches import GradientSketches, SketchedPass, Sketches, sketch_full_batch, window_of
 
 WORTH, WORTH_SAMPLES = 1 << 16, 1024
 """Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
@@ -44,7 +44,7 @@ class Measurement:
     """Parameter name → 2-norm of Σ|terms| of its gradient's sum, where one was seen."""
     plain_terms: Mapping[str, float] = field(default_factory=dict)
     """The entries of `terms` whose operation was a plain sum."""
-    sketch: Earlier | None = None
+    sketch: SketchedPass | None = None
     """Of the full batch's gradient; None: no diagnosis is expected."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → seconds."""

@@ -46,21 +46,23 @@ class Sketches:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """A pass of the full batch that was made before: a sketch of its gradient stands for it, so its memory is free.
-
-    `full` is the pass without its gradients, `gradient` their sketch, `present` names those that were not None.
-    `shares` are its micro-batches' own gradients, `losses` theirs, and `watch` is what looked on, where they were
-    listened to.
-    """
+class SketchedPass:
+    """A pass of the full batch that later runs are held against: a sketch stands for its gradient, which is freed."""
 
     full: PassResult
+    """The pass, without its gradients."""
     gradient: torch.Tensor
+    """The sketch of its gradient, shape (S,)."""
     present: frozenset[str]
+    """The parameters that had a gradient."""
     shares: Sketches | None = None
+    """The micro-batches' own gradients in sketches; None: nobody listened to them."""
     watch: PassProbe | None = None
+    """What looked on at the micro-batches; None: nothing did."""
     losses: Sequence[float] = ()
+    """The micro-batches' losses, where they were listened to."""
     ranks: RankSum | None = None
+    """What makes a sketch that of all ranks; None: it is this process's own."""
 
     @property
     def norm(self) -> float:
@@ -86,17 +88,17 @@ class Earlier:
         return difference_left if math.isfinite(difference_left) else math.inf
 
 
-def sketch_full_batch(experiment: Experiment, full: PassResult, shares: Sketches | None = None) -> Earlier:
+def sketch_full_batch(experiment: Experiment, full: PassResult, shares: Sketches | None = None) -> SketchedPass:
     """Takes a sketch of the full batch's gradient, where the window has none; its memory may go after that."""
     gradient = sketch(full.gradients.values(), experiment.ranks) if shares is None else shares.full
-    return Earlier(full, gradient, _present(full.gradients), shares, ranks=experiment.ranks)
+    return SketchedPass(full, gradient, _present(full.gradients), shares, ranks=experiment.ranks)
 
 
-def keep_sketch(experiment: Experiment, full: PassResult) -> Earlier:
+def keep_sketch(experiment: Experiment, full: PassResult) -> SketchedPass:
     """Keeps a sketch of the full batch's gradient, and leaves its memory to the next pass."""
-    earlier = sketch_full_batch(experiment, full)
+    reference = sketch_full_batch(experiment, full)
     full.gradients = dict.fromkeys(full.gradients)
-    return earlier
+    return reference
 
 
 def _present(gradients: Gradients) -> frozenset[str]:

@@ -23,12 +23,12 @@ from gaverify.passes import experiment, gradients
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.sketches import SKETCH
 from gaverify.verdict import measurement
-from gaverify.verdict.sketches import Earlier, keep_sketch, window_of
+from gaverify.verdict.sketches import SketchedPass, keep_sketch, window_of
 
 ONE_PROCESS: Any = SimpleNamespace(ranks=None)
 
 
-def earlier_of(**found: torch.Tensor | None) -> Earlier:
+def earlier_of(**found: torch.Tensor | None) -> SketchedPass:
     return keep_sketch(ONE_PROCESS, PassResult(dict(found), 1.0))
 
 
@@ -87,7 +87,7 @@ def counted(problem: Problem, monkeypatch: pytest.MonkeyPatch, **options: Any) -
 @pytest.fixture
 def unsure(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Sketches that never show that only rounding is left."""
-    monkeypatch.setattr(Earlier, "difference", lambda *_: 0.5)
+    monkeypatch.setattr(SketchedPass, "difference", lambda *_: 0.5)
     return monkeypatch
 
 

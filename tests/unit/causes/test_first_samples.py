@@ -591,8 +591,8 @@ def test_the_backward_is_asked_where_the_losses_agree(
 ) -> None:
     monkeypatch.setattr(confirming.backward, "ask", lambda bench, facts: facts)
     loss = 1.0 / (1 + times * SAME_IN_FLOAT32)
-    earlier = SimpleNamespace(full=SimpleNamespace(loss=loss))
-    assert confirms(confirming._confirm_backward, FOUND, earlier=earlier) is asked
+    reference = SimpleNamespace(full=SimpleNamespace(loss=loss))
+    assert confirms(confirming._confirm_backward, FOUND, reference=reference) is asked
 
 
 @pytest.mark.parametrize(
@@ -662,10 +662,10 @@ def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
     bench: Any = SimpleNamespace(
         experiment=SimpleNamespace(sizes=(2, 2), micro_batches=lambda *_: found, ranks=None), possible=lambda ask: ask()
     )
-    earlier: Any = SimpleNamespace(
+    reference: Any = SimpleNamespace(
         shares=SimpleNamespace(columns=torch.tensor([[before, 1.0]])), full=None, losses=(2.0,)
     )
-    twice = weights._repeat_first(bench, earlier)
+    twice = weights._repeat_first(bench, reference)
     assert (twice.forward, twice.backward) == (apart if apart == math.inf else 0.0, apart)
 
 
