@@ -1,4 +1,4 @@
-"""Lets a script that trains below float32 compute in float32, whose rounding hides nothing of what its loop does."""
+"""Lets a script that trains below float32 compute in float32, whose rounding hides no fault of its loop."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a call of torch with float32 where it asks for half a precision, as modules do when they are converted."""
-    if func in (torch.Tensor.bfloat16, torch.Tensor.half):
+    """Runs a call of torch with float32 in place of a half precision."""
+    if func in (torch.Tensor.bfloat16, torch.Tensor.half):  # `module.half()` calls them for every parameter
         func = torch.Tensor.float
-    return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+    return func(*map(_lift_dtype, args), **{name: _lift_dtype(value) for name, value in kwargs.items()})
 
 
-def _whole(value: Any) -> Any:
-    """Float32 for half a precision; anything else as it is."""
+def _lift_dtype(value: Any) -> Any:
+    """Returns float32 for a half precision, anything else as it is."""
     return torch.float32 if type(value) is torch.dtype and value in _HALVES else value
 
 
 def compute_in_float32() -> None:
-    """From here on this process autocasts nothing and makes no tensor of half a precision by a call of torch's.
+    """Disables autocast in this process, and lets no call of torch make a tensor of a half precision.
 
-    What is read from a file keeps its type until it is copied or converted.
+    A tensor from a file keeps its type until it is copied or converted.
     """
     autocast: Any = torch.autocast
-    begin: Callable[..., None] = autocast.__init__
-    default = torch.set_default_dtype
+    init_autocast: Callable[..., None] = autocast.__init__
+    set_default_dtype = torch.set_default_dtype
 
     def init_disabled(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self._enabled = False
+        init_autocast(self, *args, **kwargs)
+        self._enabled = False  # not as an argument: the script may pass `enabled` by position
 
     autocast.__init__ = init_disabled
-    torch.set_default_dtype = lambda dtype: default(_whole(dtype))
-    FunctionMode(_in_float32).__enter__()
+    torch.set_default_dtype = lambda dtype: set_default_dtype(_lift_dtype(dtype))
+    FunctionMode(_in_float32).__enter__()  # never left

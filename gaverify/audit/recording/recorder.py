@@ -228,7 +228,7 @@ class Recorder(Steps):
         with self.work():
             rates = tuple(rates_of(scheduler.optimizer))
             self._journal.add(SchedulerStep(*self._journal.stamp(), scheduler=id(scheduler), lr=rates))
-            self._unannounced_changes.know_settings()
+            self._unannounced_changes.accept_settings()
 
     def targets(self, valid: torch.Tensor, total: int) -> None:
         """Notes how many targets of a loss count; read at the next backward."""
@@ -382,7 +382,7 @@ class Recorder(Steps):
         if out_of_sight():
             return False
         with self.work():
-            differs = self._unannounced_changes.differ()
+            differs = self._unannounced_changes.has_changes()
             if differs:
                 self._keep_used()
             return differs

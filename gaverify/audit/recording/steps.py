@@ -91,7 +91,7 @@ class Steps(Session):
                 return
             self._settle_by_hand()
             self._closed = True
-            self._unannounced_changes.settle()
+            self._unannounced_changes.end_hunt()
             self._close_update()
             self._journal.add(End(*self._journal.stamp(), reason=reason))
             self.storage.finish(self._summarise(reason, code))
@@ -110,10 +110,10 @@ class Steps(Session):
             return
         with self.work():
             if self._undone is not None:
-                self._undone.back()
+                self._undone.undo()
                 self._undone = None
             led = self.lead.put_back()
-            self._unannounced_changes.know_settings()
+            self._unannounced_changes.accept_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
             step = f"{entry.index}-{entry.steps}"
@@ -190,7 +190,7 @@ class Steps(Session):
         """Records the steps that the script has made itself since the last look."""
         if not self.by_hand:
             return
-        self._unannounced_changes.settle()
+        self._unannounced_changes.end_hunt()
         look = self.watch.look()
         for index, before in look.moved.items():
             self._step_by_hand(self.watch.of(index), before)
@@ -198,7 +198,7 @@ class Steps(Session):
 
     def _step_by_hand(self, entry: Watched, before: torch.Tensor) -> None:
         hand, self._had_gradients = entry.optimizer, True
-        change = hand.change()
+        change = hand.take_change()
         self._count_waiting(entry)
         if not entry.increments:
             return  # nothing was differentiated: weights that were loaded, say
@@ -217,7 +217,7 @@ class Steps(Session):
         if entry.is_cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
             self._journal.add(ClearedByHand(*self._journal.stamp((None, None)), optimizers=(entry.index,)))
         if self.undoes_steps:
-            hand.back()
+            hand.undo()
             self.watch.look()
         self._end_if_complete()
 
@@ -241,7 +241,7 @@ class Steps(Session):
 
     def _begin(self) -> None:
         """A new forward or backward: what was done after the last step is over."""
-        self._unannounced_changes.settle()
+        self._unannounced_changes.end_hunt()
         self._unannounced_changes.note_settings()
         if self._complete:
             self._stop()

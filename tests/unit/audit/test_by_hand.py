@@ -45,22 +45,22 @@ class TestByHand:
         module = model()
         hand = ByHand(list(module.parameters()))
         moved(module, 0.5)
-        weight, bias = hand.change()
+        weight, bias = hand.take_change()
         assert weight is not None and bias is not None
         assert weight.tolist() == [[0.5, 0.5]] and bias.tolist() == [0.0]
         moved(module, 0.25)
-        again = hand.change()[0]
+        again = hand.take_change()[0]
         assert again is not None and again.tolist() == [[0.25, 0.25]]
 
     def test_weights_go_back_to_before_the_last_change(self) -> None:
         module = model()
         hand = ByHand(list(module.parameters()))
         moved(module, 0.5)
-        hand.change()
-        hand.back()
+        hand.take_change()
+        hand.undo()
         assert module.weight.tolist() == [[1.0, 2.0]]
         moved(module, 0.5)
-        again = hand.change()[0]
+        again = hand.take_change()[0]
         assert again is not None and again.tolist() == [[0.5, 0.5]]
 
 
