@@ -1,9 +1,9 @@
-"""The runs that change something on purpose: losses multiplied, one term alone, weights moved, steps undone or led.
+"""The machinery of changes: losses scaled, gradients cleared, weights moved, steps led along the full-batch run.
 
-A run is led along the full-batch run: its optimizers step with that run's gradients, and have its buffers after it. The
-accumulated run's own gradients are recorded first. Then its optimizers are given the full batch's for the one step, so
-that its next update starts from the full-batch run's weights and optimizer state, and is judged for what it does
-itself. What the step makes of the same gradients is compared as well: a step that divides by K shows.
+A run is led along the full-batch run if its optimizers step with that run's gradients, and its buffers are that run's
+after each step. Its own gradients are recorded before. So its next update starts from the full-batch run's weights and
+optimizer state, and is judged for its own faults only. How the step treats the same gradients is compared as well: a
+step that divides by K shows.
 """
 
 from __future__ import annotations
@@ -124,70 +124,72 @@ class GradientClearing:
 
 
 class Perturbation:
-    """Moves each weight once by its own roundoff, for the noise floor (`passes.perturbation`).
+    """Moves each weight once by its own roundoff, for the noise floor.
 
     Args:
-        unit: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
-        coins: Seeds the directions.
+        roundoff: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
+        seed: Of the directions.
         at_optimizer: Whether the weights are moved as soon as an optimizer is made.
     """
 
-    def __init__(self, unit: float, coins: int = 0, *, at_optimizer: bool = False) -> None:
-        self._unit, self.at_optimizer = unit, at_optimizer
+    def __init__(self, roundoff: float, seed: int = 0, *, at_optimizer: bool = False) -> None:
+        self._roundoff, self.at_optimizer = roundoff, at_optimizer
         self._moved: dict[int, torch.Tensor] = {}  # keeps the parameters, so that no id is used again
-        self._coins = Coins(coins)
+        self._coins = Coins(seed)
 
     def move(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Moves those that have not been moved yet."""
+        """Moves the parameters that have not been moved yet."""
         for parameter in parameters:
             if id(parameter) in self._moved or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             self._moved[id(parameter)] = parameter
-            move(parameter, rounding_share(parameter, self._unit), self._coins)
+            move(parameter, rounding_share(parameter, self._roundoff), self._coins)
 
 
 class Lead:
-    """Puts the full-batch run's gradients in place for a step, and the script's own back after it.
+    """Replaces gradients by the full-batch run's for a step, and restores the script's own after it.
 
     Args:
-        source: The folder of the full-batch run; None leads nothing.
+        source: The folder of the full-batch run; None: nothing is replaced.
     """
 
     def __init__(self, source: Path | None) -> None:
         self._source = source
-        self._borrowed: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        # each parameter with its own gradient and the full batch's
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
 
-    def lend(self, entry: Watched) -> bool:
-        """Puts the gradients of the same step of the same optimizer in place; returns whether it could."""
+    def replace_gradients(self, entry: Watched) -> bool:
+        """Takes the gradients of the same step of the same optimizer; returns whether it could."""
         path = self._source / f"gradients-{entry.index}-{entry.steps}.pt" if self._source is not None else None
+        # a fused step divides by the scale of a `GradScaler` itself, and the stored gradients may have another scale
         if path is None or not path.exists() or getattr(entry.optimizer, "grad_scale", None) is not None:
             return False
         stored = torch.load(path, mmap=True, weights_only=True)
         parameters = entry.sample.parameters
-        borrowed = [_move_to_parameter(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
-        if any(new is None and at in stored for at, new in enumerate(borrowed)):
+        gradients = [_move_to_parameter(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
+        if any(gradient is None and at in stored for at, gradient in enumerate(gradients)):
             return False
-        for parameter, new in zip(parameters, borrowed, strict=True):
-            self._borrowed.append((parameter, parameter.grad, new))
-            parameter.grad = new
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._replaced.append((parameter, parameter.grad, gradient))
+            parameter.grad = gradient
         return True
 
-    def put_back(self) -> bool:
-        """Puts back what the script had, but where the step or a hook of it has removed or replaced the gradient.
+    def restore_gradients(self) -> bool:
+        """Restores the script's own gradients.
 
         Returns:
             Whether the step was led.
         """
-        led = bool(self._borrowed)
-        for parameter, own_gradient, new in self._borrowed:
-            if parameter.grad is new:
+        was_led = bool(self._replaced)
+        for parameter, own_gradient, gradient in self._replaced:
+            if parameter.grad is gradient:  # else the step, or a hook of it, has cleared or replaced it
                 parameter.grad = own_gradient
-        self._borrowed = []
-        return led
+        self._replaced = []
+        return was_led
 
 
 def _move_to_parameter(parameter: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
-    """A stored gradient where the parameter is; None where it does not fit."""
+    """Returns a stored gradient on the parameter's device; None if it does not fit."""
     if stored is None or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if stored.shape != parameter.shape or stored.dtype is not (
@@ -198,10 +200,10 @@ def _move_to_parameter(parameter: torch.Tensor, stored: torch.Tensor | None) -> 
 
 
 class Buffers:
-    """Keeps what a step leaves in the buffers of the script's models, or puts the full-batch run's there.
+    """Stores the buffers of the script's models after each step, or copies the full-batch run's into them.
 
-    Running statistics, queues and power iterations go on after each micro-batch, so that a later update would start
-    from other buffers than the full batch's and be judged for what an earlier one did.
+    Running statistics, queues and power iterations change with each micro-batch. A later update would start from other
+    buffers than the full batch's, and be judged for a fault of an earlier one.
 
     Args:
         source: The folder of the full-batch run; None where this is that run.
@@ -209,24 +211,24 @@ class Buffers:
 
     def __init__(self, source: Path | None) -> None:
         self._source = source
-        self._known: dict[str, torch.Tensor | None] = {}  # as they were when they were last seen
+        self._latest: dict[str, torch.Tensor | None] = {}  # values that need not be stored again
 
-    def know(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Takes buffers as they are before the first forward: what never changes is not written."""
+    def remember(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Remembers buffers as they are before the first forward: a buffer that never changes is not stored."""
         for name, buffer in buffers.items():
-            if name not in self._known:
-                self._known[name] = copy_values(buffer)
+            if name not in self._latest:
+                self._latest[name] = copy_values(buffer)
 
-    def keep(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Writes the buffers that have changed since they were last written."""
+    def store(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Stores the buffers that have changed since they were last stored."""
         readable = {name: value for name, buffer in buffers.items() if (value := plain(buffer)) is not None}
-        changed = {name: value for name, value in readable.items() if not same(self._known.get(name), value)}
+        changed = {name: value for name, value in readable.items() if not same(self._latest.get(name), value)}
         if changed:
             storage.tensors(f"buffers-{step}", changed)
-        self._known |= {name: copy_values(value) for name, value in changed.items()}
+        self._latest |= {name: copy_values(value) for name, value in changed.items()}
 
-    def put(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Puts in place what the full-batch run's buffers were after the same step."""
+    def load(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Copies the full-batch run's buffers after the same step into these."""
         path = self._source / f"buffers-{step}.pt" if self._source is not None else None
         if path is None or not path.exists():
             return
@@ -238,7 +240,7 @@ class Buffers:
 
 @contextmanager
 def synchronise_models(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Lets the engines of these models reduce in the next backward pass, by their own public switches."""
+    """Lets DDP and FSDP2 reduce the gradients of these models in the next backward pass, by their public switches."""
     modules: Iterable[Any] = (module for model in models for module in model.modules())
     for module in modules:
         if hasattr(module, "set_requires_gradient_sync"):  # FSDP2
@@ -252,10 +254,10 @@ def synchronise_models(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def use_evaluation_mode(buffers: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Runs the modules that hold any of these buffers in evaluation mode, and puts them back."""
+    """Switches the modules that hold any of these buffers to evaluation mode; their submodules stay as they are."""
     wanted, modules = {id(buffer) for buffer in buffers}, (module for model in models for module in model.modules())
-    holding = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]
-    changed = [module for module in holding if module.training]
+    owners = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]
+    changed = [module for module in owners if module.training]
     for module in changed:
         module.training = False
     try:

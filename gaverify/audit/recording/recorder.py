@@ -285,7 +285,7 @@ class Recorder(Steps):
             self.perturbation.move([*module.parameters(), *self.watch.all_parameters()])
             self.watch.look()
         if self.job.is_reference:
-            self._buffers.know(self.names.buffers(of_losses=True))
+            self._buffers.remember(self.names.buffers(of_losses=True))
         shapes = input_shapes(args, kwargs)
         rows = next((shape[0] for shape in shapes), None)
         model = self.names.index(module)

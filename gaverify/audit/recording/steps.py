@@ -112,7 +112,7 @@ class Steps(Session):
             if self._undone is not None:
                 self._undone.undo()
                 self._undone = None
-            led = self.lead.put_back()
+            led = self.lead.restore_gradients()
             self._unannounced_changes.accept_settings()
             self.watch.look()
             entry = self.watch.of(self.watch.add(optimizer))
@@ -122,9 +122,9 @@ class Steps(Session):
                 self.state.end_window()
             buffers = self.names.buffers(of_losses=True)
             if self.job.is_reference:
-                self._buffers.keep(self.storage, step, buffers)
+                self._buffers.store(self.storage, step, buffers)
             elif led:
-                self._buffers.put(step, buffers)
+                self._buffers.load(step, buffers)
             self._end_if_complete()
 
     def _before_step(self, optimizer: Any, place: Place | None, lead: bool) -> None:
@@ -145,7 +145,7 @@ class Steps(Session):
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._open_window(entry)
             if lead:
-                self.lead.lend(entry)
+                self.lead.replace_gradients(entry)
             if self.undoes_steps:
                 self._undone = ByHand(self.watch.parameters(index))
             self._had_gradients = self._had_gradients or not entry.is_cleared

@@ -33,30 +33,30 @@ class TestBuffers:
         model = nn.BatchNorm1d(3)
         model.register_buffer("still", torch.ones(2, device="cpu"))
         kept = Buffers(None)
-        kept.know(dict(model.named_buffers()))
+        kept.remember(dict(model.named_buffers()))
         model(scale * torch.randn(8, 3, device="cpu"))
         return kept, model, Storage(folder)
 
     def test_running_statistics_become_those_of_the_full_batch(self, tmp_path: Path) -> None:
         kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.keep(storage, "0-1", dict(full.named_buffers()))
+        kept.store(storage, "0-1", dict(full.named_buffers()))
         other = self.run_of(tmp_path, 3.0)[1]
         assert not torch.equal(other.running_var, full.running_var)
-        Buffers(tmp_path).put("0-1", dict(other.named_buffers()))
+        Buffers(tmp_path).load("0-1", dict(other.named_buffers()))
         assert torch.equal(other.running_var, full.running_var)
 
     def test_what_never_changes_is_not_written(self, tmp_path: Path) -> None:
         kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.keep(storage, "0-1", dict(full.named_buffers()))
+        kept.store(storage, "0-1", dict(full.named_buffers()))
         assert "still" not in torch.load(tmp_path / "buffers-0-1.pt", weights_only=True)
-        kept.keep(storage, "0-2", dict(full.named_buffers()))
+        kept.store(storage, "0-2", dict(full.named_buffers()))
         assert not (tmp_path / "buffers-0-2.pt").exists()
 
     def test_buffers_of_another_shape_are_left_alone(self, tmp_path: Path) -> None:
         kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.keep(storage, "0-1", dict(full.named_buffers()))
+        kept.store(storage, "0-1", dict(full.named_buffers()))
         other = nn.BatchNorm1d(5)
-        Buffers(tmp_path).put("0-1", dict(other.named_buffers()))
+        Buffers(tmp_path).load("0-1", dict(other.named_buffers()))
         assert torch.equal(other.running_var, torch.ones(5, device="cpu"))
 
 
