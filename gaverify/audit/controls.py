@@ -201,7 +201,7 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
     used = {at: total for at, total in totals.items() if isinstance(total, torch.Tensor)}
     if len(used) < len(totals):
         return record  # `sum` of nothing is 0: a step inside the backward pass left no gradient to be seen
-    target, stretches = full_samples.summed_gradients, full_samples.of("stretches")
+    target, stretches = full_samples.summed_gradients, full_samples.stretches
     fit = fit_gradients(target, stretches, used, increments)
     if fit is not None and full_samples.by_change:
         # A hand-written update changes the weights by the gradient times an unknown rate, which the factor takes out.

@@ -515,7 +515,7 @@ def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]
         writers = {at: names for at, names in writers.items() if kinds[at] in {kinds[path], *_WITH_STATISTICS}}
         names = {f"{path}.{name}" if path else name for path, members in writers.items() for name in members}
         steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
-        frozen = tuple(key for step in steps for key in step.get("buffers", {}) if key.partition(":")[2] in names)
+        frozen = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
         if frozen:
             return replace(pins, frozen=frozen), _describe_modules(frozen), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"

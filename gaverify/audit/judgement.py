@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import RecordedRun, Samples, labels
+from gaverify.audit.reading import Moment, RecordedRun, Samples, labels
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
     Rows,
@@ -403,11 +403,11 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
 
 
 def _rates(samples: Samples) -> tuple[float, ...]:
-    settings = (group for step in samples.steps.values() for group in step.get("settings", ()))
+    settings = (group for step in samples.steps.values() for group in step.settings)
     return tuple(group["lr"] for group in settings if "lr" in group)
 
 
-def _distance(full: Samples, accumulated: Samples, when: str) -> float:
+def _distance(full: Samples, accumulated: Samples, when: Moment) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
     ours, theirs = full.of(when), accumulated.of(when)
     common = [at for at in ours if at in theirs and len(theirs[at]) == len(ours[at])]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.ranks import RankedRun
-from gaverify.audit.reading import Place, RecordedRun, Samples
+from gaverify.audit.reading import Moment, Place, RecordedRun, Samples
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.passes.precision import buffers_apart
@@ -84,7 +84,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
     clipped = update.decided is Stage.SUMMED and not facts.reduced_late
     stages = [side.summed_gradients if clipped else side.of("final") for side in (full_samples, ranks[0])]
-    fit = fit_gradients(stages[0], full_samples.of("stretches"), stages[1], own_gradients)
+    fit = fit_gradients(stages[0], full_samples.stretches, stages[1], own_gradients)
     alike = facts.reduced_late and fit is not None and is_constant(fit.weights, facts.rounding)
     return replace(facts, weights=fit, shards=_parts(full, accumulated, fit) if alike and fit is not None else ())
 
@@ -114,7 +114,7 @@ def _altered_share(samples: Samples) -> float:
         parts = [part[at] for part in increments if at in part and len(part[at]) == len(gradient)]
         computed = torch.stack(parts).any(0) if parts else torch.zeros_like(gradient, dtype=torch.bool)
         used[at] = gradient * computed
-    fit = fit_gradients(used, samples.of("stretches"), used, increments)
+    fit = fit_gradients(used, samples.stretches, used, increments)
     return math.nan if fit is None else fit.residual
 
 
@@ -141,7 +141,7 @@ def _targets(accumulated: RankedRun) -> tuple[tuple[int, ...], ...]:
 
 def _mean_difference(full_samples: Samples, own_gradients: Sequence[Mapping[int, torch.Tensor]]) -> float:
     """How far the mean of the ranks' own gradients is from the full batch's, relative."""
-    stretches = full_samples.of("stretches")
+    stretches = full_samples.stretches
     target = {
         at: gradient
         for at, gradient in full_samples.summed_gradients.items()
@@ -220,10 +220,10 @@ def gradient_difference(
 def _total(samples: Samples, at: int) -> torch.Tensor:
     """The sum of a rank's own gradients over its window, shape (S,)."""
     step = samples.steps[at]
-    return sum((change for _, change in step["increments"]), torch.zeros_like(step["final"]))
+    return sum((change for _, change in step.increments), torch.zeros_like(step.final))
 
 
-def distance_between_ranks(accumulated: RankedRun, round_: Round, what: str) -> float:
+def distance_between_ranks(accumulated: RankedRun, round_: Round, what: Moment) -> float:
     """How far gradients, or weights before the step, are apart between ranks that hold the same piece of a parameter.
 
     Relative to those of the first such rank, at the sampled elements; NaN where no two ranks hold the same. Ranks whose
@@ -243,15 +243,15 @@ def _names_apart(accumulated: RankedRun, round_: Round, allowed: float) -> tuple
     return tuple(names.values()) if len(differing) < len({place for _, place, *_ in copies}) else ()
 
 
-def _copies(accumulated: RankedRun, round_: Round, what: str) -> Iterator[tuple[int, Place, float, float]]:
+def _copies(accumulated: RankedRun, round_: Round, what: Moment) -> Iterator[tuple[int, Place, float, float]]:
     """Yields each rank's pieces that an earlier rank holds too: ‖difference‖ from those, and the norm of those."""
     first: dict[Any, torch.Tensor] = {}
     for rank, run in enumerate(accumulated.ranks):
         samples = run.samples(round_)
         for at, values in (samples.summed_gradients if what == "summed" else samples.of(what)).items():
-            sizes, parameters = samples.steps[at]["sizes"], run.closing.groups[at].parameters
+            sizes, parameters = samples.steps[at].sizes, run.closing.groups[at].parameters
             # Ranks whose pieces have other shapes sample other elements of all parameters of the optimizer.
-            layout = (tuple(sizes), tuple(each.shard.shape if each.shard else None for each in parameters))
+            layout = (sizes, tuple(each.shard.shape if each.shard else None for each in parameters))
             for place, part in enumerate(values.split(sizes)):
                 if parameters[place].addends is not None or not len(part):
                     continue

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.measurements import ForwardInputs, StepSample
 from gaverify.audit.reading import Place, RecordedRun, Samples
 from gaverify.audit.recording.values import Sample
 from gaverify.audit.same_data import check_rows
@@ -55,7 +56,7 @@ class RankedRun(RecordedRun):
         """The first rank of each set that was fed the same rows in the same order; all where sets differ in size."""
         sets: dict[Any, list[RecordedRun]] = {}
         for run in self.ranks:
-            fed = [(path, *rows["hash"][:, -1].tolist()) for forward in run.rows(1) for path, rows in forward.items()]
+            fed = [(path, *rows.hash[:, -1].tolist()) for forward in run.rows(1) for path, rows in forward.items()]
             sets.setdefault(tuple(fed), []).append(run)
         if () in sets or len({len(members) for members in sets.values()}) != 1:
             return self.ranks
@@ -111,23 +112,23 @@ class RankedRun(RecordedRun):
         """Returns rank 0's samples with the increments of all ranks, those of one backward pass side by side."""
         first_rank = self.ranks[0].samples(round_)
         of_ranks = [run.samples(round_) for run in self.ranks]
-        steps: dict[int, Any] = {}
+        steps: dict[int, StepSample] = {}
         for at, step in first_rank.steps.items():
             if self.is_sharded(at):
-                changed = any(side.steps[at]["summed"] is not None for side in of_ranks if at in side.steps)
-                steps[at] = {**step, **self._sampled_again(at, round_, changed=changed)}
+                changed = any(side.steps[at].summed is not None for side in of_ranks if at in side.steps)
+                steps[at] = self._sample_again(step, at, round_, changed=changed)
                 continue
-            increments = [
+            increments = tuple(
                 (number * len(self.ranks) + rank, change)
                 for rank, samples in enumerate(of_ranks)
                 if at in samples.steps
-                for number, change in samples.steps[at]["increments"]
-            ]
-            steps[at] = {**step, "increments": increments}
+                for number, change in samples.steps[at].increments
+            )
+            steps[at] = replace(step, increments=increments)
         return Samples(steps)
 
-    def _sampled_again(self, optimizer: int, round_: Round, *, changed: bool) -> dict[str, Any]:
-        """Samples of the gradients that were put together, at the places where a run of one process samples.
+    def _sample_again(self, step: StepSample, optimizer: int, round_: Round, *, changed: bool) -> StepSample:
+        """Returns a step with samples of the whole gradients, at the places where a run of one process samples.
 
         What each backward pass added, and the weights, are known of the shards only. `changed` says that the gradients
         at the step are not those of the last backward pass.
@@ -139,16 +140,17 @@ class RankedRun(RecordedRun):
             for gradients in (self.gradients(round_, summed=before) for before in (False, True))
         )
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return {
-            "final": final,
-            "summed": summed if changed else None,
-            "sizes": sample.sizes,
-            "stretches": sample.stretches(),
-            "increments": [],
-            "before": nothing,
-            "weights": nothing,
-            "buffers": {},
-        }
+        return replace(
+            step,
+            final=final,
+            summed=summed if changed else None,
+            sizes=tuple(sample.sizes),
+            stretches=sample.stretches(),
+            increments=(),
+            before=nothing,
+            weights=nothing,
+            buffers={},
+        )
 
     def each(self, round_: Round) -> list[Samples]:
         """Returns the samples of every rank, of the optimizers whose parameters each of them holds whole."""
@@ -156,7 +158,7 @@ class RankedRun(RecordedRun):
         steps_by_rank = [run.samples(round_).steps for run in self.ranks]
         return [Samples({at: step for at, step in steps.items() if at in unsharded}) for steps in steps_by_rank]
 
-    def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
+    def rows_of(self, samples: Samples, *, reached: bool) -> Sequence[ForwardInputs]:
         """Returns the rows that all ranks were fed, those of ranks that share them once."""
         return [row for run in self.feeding or self.ranks for row in run.rows_of(samples, reached=reached)]
 

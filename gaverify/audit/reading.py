@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
 from gaverify.audit.folders import closing_record_of
 from gaverify.audit.job import Role
+from gaverify.audit.measurements import ForwardInputs, StepSample, read_rows, read_step
 from gaverify.records.events import ClosingRecord, Event, Forward, TrainedParameter, read_event
 from gaverify.records.windows import Round
 
@@ -73,7 +74,7 @@ class RecordedRun:
     def samples(self, round_: Round) -> Samples:
         """Returns what was sampled at some steps; steps that the run did not make are left out."""
         paths = {optimizer: self.folder / f"step-{optimizer}-{step}.pt" for optimizer, step in round_}
-        return Samples({at: torch.load(path, weights_only=True) for at, path in paths.items() if path.exists()})
+        return Samples({at: read_step(path) for at, path in paths.items() if path.exists()})
 
     def beside(self, full: RecordedRun) -> RecordedRun:
         """Returns this run as it is held against a full-batch run."""
@@ -83,12 +84,12 @@ class RecordedRun:
         """Returns the samples of every process that stepped in this run; here of the one."""
         return [self.samples(round_)]
 
-    def rows(self, update: int) -> list[dict[str, Any]]:
+    def rows(self, update: int) -> Sequence[ForwardInputs]:
         """Returns the fingerprints of the rows of an update's forwards, in order."""
         path = self.folder / f"rows-{update}.pt"
-        return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
+        return read_rows(path) if path.exists() else []
 
-    def rows_of(self, samples: Samples, *, reached: bool) -> list[dict[str, Any]]:
+    def rows_of(self, samples: Samples, *, reached: bool) -> Sequence[ForwardInputs]:
         """Returns the fingerprints of the rows behind some steps.
 
         Args:
@@ -99,7 +100,7 @@ class RecordedRun:
             return [row for update in sorted(samples.updates) for row in self.rows(update)]
         return [self.rows(update)[position] for update, position in samples.forwards]
 
-    def rows_behind(self, forwards: Sequence[Forward]) -> list[dict[str, Any]]:
+    def rows_behind(self, forwards: Sequence[Forward]) -> Sequence[ForwardInputs]:
         """Returns the fingerprints of the rows of some forwards."""
         counts: dict[int, int] = {}
         places: dict[int | None, tuple[int, int]] = {}
@@ -142,6 +143,10 @@ class RecordedRun:
         return sum(path.stat().st_size for path in self.folder.glob("*.pt"))
 
 
+Moment = Literal["final", "summed", "before", "weights"]
+"""Gradients that the optimizer used, or as the last backward pass left them; weights before and after the step."""
+
+
 @dataclass(frozen=True)
 class Samples:
     """What was sampled at the steps of one round, by optimizer.
@@ -149,15 +154,21 @@ class Samples:
     Shapes: S sampled elements of an optimizer's gradients or weights.
     """
 
-    steps: Mapping[int, Mapping[str, Any]]
+    steps: Mapping[int, StepSample]
 
-    def of(self, what: str) -> dict[int, torch.Tensor]:
-        """Returns one of the sampled tensors of every optimizer: final, summed, stretches, before or weights."""
-        return {at: step[what] for at, step in self.steps.items() if step.get(what) is not None}
+    def of(self, moment: Moment) -> dict[int, torch.Tensor]:
+        """Returns the gradients or weights of every optimizer at a moment, shape (S,)."""
+        values = {at: getattr(step, moment) for at, step in self.steps.items()}
+        return {at: value for at, value in values.items() if value is not None}
+
+    @property
+    def stretches(self) -> dict[int, torch.Tensor]:
+        """How many elements each sampled one stands for, by optimizer, shape (S,)."""
+        return {at: step.stretches for at, step in self.steps.items()}
 
     def norm(self, of: Mapping[int, torch.Tensor]) -> float:
         """Returns the norm of sampled elements of some optimizers, each of which stands for a stretch of its tensor."""
-        return math.hypot(*(float((value * self.steps[at]["stretches"].sqrt()).norm()) for at, value in of.items()))
+        return math.hypot(*(float((value * self.steps[at].stretches.sqrt()).norm()) for at, value in of.items()))
 
     @property
     def summed_gradients(self) -> dict[int, torch.Tensor]:
@@ -167,31 +178,31 @@ class Samples:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers, `model:name`, after the update."""
-        return {name: value for step in self.steps.values() for name, value in step.get("buffers", {}).items()}
+        return {name: value for step in self.steps.values() for name, value in step.buffers.items()}
 
     @property
     def increments(self) -> list[dict[int, torch.Tensor]]:
         """What each backward pass added, in order."""
         by_backward: dict[int, dict[int, torch.Tensor]] = {}
         for at, step in self.steps.items():
-            for backward, change in step["increments"]:
+            for backward, change in step.increments:
                 by_backward.setdefault(backward, {})[at] = change
         return [by_backward[backward] for backward in sorted(by_backward)]
 
     @property
     def forwards(self) -> list[tuple[int, int]]:
         """The forwards that were reached: the number of their update, and their position in it."""
-        return sorted({(update, position) for step in self.steps.values() for update, position in step["forwards"]})
+        return sorted({(update, position) for step in self.steps.values() for update, position in step.forwards})
 
     @property
     def by_change(self) -> bool:
         """Whether the change of the weights stands for a gradient that was not seen."""
-        return any(step.get("by_change") for step in self.steps.values())
+        return any(step.by_change for step in self.steps.values())
 
     @property
     def updates(self) -> set[int]:
         """The updates in which the steps were made."""
-        return {step["update"] for step in self.steps.values()}
+        return {step.update for step in self.steps.values()}
 
 
 def labels(full: RecordedRun, accumulated: RecordedRun) -> dict[Place, str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gaverify.audit.measurements import Fingerprints, ForwardInputs
 from gaverify.passes.layouts import changed_dimensions
 from gaverify.records.audit import RowCheck
 from gaverify.thresholds import COMPUTED_FLOAT32, TINY
@@ -41,7 +42,9 @@ class Row:
         return len(hashes), hashes[-1]
 
 
-def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]], *, distinct: bool = False) -> RowCheck:
+def check_rows(
+    full: Sequence[ForwardInputs], accumulated: Sequence[ForwardInputs], *, distinct: bool = False
+) -> RowCheck:
     """Compares the rows of every input tensor of a window, over all its forwards and in any order.
 
     A tensor that is the same in every forward of both runs, although one has more forwards, holds no samples.
@@ -65,17 +68,19 @@ def check_rows(full: list[dict[str, Any]], accumulated: list[dict[str, Any]], *,
     return worst
 
 
-def _by_path(forwards: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    by_path: dict[str, list[Any]] = {}
+def _by_path(forwards: Sequence[ForwardInputs]) -> dict[str, list[Fingerprints]]:
+    by_path: dict[str, list[Fingerprints]] = {}
     for forward in forwards:
         for path, rows in forward.items():
             by_path.setdefault(_ENTRY.sub("", path), []).append(rows)
     return by_path
 
 
-def _check(path: str, full: list[Any], accumulated: list[Any], *, distinct: bool = False) -> RowCheck | None:
-    shapes = {tuple(rows["shape"]) for rows in [*full, *accumulated]}
-    contents = {tuple(rows["hash"][:, -1].tolist()) for rows in [*full, *accumulated]}
+def _check(
+    path: str, full: list[Fingerprints], accumulated: list[Fingerprints], *, distinct: bool = False
+) -> RowCheck | None:
+    shapes = {rows.shape for rows in [*full, *accumulated]}
+    contents = {tuple(rows.hash[:, -1].tolist()) for rows in [*full, *accumulated]}
     if len(shapes) == len(contents) == 1 and len(full) != len(accumulated):
         return None  # a mask, a table of positions: the same in every forward
     dim = _batch_dimension(full, accumulated)
@@ -95,36 +100,42 @@ def _check(path: str, full: list[Any], accumulated: list[Any], *, distinct: bool
     return RowCheck(len(full_rows), len(micro_rows), max(len(full_left), len(micro_left)), path, padded)
 
 
-def _read_as_pointers(path: str, full: list[Any], accumulated: list[Any]) -> RowCheck | None:
+def _read_as_pointers(path: str, full: list[Fingerprints], accumulated: list[Fingerprints]) -> RowCheck | None:
     """The check with numbers that count rows within a batch read as what they count, where all rows then agree."""
-    for reading in sorted({reading for rows in [*full, *accumulated] for reading in rows.get("into", ())}):
-        sides = [[rows.get("into", {}).get(reading, rows) for rows in side] for side in (full, accumulated)]
+    for reading in sorted({reading for rows in [*full, *accumulated] for reading in rows.readings}):
+        sides = [[rows.readings.get(reading, rows) for rows in side] for side in (full, accumulated)]
         check = _check(path, *sides)
         if check is not None and not check.differing:
             return check
     return None
 
 
-def _batch_dimension(full: list[Any], accumulated: list[Any]) -> int:
+def _batch_dimension(full: list[Fingerprints], accumulated: list[Fingerprints]) -> int:
     """The first of the two leading dimensions that accumulation made smaller; 0 where neither changed."""
-    leading = min(2, *(len(rows["shape"]) for rows in [*full, *accumulated]))
-    sizes = [[{rows["shape"][dim] for rows in side} for dim in range(leading)] for side in (full, accumulated)]
+    leading = min(2, *(len(rows.shape) for rows in [*full, *accumulated]))
+    sizes = [[{rows.shape[dim] for rows in side} for dim in range(leading)] for side in (full, accumulated)]
     return next(iter(changed_dimensions(*sizes)), 0)
 
 
-def rows_of(entries: list[Any], dim: int) -> list[Row]:
+def rows_of(entries: list[Fingerprints], dim: int) -> list[Row]:
     """Returns the rows of several fingerprinted tensors along one of their two leading dimensions."""
     rows = []
     for entry in entries:
-        part = entry if dim == 0 else entry["second"]
-        if "tail" in part:
-            read = [zip(part["hash" + end].tolist(), part["tail" + end].tolist(), strict=True) for end in ("", "_left")]
-            sides = list(zip(*read, strict=True))
-        else:  # hashed whole
-            sides = [((hashes, 1), (hashes, 1)) for hashes in part["hash"].tolist()]
-        projections = part["projections"].tolist() if "projections" in part else [None] * len(sides)
+        prints = entry.second if dim else entry
+        if prints is None:
+            raise ValueError("a tensor of one dimension has no rows along the second")
+        from_right = prints.hash if prints.hash_left is None else prints.hash_left
+        sides = zip(_sides(prints.hash, prints.tail), _sides(from_right, prints.tail_left), strict=True)
+        projections = prints.projections.tolist() if prints.projections is not None else [None] * len(prints.hash)
         rows += [Row(*row) for row in zip(sides, projections, strict=True)]
     return rows
+
+
+def _sides(hashes: torch.Tensor, tails: torch.Tensor | None) -> list[Side]:
+    """Returns the rows as they are read from one side."""
+    if tails is None:  # hashed whole: the one hash is the row's only step
+        return [(hash_, 1) for hash_ in hashes.tolist()]
+    return list(zip(hashes.tolist(), tails.tolist(), strict=True))
 
 
 def alike(row: Row, other: Row) -> bool:
@@ -185,9 +196,6 @@ def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], li
     return full_left, micro_left
 
 
-Fingerprints = dict[str, Any]
-
-
 class Spot(NamedTuple):
     """Where the rows of a micro-batch lie: a forward of the full-batch run, and their places in it."""
 
@@ -207,12 +215,12 @@ class Matcher:
         forwards: The fingerprints of each forward's inputs.
     """
 
-    def __init__(self, forwards: Sequence[Fingerprints]) -> None:
+    def __init__(self, forwards: Sequence[ForwardInputs]) -> None:
         self._forwards = forwards
         self._rows = cache(self._read)
         self._taken: set[Spot] = set()
 
-    def find(self, among: Sequence[int], micro_batch: Fingerprints) -> Spot | None:
+    def find(self, among: Sequence[int], micro_batch: ForwardInputs) -> Spot | None:
         """Returns where a micro-batch lies in one of the forwards `among`; None where content does not tell.
 
         The input with the fewest possible places decides: a mask is the same for many samples. Where the rows of any
@@ -221,7 +229,7 @@ class Matcher:
         best: list[Spot] = []
         for path, rows in self._samples(among, micro_batch):
             spots = self._spots(among, path, rows)
-            if not spots and best and "into" in micro_batch[path]:
+            if not spots and best and micro_batch[path].readings:
                 continue
             if not spots:
                 spot = self._find_scattered(among, path, rows)
@@ -236,13 +244,13 @@ class Matcher:
         self._taken.add(spot)
         return spot
 
-    def _samples(self, among: Sequence[int], micro_batch: Fingerprints) -> list[tuple[str, list[Row]]]:
+    def _samples(self, among: Sequence[int], micro_batch: ForwardInputs) -> list[tuple[str, list[Row]]]:
         """The inputs that have as many rows as the first that shrank; last what may count the rows of others."""
         inputs = {path: rows_of([prints], 0) for path, prints in micro_batch.items()}
         sizes = {path: (len(rows), {len(self._rows(at, path)) for at in among}) for path, rows in inputs.items()}
         shrunk = next((size for size in sizes.values() if max(size[1], default=0) > size[0]), None)
         alike = [(path, rows) for path, rows in inputs.items() if shrunk is None or sizes[path] == shrunk]
-        return sorted(alike, key=lambda pair: "into" in micro_batch[pair[0]])
+        return sorted(alike, key=lambda pair: bool(micro_batch[pair[0]].readings))
 
     def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:
         spots = []

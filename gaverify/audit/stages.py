@@ -48,7 +48,7 @@ def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> Weigh
         summed: Of the gradients as the last backward pass left them; else as the optimizers saw them.
     """
     finals = [samples.summed_gradients if summed else samples.of("final") for samples in (full, accumulated)]
-    return fit_gradients(finals[0], full.of("stretches"), finals[1], accumulated.increments)
+    return fit_gradients(finals[0], full.stretches, finals[1], accumulated.increments)
 
 
 def fit_gradients(
@@ -218,7 +218,7 @@ def weight_rounding(samples: Samples, unit: float) -> dict[Place, float]:
         (optimizer, at): unit * math.sqrt(float(square.sum()))
         for optimizer, before in samples.of("before").items()
         for step in (samples.steps[optimizer],)
-        for at, square in enumerate((before.square() * step["stretches"]).split(step["sizes"]))
+        for at, square in enumerate((before.square() * step.stretches).split(step.sizes))
     }
 
 
@@ -230,7 +230,7 @@ def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
     for weight, increment in zip(used, increments, strict=True):
         for optimizer, change in increment.items():
             step = samples.steps[optimizer]
-            squares = (change.square() * step["stretches"]).split(step["sizes"])
+            squares = (change.square() * step.stretches).split(step.sizes)
             for at, square in enumerate(squares):
                 sizes[optimizer, at] = sizes.get((optimizer, at), 0.0) + abs(weight) * math.sqrt(float(square.sum()))
     return {place: size for place, size in sizes.items() if math.isfinite(size)}
@@ -267,7 +267,7 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
 
 def is_led(samples: Samples) -> bool:
     """Whether every step used the full-batch run's gradients, so that what it made of them can be compared."""
-    return bool(samples.steps) and all(step.get("led") for step in samples.steps.values())
+    return bool(samples.steps) and all(step.led for step in samples.steps.values())
 
 
 def clips_of(window: Window | None) -> tuple[Clip, ...]:
@@ -287,17 +287,17 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
     differences = []
     for at, step in full.steps.items():
         own_step = accumulated.steps.get(at)
-        if own_step is None or len(own_step.get("settings", ())) != len(step.get("settings", ())):
+        if own_step is None or len(own_step.settings) != len(step.settings):
             continue
-        for group, (mine, theirs) in enumerate(zip(step["settings"], own_step["settings"], strict=True)):
+        for group, (mine, theirs) in enumerate(zip(step.settings, own_step.settings, strict=True)):
             differences += [
                 SettingDifference(at, group, name, value, theirs[name])
                 for name, value in mine.items()
                 if name in theirs and not math.isclose(value, theirs[name], rel_tol=SAME_IN_FLOAT32, abs_tol=TINY)
             ]
-        mine, theirs = step.get("counted"), own_step.get("counted")
-        if mine is not None and theirs is not None and mine != theirs:
-            differences.append(SettingDifference(at, 0, "steps counted", mine, theirs))
+        counted, own_counted = step.counted, own_step.counted
+        if counted is not None and own_counted is not None and counted != own_counted:
+            differences.append(SettingDifference(at, 0, "steps counted", counted, own_counted))
     return tuple(differences)
 
 

@@ -85,7 +85,7 @@ class _StateBench:
         names = [
             name
             for step in self._trial.full.samples(rounds_of(self._trial.full.events)[0]).steps.values()
-            for name in step.get("buffers", {})
+            for name in step.buffers
         ]
         return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
 

@@ -114,7 +114,7 @@ def _compare_sums(full: Samples, accumulated: Samples) -> float:
         for increment in samples.increments:
             total |= {at: change + total[at] if at in total else change for at, change in increment.items()}
         sums.append(total)
-    fit = fit_gradients(sums[0], full.of("stretches"), sums[1], accumulated.increments)
+    fit = fit_gradients(sums[0], full.stretches, sums[1], accumulated.increments)
     return math.inf if fit is None else fit.factor_residual
 
 

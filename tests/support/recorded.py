@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gaverify.audit.measurements import StepSample
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.rows import input_rows
@@ -69,24 +70,21 @@ def run_of(
         Step(*LINE, optimizer=0),
     ]
     (folder / "events.jsonl").write_text("".join(f"{write_event(event)}\n" for event in events), encoding="utf-8")
-    values = {
-        "update": 1,
-        "final": final,
-        "summed": None,
-        "before": torch.ones_like(final),
-        "weights": torch.ones_like(final) - 0.1,
-        "increments": [(1, own)],
-        "stretches": torch.ones_like(final),
-        "sizes": [4, 1],
-        "forwards": [(1, 0)],
-        "settings": [{"lr": 0.1}],
-        "counted": 1,
-        "led": True,
-        "buffers": {},
-    }
+    sample = StepSample(
+        final,
+        before=torch.ones_like(final),
+        stretches=torch.ones_like(final),
+        weights=torch.ones_like(final) - 0.1,
+        sizes=(4, 1),
+        increments=((1, own),),
+        forwards=((1, 0),),
+        settings=({"lr": 0.1},),
+        counted=1,
+        led=True,
+    )
     if fed is not None:
         torch.save([input_rows((fed,), {})], folder / "rows-1.pt")
-    torch.save(values | step, folder / "step-0-1.pt")
+    torch.save(replace(sample, **step), folder / "step-0-1.pt")
     torch.save({0: final[:4].clone(), 1: final[4:].clone()}, folder / "gradients-0-1.pt")
     return RecordedRun(role, folder, 1.0)  # type: ignore[arg-type]
 

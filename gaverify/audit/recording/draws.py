@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gaverify.audit.folders import COMPILED
+from gaverify.audit.measurements import ForwardInputs, read_rows
 from gaverify.audit.same_data import Matcher
 from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.layouts import SampleLayout
@@ -47,13 +48,13 @@ class Draws:
         self._count = self._dealt = 0
         self._unaligned: dict[str, str] = {}
 
-    def begin(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> None:
+    def begin(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> None:
         """Turns to the next forward: of which model in which mode, and the shapes and fingerprints of its inputs."""
         self._handler = self._next(key, shapes, prints)
         if self._handler is not None:
             self._handlers.append(self._handler)
 
-    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Recorder | Dealer | None:
+    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Recorder | Dealer | None:
         return None
 
     def in_forward(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -95,7 +96,7 @@ class KeptDraws(Draws):
         self._folder = folder
         self._forwards: list[tuple[Key, Shapes, DrawRecord]] = []
 
-    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Recorder:
+    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Recorder:
         recorder = Recorder()
         self._forwards.append((key, shapes, recorder.record))
         return recorder
@@ -141,10 +142,10 @@ class DealtDraws(Draws):
         self._places: dict[Key, list[int]] = {}
         self._seen: Counter[Key] = Counter()
         self._starts: Counter[int] = Counter()
-        rows: list[Any] = []
+        rows: list[ForwardInputs] = []
         for path in (source / f"draws-{update}.pt" for source in self._sources):
             if path.exists():
-                rows += torch.load(path.with_name(f"rows-{update}.pt"), weights_only=True)
+                rows += read_rows(path.with_name(f"rows-{update}.pt"))
                 for key, shapes, draws in torch.load(path, weights_only=False):
                     record = DrawRecord([Draw(**{**draw, "value": unpack_mask(draw["value"])}) for draw in draws])
                     self._places.setdefault(key, []).append(len(self._entries))
@@ -164,7 +165,7 @@ class DealtDraws(Draws):
             self._handler.finish()
         self._handler = None
 
-    def _next(self, key: Key, shapes: Shapes, prints: dict[str, Any]) -> Dealer | None:
+    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Dealer | None:
         self._finish()
         places = self._places.get(key)
         if not places:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from gaverify.audit.measurements import Fingerprints, ForwardInputs
 from gaverify.passes.fingerprints import summaries
 from gaverify.passes.nesting import leaves
 
@@ -40,25 +42,23 @@ _COLUMNS = 16  # of a list, each of which may count something
 _INPUTS = 16  # tensors among which pointers are looked for; a longer list holds samples
 _INDEX = re.compile(r"\[\d+\]")
 
-Rows = dict[str, Any]
 
-
-def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
+def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardInputs:
     """Returns the fingerprints of every input tensor of a forward by its path; empty where there is no tensor.
 
     Tensors that gradients flow through are the script's own results and left out. The entries of a list share one path,
     because a list may be the batch itself.
     """
-    by_path: dict[str, list[Rows]] = {}
+    by_path: dict[str, list[Fingerprints]] = {}
     tensors = list(_tensors(args, kwargs))
     ends = _ends([tensor for _, tensor in tensors])
     hashed = [fingerprints(tensor) for _, tensor in tensors]
     pointing = [_pointing(at, tensor, hashed) for at, (_, tensor) in enumerate(tensors)]
-    for (path, tensor), prints, into in zip(tensors, hashed, pointing, strict=True):
-        end = ends.get(tuple(tensor.shape[:2]))
-        if end is not None and "tail" in prints:
-            prints["tail"] = torch.minimum(prints["tail"], end)
-        by_path.setdefault(path, []).append(prints | ({"into": into} if into else {}))
+    for (path, tensor), prints, readings in zip(tensors, hashed, pointing, strict=True):
+        end, tail = ends.get(tuple(tensor.shape[:2])), prints.tail
+        if end is not None and tail is not None:
+            tail = torch.minimum(tail, end)
+        by_path.setdefault(path, []).append(replace(prints, tail=tail, readings=readings))
     return {
         path if len(parts) == 1 else f"{path} ({at})": part
         for path, parts in by_path.items()
@@ -101,17 +101,15 @@ def _tensors(
 
 
 @torch.no_grad()
-def fingerprints(tensor: torch.Tensor) -> Rows:
+def fingerprints(tensor: torch.Tensor) -> Fingerprints:
     """Returns the rows of one tensor, along its first dimension and, hashed whole, along its second."""
     values = tensor.detach().cpu()
-    rows: Rows = {"shape": tuple(values.shape), **_along(values, prefixes=True)}
-    if values.dim() > 1:
-        rows["second"] = _along(values.transpose(0, 1), prefixes=False)
-    return rows
+    second = _along(values.transpose(0, 1), prefixes=False) if values.dim() > 1 else None
+    return replace(_along(values, prefixes=True), shape=tuple(values.shape), second=second)
 
 
 @torch.no_grad()
-def _pointing(at: int, tensor: torch.Tensor, inputs: list[Rows]) -> dict[str, Rows]:
+def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict[str, Fingerprints]:
     """Returns fingerprints of a list with what its numbers may mean in their place, by the reading.
 
     Args:
@@ -129,7 +127,7 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Rows]) -> dict[str, Ro
     bits = values.contiguous().view(_VIEWS[values.element_size()]).to(torch.int64)
     readings = {}
     for position, prints in enumerate(inputs):
-        rows = prints["hash"][:, -1]
+        rows = prints.hash[:, -1]
         counts = ((values >= 0) & (values < len(rows)) & (values == values.floor())).all(0)
         columns = {str(column): [column] for column in counts.nonzero().flatten().tolist() if not edges}
         if bool(counts.all()) and len(columns) != 1:
@@ -156,17 +154,13 @@ def _meanings(numbers: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tens
     return meant
 
 
-def _along(values: torch.Tensor, *, prefixes: bool) -> Rows:
+def _along(values: torch.Tensor, *, prefixes: bool) -> Fingerprints:
     steps = _steps(values)
+    projections = summaries(values.reshape(values.shape[0], -1).double()) if values.is_floating_point() else None
     if not prefixes or steps.shape[1] > _LONGEST:
-        result: Rows = {"hash": _running(steps)[:, -1:]}
-    else:
-        result = {"hash": _running(steps), "tail": _tail(steps)}
-        backwards = steps.flip(1)
-        result |= {"hash_left": _running(backwards), "tail_left": _tail(backwards)}
-    if values.is_floating_point():
-        result["projections"] = summaries(values.reshape(values.shape[0], -1).double())
-    return result
+        return Fingerprints(_running(steps)[:, -1:], projections=projections)
+    backwards = steps.flip(1)
+    return Fingerprints(_running(steps), _tail(steps), _running(backwards), _tail(backwards), projections)
 
 
 def _steps(values: torch.Tensor) -> torch.Tensor:

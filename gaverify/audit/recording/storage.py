@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from gaverify.audit.folders import DISK_FULL, META, ROOM, note_fault
+from gaverify.audit.measurements import ForwardInputs, StepSample
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.records.events import ClosingRecord, Event, write_closing_record, write_event
@@ -99,8 +101,8 @@ class Update:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.rows: list[dict[str, Any]] = []
-        self._steps: dict[int, dict[str, Any]] = {}
+        self.rows: list[ForwardInputs] = []
+        self._steps: dict[int, StepSample] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -139,17 +141,17 @@ class Update:
             gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients
         if summed is not None and not summed.differs(gradients, sampled):
             summed = None
-        self._steps[entry.index] = {
-            "update": self.number,
-            "increments": [(part.backward, part.change) for part in entry.increments],
-            "stretches": entry.sample.stretches(),
-            "sizes": entry.sample.sizes,
-            "forwards": list(forwards),
-            "final": sampled / divisor,
-            "summed": summed.sampled / divisor if summed is not None else None,
-            "before": before,
-            "by_change": change is not None,
-        }
+        self._steps[entry.index] = StepSample(
+            final=sampled / divisor,
+            summed=summed.sampled / divisor if summed is not None else None,
+            before=before,
+            stretches=entry.sample.stretches(),
+            sizes=tuple(entry.sample.sizes),
+            increments=tuple((part.backward, part.change) for part in entry.increments),
+            forwards=tuple(forwards),
+            update=self.number,
+            by_change=change is not None,
+        )
         tensors = {"gradients": _present(gradients, divisor)}
         if summed is not None:
             tensors["summed"] = _present(summed.gradients, divisor)
@@ -163,17 +165,18 @@ class Update:
             buffers: Of the script's models.
             led: Whether the step used the full-batch run's gradients.
         """
-        self._steps[entry.index] |= {
-            "weights": entry.weights,
-            "settings": settings_of(entry.optimizer),
-            "counted": counted_steps(entry.optimizer),
-            "led": led,
-            "buffers": {
+        self._steps[entry.index] = replace(
+            self._steps[entry.index],
+            weights=entry.weights,
+            settings=tuple(settings_of(entry.optimizer)),
+            counted=counted_steps(entry.optimizer),
+            led=led,
+            buffers={
                 name: values.reshape(-1)[:_BUFFER].to("cpu", torch.float64)
                 for name, buffer in buffers.items()
                 if (values := plain(buffer)) is not None and values.layout is torch.strided and not values.is_complex()
             },
-        }
+        )
 
     def write(self, storage: Storage, steps: dict[int, int]) -> None:
         """Writes the samples and rows of the window.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from gaverify.audit.flow import parts_of
+from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording import graph
 from gaverify.audit.recording.graph import MOST, Terms, Weight
@@ -156,7 +157,8 @@ class TestTerms:
 
 class TestAddUp:
     def samples(self, *values: float) -> Samples:
-        return Samples({0: {"final": torch.tensor(values, dtype=torch.float64, device="cpu")}})
+        final = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return Samples({0: StepSample(final, before=final, stretches=torch.ones_like(final))})
 
     def test_terms_that_are_the_whole(self) -> None:
         assert add_up(self.samples(3.0, 1.0), [self.samples(1.0, 2.0), self.samples(2.0, -1.0)], 1e-9)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _find_drifted as drifted_in
+from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples, labels
 from gaverify.audit.recording.loop import Counterparts, LoopDraw, Share, Unalignable
 from gaverify.audit.recording.rows import input_rows
@@ -419,5 +420,8 @@ class TestWeightsThatAScriptMovesItself:
     ids=["as it is", "behind a wrapper", "changed behind a wrapper", "another one"],
 )
 def test_a_buffer_that_a_wrapper_calls_otherwise_has_not_drifted(name: str, value: float, drifted: tuple[str]) -> None:
-    sides = [Samples({0: {"buffers": {at: numbers(v)}}}) for at, v in (("0:mask", 1.0), (name, value))]
+    sides = [
+        Samples({0: StepSample(*[numbers()] * 3, buffers={at: numbers(v)})})
+        for at, v in (("0:mask", 1.0), (name, value))
+    ]
     assert drifted_in(*sides, 2.0**-24) == drifted
