@@ -567,7 +567,7 @@ EXACT = SimpleNamespace(is_float64=True)
 
 def confirms(confirm: Any, found: Facts, **bench: Any) -> bool:
     """Whether one of the ways to confirm something tells more than was known of the whole batch."""
-    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "experiment": EXACT, "earlier": None, **bench})
+    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "experiment": EXACT, "reference": None, **bench})
     return confirm(known, FACTS, found) is not FACTS
 
 
