@@ -1,4 +1,13 @@
-"""The whole flow: problem → gradients → comparison → control → findings → verdict."""
+"""Verifies a problem: prepare, measure, decide, measure in float64 and decide where that is needed, search, confirm.
+
+prepare     the problem becomes an `Experiment`: on its device, seeded, every pass from the same state
+measure     the full batch and the K micro-batches, in the user's precision, with the same random draws
+decide      what that precision's own rounding explains is equivalent, with a few samples in float64 where it helps
+float64     for what is open: the first samples where the difference is clearly no rounding, else all of the batch
+search      control runs for the cause of a divergence: on the first samples where these told, else on all of it
+confirm     a cause that the first samples showed has to be one of the whole batch
+report      rules turn what was measured into findings
+"""
 
 from __future__ import annotations
 
@@ -12,8 +21,8 @@ import torch
 from torch import nn
 
 from gaverify.causes.confirming import confirm_in_working_precision, confirm_on_batch
+from gaverify.causes.first_samples import FirstSamples, examine_first_samples
 from gaverify.causes.investigation import collect_facts, open_bench, search_causes, watch_state
-from gaverify.causes.part import PartAnswer, examine_part
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.loading.texts import guessed_parts
@@ -193,34 +202,37 @@ def _verify_here(problem: Problem, settings: Settings, ranks: Ranks | None, prog
 
             on_ranks = judge_on_ranks(experiment, ranks, diagnose=settings.diagnose, exact=settings.exact)
             return _make_verdict(settings, started, *on_ranks)
-        measurement, decision, part = _measure_and_decide(experiment, settings)
+        measurement, decision, first_samples = _measure_and_decide(experiment, settings)
         searched_at = time.perf_counter()
-        decision, facts = _find_causes(measurement, decision, part, diagnose=settings.diagnose)
+        decision, facts = _find_causes(measurement, decision, first_samples, diagnose=settings.diagnose)
         measurement.seconds["diagnosis"] = time.perf_counter() - searched_at
         return _make_verdict(settings, started, measurement, decision, facts)
 
 
-def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, PartAnswer]:
+def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, FirstSamples]:
     """Runs both strategies and decides every parameter: in the user's precision, or in float64 where that cannot tell.
 
     Returns:
-        What was measured, what was decided, and what a part of the batch showed, if one was run.
+        What was measured, what was decided, and what the first samples showed, if they were looked into.
     """
-    by_tolerance = settings.rtol is not None and settings.atol is not None
-    # The full batch, then the K micro-batches with the same random draws, in the user's precision.
-    measurement = measure_strategies(experiment, sketched=not by_tolerance and not settings.exact, located=by_tolerance)
     if settings.rtol is not None and settings.atol is not None:
+        # Tolerances are the user's own criterion: nothing is left to decide.
+        measurement = measure_strategies(experiment, located=True)
         decision = decide_by_tolerance(measurement, settings.rtol, settings.atol)
-    else:
-        decision = decide(measurement, exact=settings.exact)
+        if not settings.trace:
+            measurement.free_gradients()
+        return measurement, decision, FirstSamples(decision)
+    measurement = measure_strategies(experiment, sketched=not settings.exact)
+    measured_at = time.perf_counter()
+    decision = decide(measurement, exact=settings.exact)
+    first_samples = FirstSamples(decision)
     if not settings.trace and not needs_gradients(measurement, decision):
         measurement.free_gradients()
-    measured_at, part = time.perf_counter(), PartAnswer(decision)
     # Clearly more than rounding: the first samples in float64 show the same in a fraction of the time and memory.
     if decision.shows_fault and not settings.exact:
-        part = examine_part(measurement, decision, searches=settings.diagnose)
-        decision = part.decision or decision
-    # What is still open is decided by float64 on all of the batch, which the search for a cause looks on at.
+        first_samples = examine_first_samples(measurement, decision, searches=settings.diagnose)
+        decision = first_samples.decision or decision
+    # What is still open is decided by float64 on all of the batch; a search for the cause watches its micro-batches.
     if decision.is_open:
         make_probe = watch_state if settings.diagnose else None
         decision = decide_open(measurement, decision, exact=settings.exact, make_probe=make_probe)
@@ -229,21 +241,22 @@ def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Mea
     if settings.exact and decision.control_failure:
         # A kernel has no float64: the answer is what it would have been without `exact`, and says so.
         failure = decision.control_failure
-        del measurement, decision, part  # their gradients take the memory of the next passes
-        measurement, decision, part = _measure_and_decide(experiment, replace(settings, exact=False))
-        return measurement, replace(decision, control_failure=decision.control_failure or failure), part
-    if not by_tolerance:
-        measurement.seconds["control"] = time.perf_counter() - measured_at
-    return measurement, decision, part
+        del measurement, decision, first_samples  # their gradients take the memory of the next passes
+        measurement, decision, first_samples = _measure_and_decide(experiment, replace(settings, exact=False))
+        decision = replace(decision, control_failure=decision.control_failure or failure)
+        return measurement, decision, first_samples
+    measurement.seconds["control"] = time.perf_counter() - measured_at
+    return measurement, decision, first_samples
 
 
 def _find_causes(
-    measurement: Measurement, decision: Decision, part: PartAnswer, *, diagnose: bool
+    measurement: Measurement, decision: Decision, first_samples: FirstSamples, *, diagnose: bool
 ) -> tuple[Decision, Facts]:
-    """Looks for the cause of a divergence, and confirms on all of the batch what a part of it showed.
+    """Looks for the cause of a divergence, and confirms on all of the batch what the first samples showed.
 
     Returns:
-        The decision, by float64 on all of the batch where the part was not confirmed; and everything measured.
+        The decision, by float64 on all of the batch where the first samples were not confirmed; and everything that
+        was measured.
     """
     facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
     if not diagnose or not facts.compared.divergent or facts.steps < 2:
@@ -251,23 +264,26 @@ def _find_causes(
     facts = replace(facts, diagnosed=True)
     try:
         with limit.searching():
-            if decision.method is Method.FLOAT64_PART and part.facts is not None:
-                confirmed = confirm_in_working_precision(measurement, decision, facts, part.facts)
+            if decision.method is Method.FLOAT64_PART and first_samples.facts is not None:
+                # The cause that the first samples showed, tried on the whole batch in the user's precision.
+                confirmed = confirm_in_working_precision(measurement, decision, facts, first_samples.facts)
                 if confirmed is not None:
                     return decision, confirmed
-                # What the part decided counts no more: float64 decides all of the batch.
-                decision = decide_open(measurement, part.before, make_probe=watch_state)
+                # It is not the whole batch's, so that what they decided counts no more: float64 on all of it decides.
+                decision = decide_open(measurement, first_samples.before, make_probe=watch_state)
                 facts = collect_facts(measurement, decision)
                 if not facts.compared.divergent:
                     return decision, facts
                 facts = replace(facts, diagnosed=True)
+            # Control runs happen in float64 where that decided, else in the user's precision.
             with open_bench(measurement, decision, facts.compared.total) as bench:
-                if decision.control is not None and part.facts is not None:
-                    confirmed = confirm_on_batch(bench, facts, part.facts)
+                if decision.control is not None and first_samples.facts is not None:
+                    confirmed = confirm_on_batch(bench, facts, first_samples.facts)
                     if confirmed is not None:
-                        return replace(decision, part=part.facts.weights.sizes), confirmed
+                        return replace(decision, part=first_samples.facts.weights.sizes), confirmed
                 return decision, search_causes(bench, facts)
     except TimeUp:
+        # A time limit ends the search, never the verdict.
         return decision, replace(facts, stopped_after=limit.seconds)
 
 

@@ -161,7 +161,7 @@ def _asking() -> str:
     asked = [
         module for room, module, function in inside if room == "causes" and function.startswith(("ask", "confirmed"))
     ]
-    where = "part: " if ("causes", "part", "examine_part") in inside else "whole: "
+    where = "part: " if ("causes", "first_samples", "examine_first_samples") in inside else "whole: "
     control = " in float64" if any(function == "run_in_float64" for _, _, function in inside) else ""
     return where + (asked[-1] if asked else "passes" + control)
 

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 import gaverify
 from gaverify import Finding, Outcome, Verdict
-from gaverify.causes import confirming, coupling, investigation, operations, part, proof, weights
+from gaverify.causes import confirming, coupling, first_samples, investigation, operations, proof, weights
 from gaverify.causes.bench import Bench, find_needed
 from gaverify.causes.trace import operations as tracing
 from gaverify.causes.trace.traces import describe_tensor
@@ -173,11 +173,11 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
         return measurement, SimpleNamespace(rows=rows, few=few, control=object())
 
     whole, of_part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
-    rows = part._decide_by_part(*whole, *of_part)
+    rows = first_samples._decide_by_part(*whole, *of_part)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
     of_part[1].control = None
-    assert part._decide_by_part(*whole, *of_part) is None, "float64 did not run"
+    assert first_samples._decide_by_part(*whole, *of_part) is None, "float64 did not run"
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
         def with_second_reading(self) -> Any:
             return First(replace(self.draws, inner=True))
 
-    monkeypatch.setattr(part, "run_in_float64", control)
-    monkeypatch.setattr(part, "measure_and_decide", lambda *_, **__: "in both")
+    monkeypatch.setattr(first_samples, "run_in_float64", control)
+    monkeypatch.setattr(first_samples, "measure_and_decide", lambda *_, **__: "in both")
     working = {"w": difference(1.0, 0.6), "b": difference(0.0, 0.8)}
     whole: Any = SimpleNamespace(
         experiment=SimpleNamespace(draws=drawn),
@@ -227,7 +227,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     )
     first: Any = First(DrawRecord())
     decision: Any = SimpleNamespace(few=None)
-    found: Any = part._judge_part(first, whole, decision, None)
+    found: Any = first_samples._judge_part(first, whole, decision, None)
     assert bool(given[0].count) is bool(drawn.count) and given[0].inner is drawn.inner
     if not alone:
         assert found == "in both"
@@ -237,7 +237,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     allowed = [row.allowed for row in decided.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
     decision.few = "below float32"
-    assert part._judge_part(first, whole, decision, None) == "in both"
+    assert first_samples._judge_part(first, whole, decision, None) == "in both"
 
 
 @pytest.mark.parametrize(
@@ -250,14 +250,14 @@ def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
 ) -> None:
     looked: list[object] = []
     seen = {"w": difference(1e-4, 1.0), "zero": difference(1e-9, 0.0)}
-    monkeypatch.setattr(part, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
+    monkeypatch.setattr(first_samples, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
     least = FEW_UNITS * U32
     differences = {"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)}
     whole: Any = SimpleNamespace(differences=differences, coarse_unit=U32)
     rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
     of_part: Any = SimpleNamespace(experiment=None, differences={})
     found: Any = SimpleNamespace(rows=rows)
-    rounds = part._rounding_of(whole, of_part, found)
+    rounds = first_samples._rounding_of(whole, of_part, found)
     assert rounds("zero") == pytest.approx(FEW_TIMES * 1e-9 if looks else least)
     assert rounds("w") == pytest.approx(FEW_TIMES * 1e-4) and len(looked) == 1
 
@@ -289,7 +289,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
     )
     measurement: Any = SimpleNamespace(experiment=experiment, coarse_unit=unit)
     decision: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
-    found = part._part_of(measurement, decision)
+    found = first_samples._part_of(measurement, decision)
     assert (found.batch_size if found is not None else None) == size
 
 

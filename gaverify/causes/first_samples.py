@@ -30,18 +30,18 @@ _QUARTER, _LEAST, _MOST = 4, 2, 1024
 
 
 @dataclass(frozen=True)
-class PartAnswer:
-    """What a part of the batch showed."""
+class FirstSamples:
+    """What the first samples showed, measured, decided and searched in the place of the whole batch."""
 
     before: Decision
-    """What working precision told, before the part."""
+    """What the user's precision told of the whole batch, still open."""
     decision: Decision | None = None
-    """The parameters of the whole batch, decided by the part; None: the part does not tell."""
+    """The parameters of the whole batch, decided by the first samples; None: these do not tell."""
     facts: Facts | None = None
-    """What the search for a cause showed in the part; None: it was not searched."""
+    """What the search for a cause showed in them; None: they were not searched."""
 
 
-def examine_part(measurement: Measurement, decision: Decision, *, searches: bool) -> PartAnswer:
+def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamples:
     """Measures, decides and searches the first samples in float64, in the place of the whole batch.
 
     A part that diverges is searched even if it does not tell, and float64 then has to decide the whole batch.
@@ -55,7 +55,7 @@ def examine_part(measurement: Measurement, decision: Decision, *, searches: bool
     try:
         part = _part_of(measurement, decision)
         if part is None:
-            return PartAnswer(decision)
+            return FirstSamples(decision)
         part.progress(f"a part of the batch: {part.batch_size} samples")
         part_answer = _judge_part(part, measurement, decision, watch_state if searches else None)
         rows = _decide_by_part(measurement, decision, *part_answer)
@@ -64,11 +64,11 @@ def examine_part(measurement: Measurement, decision: Decision, *, searches: bool
     except Exception as error:  # a model that does not take so few samples, a loss that is no number
         if is_own_fault(error):
             raise
-        return PartAnswer(decision)
+        return FirstSamples(decision)
     if rows is None:
-        return PartAnswer(decision, facts=facts)
+        return FirstSamples(decision, facts=facts)
     decided = replace(decision, rows=rows, method=Method.FLOAT64_PART, part=part.sizes, is_open=False)
-    return PartAnswer(decision, decided, facts)
+    return FirstSamples(decision, decided, facts)
 
 
 def _part_of(measurement: Measurement, decision: Decision) -> Experiment | None:
