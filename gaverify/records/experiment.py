@@ -18,20 +18,24 @@ SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random"
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name at the dispatcher, the module path around it, and its line.
-
-    `caller` is said beside a line of a library: the class of the outermost module or loss around the operation that is
-    none of the model's, and the nearest line of the user's own code.
-    """
+    """One operation of a forward or a backward, and where it is."""
 
     name: str
+    """Its name at the dispatcher: "native_batch_norm"."""
     module: str | None = None
+    """Path of the innermost module of the model around it; None outside of all."""
     kind: str = ""
+    """Class of that module."""
     library: bool = False
+    """Whether the innermost module around it is one of torch's own classes."""
     file: str | None = None
+    """The file that a reader knows; None where there is no such line."""
     line: int | None = None
+    """Line in `file`."""
     source: str = ""
+    """Text of that line."""
     caller: str = ""
+    """Beside a line of a library: the loss around the operation, and the nearest line of the user's own code."""
 
     @property
     def location(self) -> Location:
@@ -52,13 +56,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """How far a module's outputs for the same samples are apart between the full batch and the micro-batches.
-
-    `difference` is relative to the largest value of an output; 0 where they agree to rounding.
-    """
+    """How much a module's outputs for the same samples differ between the full batch and the micro-batches."""
 
     module: str
+    """Path of the module."""
     difference: float
+    """Relative to the largest value of an output; 0 where they agree to rounding."""
 
 
 @dataclass(frozen=True)
@@ -110,31 +113,35 @@ class Suspect:
 class WeightFit:
     """Least squares over the gradients of the K micro-batches; residuals are relative.
 
-        g_full ≈ Σ weights_k g_k        g_used ≈ Σ used_k g_k        g_used ≈ factor · g_full
-
-    `weights` are those that would be right, `used` those that reached the optimizer. `determined`: the gradients of the
-    micro-batches tell all weights apart. `vacuous`: the model has so few parameters that some weights always fit.
-    `noise` is the standard error of the full-batch gradient, estimated from its micro-batches, relative to its norm.
-    `samples`: how many were looked at where that is not all of the batch: then there are no weights, and the noise is
-    that of all.
+    g_full ≈ Σ weights_k g_k        g_used ≈ Σ used_k g_k        g_used ≈ factor · g_full
     """
 
     weights: tuple[float, ...]
+    """The weights that would be right; empty where `samples` is given."""
     residual: float
+    """What `weights` leave of the full batch's gradient."""
     determined: bool = True
+    """Whether the micro-batches' gradients are independent enough to determine every single weight."""
     noise: float = math.nan
+    """Standard error of the full batch's gradient, estimated from its micro-batches, relative to its norm."""
     vacuous: bool = False
+    """Whether the model has so few parameters that some weights always fit."""
     used: tuple[float, ...] = ()
+    """The weights with which the micro-batches reached the optimizer."""
     used_residual: float = 0.0
+    """What `used` leaves of the accumulated gradient."""
     factor: float = math.nan
+    """The one number by which the accumulated gradient differs from the full batch's."""
     factor_residual: float = math.inf
+    """What `factor` leaves."""
     samples: int | None = None
+    """Number of samples that were looked at, where that is not all of the batch; `noise` is still that of all."""
 
     @property
     def multipliers(self) -> tuple[float, ...]:
         """weights_k / used_k: what each micro-batch's loss should be multiplied by, 1 where its weight is right.
 
-        A micro-batch that never reached the step (used 0) is held against the usual weight of the others.
+        A micro-batch that never reached the step (used 0) is compared with the median weight of the others.
         """
         present = sorted(abs(weight) for weight in self.used if abs(weight) > NO_WEIGHT * max(map(abs, self.used)))
         usual = present[len(present) // 2] if present else 1.0
@@ -153,36 +160,40 @@ class TermKind(Enum):
 
 @dataclass(frozen=True)
 class Count:
-    """What one operation divides by, or multiplies by (`times`), in each micro-batch and in the whole window.
-
-    `counts`: the window's is the sum of theirs, so that it takes the place of the micro-batch's weight as well; else
-    their mean. `added_up`: the micro-batches' losses are added up instead, where they were weighted. `term`: nothing
-    is divided, the operation makes a term of the loss that counts otherwise than the micro-batches are weighted.
-    """
+    """What one operation divides by in each micro-batch, and in the accumulation window."""
 
     operation: Operation
+    """The division, mean or product."""
     own: tuple[float, ...]
+    """What it divides by in each micro-batch."""
     window: float
+    """What it divides by in the full batch."""
     counts: bool = True
+    """Whether `window` is the sum of `own`, so that dividing by it replaces the micro-batch's weight; else the mean."""
     added_up: bool = False
+    """Whether the micro-batches' losses have to be added up, with weights of 1."""
     times: bool = False
+    """Whether the operation multiplies by these numbers."""
     term: TermKind | None = None
+    """For a term of the loss that nothing divides: what kind it is."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of a loss that is a sum, differentiated alone in both runs at the same weights.
-
-    `fit` is that of its own gradient, and `samples` says whether that differs between micro-batches: that of a penalty
-    on the parameters is the same. The file and line are those that made it, where they are known.
-    """
+    """One term of a loss that is a sum, differentiated alone in both runs at the same weights."""
 
     number: int
+    """Its position in the sum, from 1."""
     count: int
+    """Number of terms."""
     fit: WeightFit
+    """Weights of the micro-batches in this term's own gradient."""
     samples: bool = True
+    """Whether the term reads samples; a penalty on the parameters is the same in every micro-batch."""
     file: str | None = None
+    """File of the line that made it; None where not known."""
     line: int | None = None
+    """That line."""
 
 
 def are_shares(
@@ -242,22 +253,25 @@ class ControlKind(Enum):
 class ControlRun:
     """Both strategies run again with a suspect neutralised, or with a remedy applied.
 
-    `what` says it in words for reports, `kind` for rules.
-    `left` is the difference that stays, relative to the full-batch gradient's norm; `fit` the weights that would be
-    right in this run, where they were asked for. `reached` names the parameters whose gradient was not zero in it:
-    what is held as a constant cuts others off, and hides what diverges before it. `holds`: as a repair it gave the full
-    batch's gradient on a second batch as well, as far as one could be made. `modules` are those that
-    it neutralised: what it proves, it proves of all of them together.
+    A result that is pinned to a constant cuts the parameters before it off the loss: what diverges there is hidden.
     """
 
     what: str
+    """The control in words, for reports."""
     left: float
+    """The difference that stays, relative to the norm of the full batch's gradient."""
     rounding: bool
+    """Whether that is rounding."""
     fit: WeightFit | None = None
+    """The weights that would be right in this run; None where they were not asked for."""
     kind: ControlKind = ControlKind.HELD
+    """The control for rules."""
     reached: frozenset[str] = frozenset()
+    """Parameters whose gradient in this run was not zero."""
     holds: bool = True
+    """Whether, as a repair, it gave the full batch's gradient on a second batch as well, if one could be made."""
     modules: tuple[str, ...] = ()
+    """The modules that it neutralised together."""
 
     @property
     def repairs(self) -> bool:
@@ -267,15 +281,17 @@ class ControlRun:
 
 @dataclass(frozen=True)
 class Cause:
-    """A suspect, the control run that neutralised it, and the remedies that were run.
-
-    `explained`: the share of the divergence that went away with it; `alone`: the difference that it makes by itself,
-    with every other cause neutralised; `failure`: why no control run was possible, where there is none.
-    """
+    """A suspect, and the runs that examined it."""
 
     suspect: Suspect
+    """The operation."""
     control: ControlRun | None
+    """The run that neutralised it in both strategies; None where none was possible."""
     remedies: tuple[ControlRun, ...] = ()
+    """The runs with its repairs."""
     explained: float = math.nan
+    """Share of the divergence that went away with it."""
     alone: float = math.nan
+    """Relative difference that it makes with every other cause neutralised."""
     failure: str = ""
+    """Why no control run was possible, where there is none."""

@@ -23,50 +23,58 @@ SCRIPT = "the script's own"
 
 @dataclass(frozen=True)
 class StateChange:
-    """A value that the forward changes: where it lives, and the line that wrote it."""
+    """A value that the forward changes."""
 
     name: str
+    """Its path in the model, or the variable of the loss."""
     place: Literal["parameter", "buffer", "attribute", "closure", "unnamed"]
+    """Where it lives."""
     writer: Operation | None = None
+    """What wrote it; None where not known."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What the forward changes, and the control run with it held still (or restored before each micro-batch).
-
-    `alone`: the difference that the blamed changes make by themselves, with every other cause neutralised; `beside`:
-    how far restoring them moves the accumulated gradient where the others cannot be neutralised without them.
-    `elsewhere`: how far the gradient with the state held is from the full batch's, whose own forward moves it.
-    """
+    """What the forward changes, and whether that makes the difference."""
 
     changes: tuple[StateChange, ...]
+    """Every value that changed."""
     control: ControlRun | None = None
+    """The run without effect of these changes, or with the state restored before each micro-batch."""
     blamed: tuple[StateChange, ...] = ()
+    """The changes that matter."""
     remedies: tuple[ControlRun, ...] = ()
+    """The runs that can be written as repairs."""
     alone: float = math.nan
+    """Relative difference that the blamed changes make with every other cause neutralised."""
     beside: float = math.nan
+    """How much restoring them changes the accumulated gradient, where no other cause can be neutralised separately."""
     elsewhere: float = math.nan
+    """Distance of the gradient without changes of the state from the full batch's, whose own forward changes it."""
 
 
 @dataclass(frozen=True)
 class SampleCoupling:
-    """On how many `others` the outputs of one sample depend, and the largest gradient by its own one's norm.
-
-    `batch`: how many samples were looked at, which may be a part of the batch.
-    """
+    """Whether the outputs of one sample depend on the inputs of other samples."""
 
     sample: int
+    """Index of the sample whose outputs were differentiated."""
     others: int
+    """Number of other samples with a gradient that is not zero."""
     strength: float
+    """Largest of these gradients, relative to that of the sample itself."""
     batch: int
+    """Number of samples that were looked at, which may be the first ones of a larger batch."""
 
 
 @dataclass(frozen=True)
 class Repeatability:
-    """How far a pass is from itself with everything known restored: a micro-batch's, or the full batch's."""
+    """Relative difference between a pass and its repetition from the restored state."""
 
     forward: float
+    """Of the losses."""
     backward: float
+    """Of the gradients."""
 
 
 EXPLICIT = "explicit"
@@ -75,25 +83,30 @@ EXPLICIT = "explicit"
 
 @dataclass(frozen=True)
 class Weights:
-    """What every micro-batch holds and what it counts; `fit` has the weights that would be right, `remedy` tried them.
-
-    `failure`: why that was impossible; the weights stay suspected then. `losses` are those of the micro-batches;
-    `valid_targets` is empty where the loss does not tell; `ignored_targets`: whether some targets count for nothing.
-    `place` is the loss call or division whose result the fitted weights add up; `counts` what each micro-batch divides
-    by itself, where dividing by the window's instead is the remedy that was tried.
-    """
+    """How micro-batches are weighted, and the weights that would be right."""
 
     used: tuple[float, ...]
+    """Weight of each micro-batch in the accumulated gradient."""
     weighting: str
+    """The recipe of these weights: "uniform", "samples", …"""
     sizes: tuple[int, ...]
+    """Samples of each micro-batch."""
     losses: tuple[float, ...] = ()
+    """Loss of each micro-batch before its weight."""
     valid_targets: tuple[float, ...] = ()
+    """Targets of each micro-batch that the loss counts; empty where it shows none."""
     ignored_targets: bool = False
+    """Whether some targets count for nothing."""
     fit: WeightFit | None = None
+    """The weights that would be right."""
     remedy: ControlRun | None = None
+    """The run with them, or with the window's counts."""
     failure: str = ""
+    """Why that run was impossible; the weights stay suspected then."""
     place: Operation | None = None
+    """The loss call or division whose result the fitted weights add up."""
     counts: tuple[Count, ...] = ()
+    """What each micro-batch divides by, where dividing by the window's count is the remedy."""
 
     @property
     def blamed(self) -> bool:
@@ -114,57 +127,62 @@ class Weights:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random draws of the full batch and how they were dealt out to the micro-batches.
-
-    `unaligned` has the reason for each that could not be, `places` its line. `control` held every draw constant;
-    `alone` is the difference that such draws make with all other causes neutralised. `shared` draws have no row per
-    sample: every micro-batch was given the full batch's; each with its line, where that is known.
-    """
+    """The random draws of the full batch, and which of them the micro-batches reused."""
 
     count: int = 0
+    """Draws of the full batch."""
     dealt: int = 0
+    """Draws of which each micro-batch used the rows of its own samples."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
+    """Draw → why it could not be cut into rows of samples."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Such a draw → its file and line."""
     foreign_differ: bool = False
+    """Whether Python's or NumPy's generators gave the micro-batches other numbers."""
     shared: Mapping[str, tuple[str, int] | None] = field(default_factory=dict)
+    """Draw without a row per sample, of which every micro-batch used all → its line, where known."""
     control: ControlRun | None = None
+    """The run with every draw constant."""
     alone: float = math.nan
+    """Relative difference that unaligned draws make with all other causes neutralised."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers that end up different after the micro-batches, with their relative difference (NaN: more than rounding).
-
-    `update` is the number of the update after which they were seen, in a training loop.
-    """
+    """Buffers that end up different after the micro-batches."""
 
     drift: Mapping[str, float] = field(default_factory=dict)
+    """Buffer → relative difference; NaN where only known to be more than rounding."""
     update: int | None = None
+    """Number of the update after which they were seen, in a training loop."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What the traces of both forwards showed: the causes that were found in them, and what was ruled out.
-
-    `agree`: no operation of the forward differs; `loss_gap`: how far the weighted losses are apart, relative, with
-    the weights that come nearest: `shares`. `modules` are those whose outputs could be compared sample by sample.
-    `adds_constant`: the loss adds a constant of the batch, which has no gradient and by which it differs.
-    `branch` is the first operation that one side alone computes its loss with, where a gradient is missing.
-    """
+    """What the traces of both forwards showed."""
 
     causes: tuple[Cause, ...] = ()
+    """The causes that were found in them, in the order of execution."""
     agree: bool = False
+    """Whether no operation of the forward differs."""
     loss_gap: float = math.nan
+    """Relative difference of the weighted losses, with `shares`."""
     adds_constant: bool = False
+    """Whether the loss adds a constant of the batch: it has no gradient, and the losses differ by it."""
     shares: tuple[float, ...] = ()
+    """The weights with which the losses come nearest."""
     coupling: SampleCoupling | None = None
+    """Whether one sample's outputs depend on other samples; None where not measured."""
     ruled_out: tuple[Operation, ...] = ()
+    """Operations whose control did not help."""
     modules: tuple[ModuleDifference, ...] = ()
+    """Modules whose outputs could be compared sample by sample."""
     branch: Operation | None = None
+    """The first operation that only one side computes its loss with, where a gradient is missing."""
 
 
 class BackwardPlace(Enum):
-    """What kind of place it is where gradients part although all forwards agree."""
+    """What kind of place it is where gradients start to differ although all forwards agree."""
 
     MODULE = "the backward of a module or of a custom function"
     PARAMETER_HOOK = "gradient hooks of parameters"
@@ -176,17 +194,20 @@ class BackwardPlace(Enum):
 
 @dataclass(frozen=True)
 class Backward:
-    """Where gradients part although all forwards agree; `hooked` parameters carry gradient hooks.
-
-    `kept` is the control run with those gradients put back that a forward clears, where one does; `clearing` clears.
-    """
+    """Where gradients start to differ although all forwards agree."""
 
     place: BackwardPlace | None = None
+    """What kind of place; None where none was found."""
     culprit: Operation | None = None
+    """The module, function, hook or line."""
     control: ControlRun | None = None
+    """The run with it neutralised; None where none was possible."""
     hooked: tuple[str, ...] = ()
+    """Parameters with gradient hooks."""
     kept: ControlRun | None = None
+    """The run with the gradients put back that a forward clears, where one does."""
     clearing: Operation | None = None
+    """What clears them."""
 
 
 @dataclass(frozen=True)
