@@ -16,24 +16,20 @@ from torch import nn
 
 from gaverify.audit.recording.frameworks import find_framework
 from gaverify.audit.recording.graph import Terms, ends_in_parameters
+from gaverify.audit.recording.listeners.gradient_calls import ClippingListener, ScalerListener, ZeroGradListener
+from gaverify.audit.recording.listeners.other_calls import AverageListener, LoadListener, SchedulerListener
 from gaverify.audit.recording.rows import input_rows, input_shapes
 from gaverify.audit.recording.samples import has_loss
 from gaverify.audit.recording.steps import Steps
 from gaverify.audit.recording.unannounced import CERTAIN, ByHand, Waiting
-from gaverify.audit.recording.values import OutOfSight, out_of_sight, plain
-from gaverify.audit.recording.watching import Look, rates_of
+from gaverify.audit.recording.values import OutOfSight, out_of_sight
+from gaverify.audit.recording.watching import Look
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import (
-    AverageUpdate,
     Backward,
-    Clipping,
     Ending,
-    FileLoaded,
     Forward,
     LossOrigin,
-    ScalerCall,
-    SchedulerStep,
-    ZeroGrad,
 )
 from gaverify.records.ranks import Collective, Traffic
 from gaverify.tracebacks import Place, user_place
@@ -41,6 +37,16 @@ from gaverify.tracebacks import Place, user_place
 
 class Recorder(Steps):
     """All calls of the script, each with what is noted before and after it."""
+
+    def subscribe(self) -> None:
+        """Lets all listeners patch torch and subscribe to calls."""
+        self._targets.listen(self.bus)
+        ZeroGradListener(self.recording, self._settle_by_hand).listen(self.bus)
+        ClippingListener(self.recording, self._keep_used).listen(self.bus)
+        ScalerListener(self.recording, lambda: self.steps).listen(self.bus)
+        SchedulerListener(self.recording).listen(self.bus)
+        AverageListener(self.recording).listen(self.bus)
+        LoadListener(self.recording, self.storage.folder).listen(self.bus)
 
     @contextmanager
     def forward(
@@ -67,7 +73,7 @@ class Recorder(Steps):
                     self._reach.listen(output, number)
                 self._returns_loss = self._returns_loss and (not graded or has_loss(output))
 
-            self._in_forward = True
+            self._phase.in_forward = True
             try:
                 with (
                     self.state.around(module, self.names.prefix(module)) if graded and self.state else nullcontext(),
@@ -78,7 +84,7 @@ class Recorder(Steps):
                 ):
                     yield listen
             finally:
-                self._in_forward = False
+                self._phase.in_forward = False
                 if trains:
                     with self.work():
                         self._unannounced_changes.note(self.watch.look(), "forward")
@@ -86,9 +92,9 @@ class Recorder(Steps):
 
     def inside_forward(self) -> bool:
         """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
-        if self._in_forward and self.roundoff.open:
+        if self._phase.in_forward and self.roundoff.open:
             self.roundoff.look_at_autocast()
-        return self._in_forward or self._in_backward
+        return self._phase.in_forward or self._phase.in_backward
 
     @contextmanager
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -132,7 +138,7 @@ class Recorder(Steps):
                 ):
                     yield
             finally:
-                self._in_backward = False
+                self._phase.in_backward = False
             with self.work():
                 self._after_backward(place, tensors, terms, origin)
             self._end_pass()
@@ -148,96 +154,18 @@ class Recorder(Steps):
                 with self.draws.in_backward(), self.control.differentiation(outputs, self._numbers["backward"]):
                     yield results.extend
             finally:
-                self._in_backward = False
+                self._phase.in_backward = False
             with self.work():
-                targets = [(int(valid), total) for valid, total in self._targets]
+                targets = self._targets.read()
                 changes = self._sample_results(inputs, results)
                 if changes:
                     self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
                 self._unannounced_changes.hunt(self._quiet_difference)
             self._end_pass()
 
-    @contextmanager
-    def zero_grad(self) -> Iterator[None]:
-        """Surrounds a call of `zero_grad`, of an optimizer or a module."""
-        with self.work():
-            self._settle_by_hand()
-            self._unannounced_changes.note(self.watch.look(), "backward" if self._in_backward else "between")
-        yield
-        with self.work():
-            cleared = self.watch.look().cleared
-            self.watch.forget(cleared)
-            self._journal.add(ZeroGrad(*self._journal.stamp(), optimizers=tuple(cleared)))
-
-    @contextmanager
-    def clip(self, call: str, limit: float | None, norm: Any = None) -> Iterator[Callable[[Any], None]]:
-        """Surrounds gradient clipping; gives a function that is to be called with its result, the norm.
-
-        Args:
-            call: What was called.
-            limit: The largest norm, or value, that it lets through; None where it is not known.
-            norm: What stands for the result where that is None.
-        """
-        result: list[Any] = []
-        with self.work():
-            look = self.watch.look()
-            self._unannounced_changes.note(look, "between")
-            self.watch.keep_unclipped(look)
-        yield result.append
-        with self.work():
-            changed = self.watch.look().changed
-            for index in changed:
-                self.watch.of(index).clipped = True
-            norm = next((output for output in result if output is not None), norm)
-            norm = float(norm) if isinstance(norm, torch.Tensor) else norm
-            optimizers, stamp = tuple(sorted(changed)), self._journal.stamp()
-            self._journal.add(Clipping(*stamp, optimizers, call, active=bool(changed), norm=norm, limit=limit))
-            self._keep_used()
-
-    def keep_unscaled(self) -> None:
-        """After a `GradScaler` took its scale out of the gradients: they are kept as they are without it."""
-        with self.work():
-            self.watch.keep_unclipped(self.watch.look())
-
-    @contextmanager
-    def scaler(self, call: str) -> Iterator[None]:
-        """Surrounds a call of a `GradScaler`."""
-        with self.work():
-            self._unannounced_changes.note(self.watch.look(), "between")
-            before, place = self.steps, user_place()
-        yield
-        with self.work():
-            self.watch.look()
-            skipped = call == "step" and self.steps == before
-            self._journal.add(ScalerCall(*self._journal.stamp(place), call=call, skipped=skipped))
-            if skipped:
-                self.watch.forget(range(len(self.watch)))
-
-    def note_average(self) -> None:
-        """Notes that `AveragedModel.update_parameters` was called."""
-        with self.work():
-            self._journal.add(AverageUpdate(*self._journal.stamp()))
-
-    def note_load(self, path: str) -> None:
-        """Notes that `torch.load` read a file."""
-        with self.work():
-            self._journal.add(FileLoaded(*self._journal.stamp(), path=path))
-
-    def note_scheduler(self, scheduler: Any) -> None:
-        """Notes a step of a learning-rate scheduler."""
-        with self.work():
-            rates = tuple(rates_of(scheduler.optimizer))
-            self._journal.add(SchedulerStep(*self._journal.stamp(), scheduler=id(scheduler), lr=rates))
-            self._unannounced_changes.accept_settings()
-
-    def targets(self, valid: torch.Tensor, total: int) -> None:
-        """Notes how many targets of a loss count; read at the next backward."""
-        if not self.off and torch.is_grad_enabled() and plain(valid) is not None:
-            self._targets.append((valid, total))
-
     def note_gather(self) -> None:
         """Notes that a tensor that needs a gradient is gathered from all ranks; read at the next backward."""
-        if not self.off:
+        if not self.guard.off:
             self._gathers.append(user_place())
 
     # -- what lies behind them ---------------------------------------------------------------------------------------
@@ -246,7 +174,7 @@ class Recorder(Steps):
         try:
             return self.names.add(module)
         except OutOfSight:
-            self.left_out["modules without values"] = self.left_out.get("modules without values", 0) + 1
+            self.guard.leave_out("modules without values")
             return False
 
     def _differentiates(self) -> Place | None:
@@ -254,7 +182,7 @@ class Recorder(Steps):
         self._settle_by_hand()
         self._unannounced_steps.note_differentiation()
         self._reach.begin()
-        self._in_backward = True
+        self._phase.in_backward = True
         return user_place()
 
     def _end_pass(self) -> None:
@@ -325,7 +253,7 @@ class Recorder(Steps):
                 entry.clipped = False
                 if self.job.has_ranks or entry.index not in incoming:  # else the sum lies elsewhere
                     entry.keep()
-        targets = tuple((int(valid), total) for valid, total in self._targets)
+        targets = self._targets.read()
         self._targets.clear()
         # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
         is_counted = self._weight.of_a_sum or not targets

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import copy
 import multiprocessing.process
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from gaverify.audit.recording.bus import Bus
+from gaverify.audit.recording.context import Recording
 from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
 from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
 from gaverify.audit.recording.graph import Reach, Weight
+from gaverify.audit.recording.guard import Guard
 from gaverify.audit.recording.journal import Journal
+from gaverify.audit.recording.listeners.other_calls import TargetListener
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Inputs, Loaders
 from gaverify.audit.recording.state import RestoredState
 from gaverify.audit.recording.storage import Storage, Update
-from gaverify.audit.recording.unannounced import ByHand, UnannouncedChanges, UnannouncedSteps, Waiting
-from gaverify.audit.recording.values import Names, Roundoff, out_of_sight, suspend_modes
-from gaverify.audit.recording.watching import IncomingGradients, Watch
+from gaverify.audit.recording.unannounced import ByHand, UnannouncedSteps, Waiting
+from gaverify.audit.recording.watching import IncomingGradients
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
 from gaverify.records.events import (
@@ -91,17 +90,17 @@ class Session:
 
     def __init__(self, job: Assignment, storage: Storage) -> None:
         self.job, self.storage = job, storage
-        self.watch, self.names, self.roundoff = Watch(), Names(), Roundoff()
+        self.guard, self._journal = Guard(storage), Journal(storage)
+        self.bus, self.recording = Bus(self.guard), Recording(self.guard, self._journal)
+        self.watch, self.names, self.roundoff = self.recording.watch, self.recording.names, self.recording.roundoff
+        self.work, self._phase = self.guard.work, self.recording.phase
         self.steps = 0  # optimizer steps so far, of any optimizer
-        self._update, self._journal = Update(1), Journal(storage)
-        self._lock = threading.RLock()
-        self._busy = False  # the recorder's own calls, and calls inside a recorded one, are not recorded
-        self._searching: Any = None  # the optimizer whose step evaluates its closure again
-        self._unannounced_changes = UnannouncedChanges(self.watch, self._journal)
+        self._update = Update(1)
+        self._unannounced_changes = self.recording.unannounced
         self.by_hand = False  # the script has no optimizer: moved weights are its steps
         self.undoes_steps = False
-        self._in_forward = self._in_backward = self._complete = False
-        self._targets: list[tuple[torch.Tensor, int]] = []
+        self._complete = False
+        self._targets = TargetListener()
         self.perturbation: Perturbation | None = None
         self.source = job.source
         self.lead = Lead(None)
@@ -113,11 +112,9 @@ class Session:
         self._outer: Any = None  # the optimizer whose step is running
         self._inner: list[Any] = []  # optimizers whose steps are running as a part of that one
         self._parts: set[int] = set()  # optimizers that have stepped so: another one's parameters are theirs
-        self.left_out: dict[str, int] = {}
         self.elsewhere = 0  # backward passes that reached no parameter
         self.rank, self.ranks = 0, 1
         self.clearing: GradientClearing | None = None
-        self._closed = False
         self._buffers = Buffers(self.source)
         self.state: RestoredState | None = None
         self._meter = TrafficMeter()
@@ -165,32 +162,6 @@ class Session:
         self._unannounced_changes.hunt_always()
 
     @property
-    def off(self) -> bool:
-        """Whether a call is none of the recorder's business: its own, a line search's, or one in a worker process.
-
-        Nor can a call be recorded whose tensors have no values; those are counted by what hides them.
-        """
-        if self._busy or self._searching is not None or os.getpid() != self.storage.process:
-            return True
-        why = out_of_sight()
-        if why:
-            self.left_out[why] = self.left_out.get(why, 0) + 1
-        return bool(why)
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Runs the recorder's own code: one thread at a time, unrecorded, its failures never the script's."""
-        with self._lock:
-            before, self._busy = self._busy, True
-            try:
-                with suspend_modes():
-                    yield
-            except Exception as error:
-                self.storage.give_up(error)
-            finally:
-                self._busy = before or self._closed
-
-    @property
     def _is_last_update(self) -> bool:
         """Whether the modules of this update are listened to, or pinned."""
         return self._update.number == self.job.updates
@@ -227,7 +198,7 @@ class Session:
             moves_by_hand=not self.steps and self._unannounced_steps.moves > 0,
             had_gradients=self._had_gradients,
             by_change=self._by_change,
-            unseen=UnseenCalls(self.left_out, self.elsewhere, started_processes(), _has_compiled()),
+            unseen=UnseenCalls(self.guard.left_out, self.elsewhere, started_processes(), _has_compiled()),
             control=ControlSummary(
                 clearing.count if clearing is not None else 0,
                 clearing.setter if clearing is not None else None,

@@ -40,7 +40,7 @@ class Steps(Session):
 
     def step_begins(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Before an optimizer's step; returns a closure to use in place of the script's, if that has one."""
-        if self.by_hand or self.off:
+        if self.by_hand or self.guard.off:
             return None
         with self._loop.ignore_draws():
             if self._is_inner(optimizer):
@@ -54,9 +54,9 @@ class Steps(Session):
 
         def evaluate_closure() -> Any:
             result = closure()
-            if self._searching is None:
+            if self.guard.searching is None:
                 self._before_step(optimizer, place, lead=False)
-                self._searching = optimizer  # later evaluations of a line search are not at the window's weights
+                self.guard.searching = optimizer  # later evaluations of a line search are not at the window's weights
             return result
 
         return evaluate_closure
@@ -66,7 +66,7 @@ class Steps(Session):
         with self._loop.ignore_draws():
             if not self.by_hand:
                 self._after_step(optimizer)
-        if not self.off:
+        if not self.guard.off:
             self._loop.steps += 1
 
     def finish(self, reason: Ending, status: int, code: str = "") -> None:
@@ -77,7 +77,7 @@ class Steps(Session):
             status: Its exit status.
             code: What the script gave `sys.exit`, as Python writes it.
         """
-        with self._lock:
+        with self.guard.lock:
             self.close(reason, code)
             if self.job.meeting is not None and not status:
                 leave_together(self.job.meeting, self.rank, self.ranks)
@@ -87,10 +87,10 @@ class Steps(Session):
         """Writes everything, once; nothing is recorded any more."""
         with self.work():
             self._loop.close()
-            if self._closed:
+            if self.guard.closed:
                 return
             self._settle_by_hand()
-            self._closed = True
+            self.guard.closed = True
             self._unannounced_changes.end_hunt()
             self._close_update()
             self._journal.add(End(*self._journal.stamp(), reason=reason))
@@ -104,9 +104,9 @@ class Steps(Session):
             return
         if self._outer is optimizer:
             self._outer = None
-        if self._searching is optimizer:
-            self._searching = None
-        if self.off:
+        if self.guard.searching is optimizer:
+            self.guard.searching = None
+        if self.guard.off:
             return
         with self.work():
             if self._undone is not None:
@@ -136,12 +136,12 @@ class Steps(Session):
                     self._stop()
                 self._close_update()
             look = self.watch.look()
-            self._unannounced_changes.note(look, "backward" if self._in_backward else "between")
+            self._unannounced_changes.note(look, "backward" if self._phase.in_backward else "between")
             self.steps += 1
             entry = self.watch.of(index)
             entry.steps += 1
             by_hand, stamp = index in look.changed, self._journal.stamp(place)
-            self._journal.add(Step(*stamp, optimizer=index, inside=self._in_backward, by_hand=by_hand))
+            self._journal.add(Step(*stamp, optimizer=index, inside=self._phase.in_backward, by_hand=by_hand))
             self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
             self._open_window(entry)
             if lead:
@@ -233,7 +233,7 @@ class Steps(Session):
                 reached_entry = self.watch.of(index)
                 reached_entry.pending += 1
                 reached_entry.receive(number, change, part.reached)
-            touched, targets, reached = tuple(sorted(part.changes)), tuple(part.targets), tuple(part.reached)
+            touched, targets, reached = tuple(sorted(part.changes)), part.targets, tuple(part.reached)
             stamp = self._journal.stamp(part.place)
             self._journal.add(Backward(*stamp, optimizers=touched, targets=targets, forwards=reached))
         if counted:

@@ -189,7 +189,7 @@ class Waiting:
     """The user's line."""
     reached: list[int]
     """Numbers of the forwards that it reached."""
-    targets: list[tuple[int, int]]
+    targets: tuple[tuple[int, int], ...]
     """Of each loss: targets that count, and all."""
     changes: dict[int, torch.Tensor]
     """Gradients at the sampled elements, by optimizer."""

@@ -16,7 +16,9 @@ import torch
 from gaverify.audit.editing import Edits, check_values, place_value
 from gaverify.audit.folders import DISK_FULL, ROOM
 from gaverify.audit.recording import storage
-from gaverify.audit.recording.patches import _loads
+from gaverify.audit.recording.bus import Bus
+from gaverify.audit.recording.guard import Guard
+from gaverify.audit.recording.listeners.other_calls import LoadListener
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import same
 from gaverify.errors import ProblemError
@@ -229,13 +231,10 @@ def test_the_closing_record_appears_when_it_is_whole(tmp_path: Path, monkeypatch
 def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is given what another run of the audit kept does not resume."""
     noted: list[str] = []
-    recorder = SimpleNamespace(
-        off=False,
-        storage=SimpleNamespace(folder=tmp_path / "audit" / "1-accumulated"),
-        note_load=noted.append,
-    )
+    journal = SimpleNamespace(stamp=lambda: (1,), add=lambda event: noted.append(event.path))
     monkeypatch.setattr(torch, "load", torch.load)
-    _loads(recorder)  # type: ignore[arg-type]
+    listener = LoadListener(SimpleNamespace(journal=journal), tmp_path / "audit" / "1-accumulated")  # type: ignore[arg-type]
+    listener.listen(Bus(Guard(Storage(tmp_path))))
     own, checkpoint = tmp_path / "audit" / "0-full" / "loader-0-1-0.pt", tmp_path / "audited.pt"
     own.parent.mkdir(parents=True)
     for path in (own, checkpoint):
