@@ -48,7 +48,7 @@ def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
     cause_count = len(causes) + weight_facts.blamed + (state_facts is not None and bool(state_facts.blamed))
     if not facts.cleared or facts.draws.control is not None or cause_count != 1:
         return facts
-    if in_part and (weight_facts.remedy is None or _have_meaning(weight_facts)):
+    if in_part and (weight_facts.remedy is None or _has_meaning(weight_facts)):
         return facts
     if weight_facts.remedy is not None:
         return _mark_weights(bench, facts)
@@ -71,7 +71,7 @@ def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     every micro-batch by chance (a worst group): then another batch shows what couples them.
     """
     weight_facts = facts.weights
-    has_meaning = _have_meaning(weight_facts)
+    has_meaning = _has_meaning(weight_facts)
     seeds = _SEEDS[: 1 if has_meaning else _TRIED]
     failed = next(
         filter(
@@ -98,11 +98,9 @@ def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     return facts if cause is None else _replace_weights_by_cause(bench, facts, cause)
 
 
-def _have_meaning(weight_facts: Weights) -> bool:
+def _has_meaning(weight_facts: Weights) -> bool:
     return (
-        weight_facts.fit is not None
-        and not weight_facts.counts
-        and weights.have_meaning(weight_facts, weight_facts.fit)
+        weight_facts.fit is not None and not weight_facts.counts and weights.has_meaning(weight_facts, weight_facts.fit)
     )
 
 

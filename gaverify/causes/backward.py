@@ -15,17 +15,17 @@ from typing import TypeVar
 
 from gaverify.causes import state, weights
 from gaverify.causes.bench import Bench, find_needed
-from gaverify.causes.neutral.holding import (
-    ApplicationHeld,
-    ConstantsHeld,
-    GradientsHeld,
-    GradientsPassed,
-    OutputHeld,
+from gaverify.causes.neutral.pinning import (
+    PinnedApplication,
+    PinnedConstants,
+    PinnedGradients,
+    PinnedOutputs,
     Registry,
+    StraightThrough,
     WithoutHooks,
     WithoutTensorHooks,
 )
-from gaverify.causes.trace.backward_listening import GradientListener
+from gaverify.causes.trace.backward_listening import BoundaryGradients
 from gaverify.causes.trace.traces import Frame, locate_operation
 from gaverify.errors import GaverifyError
 from gaverify.passes.gradients import PassProbe
@@ -54,7 +54,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     used = facts.weights.used
     shares = facts.forward.shares or used
     # the forwards agreed from the same state; where that moves between micro-batches, it is another cause
-    neutral = state.probe_of(bench, facts)
+    neutral = state.make_state_probe(bench, facts)
     trial_bench = bench if neutral is None else bench.without(neutral)
     trial = _Trial(trial_bench.with_weights(shares), facts)
     # hooks and constants come first, because their lines are known
@@ -65,7 +65,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return facts
     is_proven = first_culprit.control is not None and first_culprit.control.rounding
     if is_proven and neutral is not None and facts.state is not None:
-        facts = replace(facts, state=state.blamed_beside(bench, facts.state))
+        facts = replace(facts, state=state.blame_beside_control(bench, facts.state))
     if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
         # a loss that state moves does not agree: what is cut out of the graph is a value of the forward as well
         suspect = Suspect(
@@ -82,7 +82,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if first_culprit.control is None or not is_proven:
         return facts
     fit, difference_left = first_culprit.control.fit, first_culprit.control.left
-    right = fit.weights if fit is not None and weights.means(bench, facts, fit) else shares
+    right = fit.weights if fit is not None and weights.is_meaningful(bench, facts, fit) else shares
     facts = replace(facts, left=difference_left, cleared=True)
     if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
         return facts
@@ -104,7 +104,7 @@ class _Trial:
         try:
             control = self.bench.run(what, probe, fit=True)
             fit = control.fit
-            if control.rounding or fit is None or not weights.means(self.bench, self.facts, fit):
+            if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.facts, fit):
                 return control
             return replace(self.bench.with_weights(fit.weights).run(what, probe), fit=fit)
         except GaverifyError:
@@ -171,7 +171,7 @@ def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
 
 def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     experiment = trial.bench.experiment
-    probe = ConstantsHeld(experiment)
+    probe = PinnedConstants(experiment)
     constants_run = trial.run("what the forward cuts out of the graph held constant", probe)
     if constants_run is None or not constants_run.rounding:
         return None
@@ -179,7 +179,7 @@ def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     def control(some: Sequence[Frame]) -> ControlRun | None:
         if len(some) == len(probe.frames):
             return constants_run
-        return trial.run("what this line cuts out of the graph held constant", ConstantsHeld(experiment, some))
+        return trial.run("what this line cuts out of the graph held constant", PinnedConstants(experiment, some))
 
     needed = trial.find_needed(probe.frames, control)
     return needed and BackwardCulprit(
@@ -189,7 +189,7 @@ def _try_constants(trial: _Trial) -> BackwardCulprit | None:
 
 def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     """Compares the gradients at the boundaries of modules and custom functions."""
-    listener, bench = GradientListener(trial.bench), trial.bench
+    listener, bench = BoundaryGradients(trial.bench), trial.bench
     bench.experiment.micro_batches(bench.experiment.full_batch(listener), listener)
     call = _diverging_call(listener)
     if call is None:
@@ -200,9 +200,9 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
         what = {
-            f"the result of `{kind}` held constant": ApplicationHeld,
-            f"gradients passed through `{kind}` unchanged": GradientsPassed,
-            f"the full batch's gradients in the place of what `{kind}` computes": GradientsHeld,
+            f"the result of `{kind}` held constant": PinnedApplication,
+            f"gradients passed through `{kind}` unchanged": StraightThrough,
+            f"the full batch's gradients in the place of what `{kind}` computes": PinnedGradients,
         }
         runs = (trial.run(words, probe_type(experiment, position)) for words, probe_type in what.items())
         control = next((run for run in runs if run is not None), None)
@@ -210,11 +210,11 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
     module = dict(experiment.named_modules())[path]
-    control = trial.run(f"the output of `{path or '(root)'}` held constant", OutputHeld(experiment, module))
+    control = trial.run(f"the output of `{path or '(root)'}` held constant", PinnedOutputs(experiment, module))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 
-def _diverging_call(listener: GradientListener) -> int | None:
+def _diverging_call(listener: BoundaryGradients) -> int | None:
     """The innermost call whose output gradients agree and whose input gradients do not.
 
     A custom function that returns the loss has no output gradients to compare: that of a loss is its weight.
@@ -228,7 +228,7 @@ def _diverging_call(listener: GradientListener) -> int | None:
     return max(culprits) if culprits else None  # the innermost call was entered last
 
 
-def _starts_in_the_loss(listener: GradientListener) -> bool:
+def _starts_in_the_loss(listener: BoundaryGradients) -> bool:
     """Whether the gradients that reach the outermost modules differ already."""
     return any(listener.worst.get(call, {}).get("outputs", 0.0) > SAME_IN_FLOAT32 for call in listener.outermost)
 

@@ -177,8 +177,8 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         fit = _translate_fit(fit, bench.reference.shares, facts.weights, part_facts.weights, _most(bench))
     if fit is None or before is None:
         return facts
-    alike = bench.experiment.is_float64 and fit.determined and weights.explains(bench, facts, fit)
-    if not weights.means(bench, facts, fit) and (weights.have_meaning(part_facts.weights, before) or not alike):
+    alike = bench.experiment.is_float64 and fit.determined and weights.is_explanation(bench, facts, fit)
+    if not weights.is_meaningful(bench, facts, fit) and (weights.has_meaning(part_facts.weights, before) or not alike):
         return facts
     facts = weights.try_weights(bench, facts, fit)
     weight_facts = facts.weights

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import named_calls
+from gaverify.causes.trace.operations import intercept_calls
 from gaverify.causes.trace.traces import locate_operation
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
@@ -200,7 +200,7 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
     return terms | unmoved
 
 
-def terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
+def find_terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
     """Returns the terms of a loss that adds a constant of the batch, in the full batch and in each micro-batch.
 
     A constant has no gradient: how it depends on the batch makes no difference. Empty without one, or where the
@@ -231,7 +231,7 @@ def _find_undivided_terms(
 
 def _listen_to_forward(bench: Bench, k: int | None) -> _Listener:
     listener = _Listener(bench.experiment.problem.model)
-    listener.hear(bench.experiment.forward(k, listener))
+    listener.note_terms(bench.experiment.forward(k, listener))
     return listener
 
 
@@ -255,7 +255,7 @@ class _Listener(PassProbe):
         self.terms: dict[FunctionKey, float] = {}
         self._numbers: dict[Any, tuple[FunctionKey, torch.Tensor]] = {}
 
-    def hear(self, loss: torch.Tensor) -> None:
+    def note_terms(self, loss: torch.Tensor) -> None:
         """Takes the terms of the loss that came out of the forward."""
         total = skip_views(loss.grad_fn)
         if has_constant_addend(total):
@@ -277,7 +277,7 @@ class _Listener(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Sees the calls of one forward; what runs in a transform is another function's."""
-        with listening(self._modules, ends=self._note_output) as self._running, named_calls(self._handle_call):
+        with listening(self._modules, ends=self._note_output) as self._running, intercept_calls(self._handle_call):
             yield
 
     def _note_output(self, call: Call, output: Any) -> None:
@@ -290,7 +290,7 @@ class _Listener(PassProbe):
         self._follow_inputs((args, kwargs), result)
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
             with without_torch_function(), torch.no_grad():
-                count = _count(key[0], func, args, kwargs, result)
+                count = _read_count(key[0], func, args, kwargs, result)
             if count is not None and abs(count) < math.inf:
                 self.counts[key] = count, result.requires_grad
                 if result.numel() > 1 and any(call.module in self._modules for call in self._running):
@@ -337,15 +337,15 @@ class _Rescaled(PassProbe):
                 return result
             return result.mul_(factor) if key[0].endswith("_") else result * factor
 
-        return named_calls(handle_call)
+        return intercept_calls(handle_call)
 
 
-def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:
+def _read_count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:
     """What a call divides by, where that is one number without a gradient; None where it does not average."""
     if name in _DIVISIONS and len(args) > 1 and not kwargs.get("rounding_mode"):
-        return _number(args[1])
+        return _read_number(args[1])
     if name in _PRODUCTS and len(args) > 1:
-        numbers = [n for n in map(_number, args) if n]
+        numbers = [n for n in map(_read_number, args) if n]
         # by infinity: the share of a mask that keeps nothing, which no number of the window stands in for
         return 1 / numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
     if kwargs.get("reduction") in ("mean", "batchmean") and result.dim() == 0 and result.requires_grad:
@@ -358,7 +358,7 @@ def _count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: 
     return None
 
 
-def _number(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 and not value.requires_grad and not value.is_complex() else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -24,11 +24,11 @@ from gaverify.tracebacks import hands_over
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Measures how many other samples one sample's output depends on, as evidence beside a cause."""
-    coupling = bench.attempt("coupling of samples", lambda: sample_coupling(bench))
+    coupling = bench.attempt("coupling of samples", lambda: measure_coupling(bench))
     return replace(facts, forward=replace(facts.forward, coupling=coupling))
 
 
-def sample_coupling(bench: Bench) -> SampleCoupling | None:
+def measure_coupling(bench: Bench) -> SampleCoupling | None:
     """Returns how many other samples one sample's output depends on; None where the model shows no rows of samples.
 
     The draws are replayed and held, and in a normalisation the gradient runs through the statistics too, so that an

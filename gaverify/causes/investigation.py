@@ -110,7 +110,7 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
                 break
             facts = ask(_choose_bench(counted_bench, facts), facts)
         if _needs_repeats(facts):
-            difference = bench.attempt("repetitions", lambda: state.differs_from_itself(bench, facts))
+            difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
         facts = again.ask(bench, facts, in_part=in_part)

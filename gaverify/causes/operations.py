@@ -16,11 +16,11 @@ from gaverify.causes import backward, counts, proof, state, weights
 from gaverify.causes.bench import FORESEEN, Bench, find_needed
 from gaverify.causes.counts import WindowCounts
 from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.holding import Evaluated, ResultsHeld
-from gaverify.causes.neutral.state import StateHeld
-from gaverify.causes.proof import Tried
-from gaverify.causes.trace.first_divergence import branch_taken, trace_divergences
-from gaverify.causes.trace.normalisation import normalises
+from gaverify.causes.neutral.pinning import EvaluationMode, PinnedResults
+from gaverify.causes.neutral.state import PinnedState
+from gaverify.causes.proof import SuspectTrial
+from gaverify.causes.trace.first_divergence import find_one_sided_branch, trace_divergences
+from gaverify.causes.trace.normalisation import is_normalisation
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Facts, Forward
 from gaverify.verdict.control import failure_sentence
@@ -31,7 +31,7 @@ _TRIED = 3  # suspects of one round that are tried in a control run
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Looks for operations that couple samples, beside state and draws that may be causes as well."""
-    state_probe = state.probe_of(bench, facts)
+    state_probe = state.make_state_probe(bench, facts)
     control = facts.state.control if facts.state is not None and state_probe is not None else None
     search_bench = bench if state_probe is None else bench.without(state_probe)
     fit = facts.weights.fit if control is None else control.fit
@@ -50,7 +50,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         in_backward = _look_in_backward(bench, facts, explanation)
         if in_backward is not None:
             return in_backward
-    facts, explanation = _hold_restored_state(bench, facts, explanation)
+    facts, explanation = _pin_restored_state(bench, facts, explanation)
     facts = _note_causes(facts, explanation, weights_run)
     return _release_others(bench, facts, explanation) if explanation.is_complete else facts
 
@@ -90,8 +90,8 @@ def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> F
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
         return None
     used = facts.weights.used
-    terms = bench.possible(lambda: counts.terms_beside_constants(bench))
-    if not terms or not weights.add_up(terms, used):
+    terms = bench.possible(lambda: counts.find_terms_beside_constants(bench))
+    if not terms or not weights.is_weighted_sum(terms, used):
         return None
     forward = replace(facts.forward, agree=True, loss_gap=0.0, shares=used, adds_constant=True)
     found = backward.ask(bench, replace(facts, forward=forward))
@@ -100,11 +100,11 @@ def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> F
 
 def ask_branch(bench: Bench, facts: Facts) -> Facts:
     """Looks for the operation that one side alone runs, where a parameter has a gradient on that side alone."""
-    branch = bench.attempt("branch", lambda: branch_taken(bench))
+    branch = bench.attempt("branch", lambda: find_one_sided_branch(bench))
     return replace(facts, forward=replace(facts.forward, branch=branch))
 
 
-def _hold_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
+def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
     """Holds the state still where it was restored, and nothing is to be counted then.
 
     What a forward makes of restored state by its own batch (the number of samples seen) looks like a count of it.
@@ -115,9 +115,9 @@ def _hold_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -
     if state_facts is None or not is_restored or explanation.counts is None:
         return facts, explanation
     changes = state.read_changes(state_facts.changes)
-    held_bench = bench.without(StateHeld(bench.experiment, [change.name for change in changes]))
+    pinned_bench = bench.without(PinnedState(bench.experiment, [change.name for change in changes]))
     without_counts = replace(explanation, counts=None)
-    run = bench.possible(lambda: without_counts.run_again(held_bench))
+    run = bench.possible(lambda: without_counts.run_again(pinned_bench))
     if run is None or not run.rounding:
         return facts, explanation
     control = state.run_control(bench, ControlKind.STATE_HELD, changes)
@@ -126,13 +126,13 @@ def _hold_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -
 
 def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Facts:
     """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
-    state_probe, state_facts = state.probe_of(bench, facts), facts.state
+    state_probe, state_facts = state.make_state_probe(bench, facts), facts.state
     if state_probe is not None or facts.draws.control is not None:
         explanation = _give_last_probe(explanation)
     if state_probe is not None and state_facts is not None:
         alone = bench.attempt("state released", lambda: explanation.run_again(bench))
         if alone is not None and alone.rounding:
-            facts = replace(facts, state=state.blamed_beside(bench, state_facts))
+            facts = replace(facts, state=state.blame_beside_control(bench, state_facts))
         if alone is not None and not alone.rounding:
             neutral_bench, read = explanation.neutralise_all(bench), state.read_changes(state_facts.changes)
             difference_left, blamed = alone.left, None
@@ -171,7 +171,7 @@ class Explanation:
     """What the best micro-batch weights leave of that."""
     left_before: float = math.nan
     """`left` without the last cause."""
-    found: tuple[Tried, ...] = ()
+    found: tuple[SuspectTrial, ...] = ()
     """The causes in the order in which they were found, each neutralised beside those before it."""
     forward: Forward | None = None
     """What the first trace showed; None: none was made."""
@@ -206,7 +206,7 @@ class Explanation:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
         return bool(self.found) and self.found[-1].neutral is None
 
-    def neutralise(self, bench: Bench, entries: Sequence[Tried] | None = None) -> Bench:
+    def neutralise(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> Bench:
         """Returns a bench with all causes neutralised, or some of them, as far as they have probes."""
         entries = self.found if entries is None else entries
         return bench.without(*(entry.neutral for entry in entries if entry.neutral is not None))
@@ -220,7 +220,7 @@ class Explanation:
             return self.counts.apply_to(neutral_bench)
         return neutral_bench if self.fit is None else neutral_bench.with_weights(self.fit.weights)
 
-    def run_again(self, bench: Bench, entries: Sequence[Tried] | None = None) -> ControlRun:
+    def run_again(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> ControlRun:
         """Runs the last control again on another bench, or with some of the causes neutralised alone."""
         entries = self.found if entries is None else entries
         control_bench = self.neutralise(bench, entries)
@@ -273,7 +273,7 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
 
 def _try_suspects(
     explanation: Explanation, bench: Bench, suspects: Sequence[Suspect]
-) -> tuple[Explanation, Tried | None]:
+) -> tuple[Explanation, SuspectTrial | None]:
     """The first suspect whose control helps; else one that has a control, on probation; else an unproven one.
 
     Args:
@@ -281,7 +281,7 @@ def _try_suspects(
         bench: With that neutralised.
         suspects: In the order of execution.
     """
-    candidates: list[Tried] = []
+    candidates: list[SuspectTrial] = []
     places = {entry.cause.suspect.culprit.place for entry in explanation.found}
     new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in places]
     # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
@@ -298,7 +298,7 @@ def _try_suspects(
     return replace(explanation, ruled_out=ruled_out), next(iter([*on_probation, *unproven]), None)
 
 
-def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Tried | None:
+def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> SuspectTrial | None:
     """Runs the controls of one suspect; None where that failed, which is noted."""
     used = explanation.facts.weights.used
 
@@ -325,8 +325,8 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
     control's doing.
     """
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
-    runs_live = all(isinstance(entry.neutral, Evaluated) for entry in explanation.found)
-    if runs_live and not weights.means(bench, facts, fit):
+    runs_live = all(isinstance(entry.neutral, EvaluationMode) for entry in explanation.found)
+    if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
         if window_counts is not None:
             control = window_counts.control
@@ -367,7 +367,7 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
     *before, last = explanation.found
     bench, suspect = explanation.neutralise(explanation.bench, before), last.cause.suspect
     for functions in (suspect.source_functions, suspect.functions):
-        probe = ResultsHeld(bench.experiment, functions, suspect.order)
+        probe = PinnedResults(bench.experiment, functions, suspect.order)
         what = "what couples the samples held constant"
         control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
         if control_run is not None and control_run.rounding:
@@ -388,7 +388,7 @@ def _release_causes(explanation: Explanation) -> Explanation:
     kept = () if explanation.has_weights else explanation.found[-1:]
     released = [entry for entry in explanation.found if entry not in kept]
 
-    def control(neutralised: list[Tried]) -> ControlRun | None:
+    def control(neutralised: list[SuspectTrial]) -> ControlRun | None:
         still = [entry for entry in explanation.found if entry in neutralised or entry in kept]
         bench = explanation.bench
         return bench.attempt("release of a cause", lambda: explanation.run_again(bench, still))
@@ -415,4 +415,4 @@ def _normalises(bench: Bench, suspect: Suspect) -> bool:
         return False
     # a norm of each sample that sees other padding undoes as much, and reduces nothing over the batch
     over_batch = (suspect.source_functions or suspect.functions) if suspect.source is not None else ()
-    return normalises(bench, path, suspect.culprit.name, over_batch)
+    return is_normalisation(bench, path, suspect.culprit.name, over_batch)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gaverify.causes.bench import FORESEEN, Bench
 from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.holding import DecisionsHeld, Evaluated, Held, OutputHeld, ResultsHeld
+from gaverify.causes.neutral.pinning import EvaluationMode, PinnedDecisions, PinnedOutputs, PinnedResults, PinnedValues
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
@@ -21,7 +21,7 @@ from gaverify.verdict.control import failure_sentence
 
 
 @dataclass(frozen=True, eq=False)  # two runs of one suspect are two things
-class Tried:
+class SuspectTrial:
     """A suspect with its control run."""
 
     cause: Cause
@@ -32,7 +32,7 @@ class Tried:
     """Why other controls of it were impossible."""
     helps: bool = True
     """Whether the control explains enough of the difference by itself."""
-    region: Tried | None = None
+    region: SuspectTrial | None = None
     """The same with cached gradients, which prove where the samples meet though its own result changes nothing."""
 
 
@@ -44,7 +44,7 @@ def try_suspect(
     *,
     all_of_it: bool = False,
     counted: Callable[[Bench], bool] = lambda _: False,
-) -> Tried | None:
+) -> SuspectTrial | None:
     """Runs the controls that fit the suspect until one helps; None where none could tell anything.
 
     A control that does not help by itself may still be one of several causes: the best of them is returned then, with
@@ -60,8 +60,8 @@ def try_suspect(
             leave the rest running: a control that holds a result constant takes the loss before it away.
     """
     failures: list[str] = []
-    best: Tried | None = None
-    for _, make in _controls(bench, suspect):
+    best: SuspectTrial | None = None
+    for _, make in _list_controls(bench, suspect):
         try:
             control, neutral = make()
         except FORESEEN as error:
@@ -71,18 +71,20 @@ def try_suspect(
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
-            remedies = tuple(_remedies(bench, suspect, neutral)) if control.rounding else ()
-            tried = Tried(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
-            return tried if neutral is not None else _without_effect(bench, tried, left) or tried
-        if isinstance(neutral, Evaluated) and counted(bench.without(neutral)):
-            return Tried(Cause(suspect, control, (), explained), neutral, tuple(failures))
-        frozen = best is not None and isinstance(best.neutral, Evaluated)  # a repair, which others can be tried behind
+            remedies = tuple(_run_remedies(bench, suspect, neutral)) if control.rounding else ()
+            tried = SuspectTrial(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
+            return tried if neutral is not None else _put_on_probation(bench, tried, left) or tried
+        if isinstance(neutral, EvaluationMode) and counted(bench.without(neutral)):
+            return SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
+        frozen = best is not None and isinstance(
+            best.neutral, EvaluationMode
+        )  # a repair, which others can be tried behind
         if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
-            best = Tried(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
-    return best or Tried(Cause(suspect, None), None, tuple(failures), helps=False)
+            best = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
+    return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
-def _without_effect(bench: Bench, tried: Tried, left: float) -> Tried | None:
+def _put_on_probation(bench: Bench, tried: SuspectTrial, left: float) -> SuspectTrial | None:
     """The suspect on probation where holding its own result changes nothing; None where that does, or cannot be seen.
 
     Cached gradients compute all of the loss once, so that they prove a region and not a line: what is taken off all
@@ -90,19 +92,19 @@ def _without_effect(bench: Bench, tried: Tried, left: float) -> Tried | None:
     """
     suspect = tried.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
-    probe = ResultsHeld(bench.experiment, functions, suspect.order)
+    probe = PinnedResults(bench.experiment, functions, suspect.order)
     what = f"the result of `{suspect.culprit.name}` held constant"
     run = bench.possible(lambda: bench.run(what, probe)) if functions else None
     if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
         return None
-    return Tried(Cause(suspect, run, (), 0.0), probe, tried.failures, helps=False, region=tried)
+    return SuspectTrial(Cause(suspect, run, (), 0.0), probe, tried.failures, helps=False, region=tried)
 
 
 def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     """Runs a control of a cause's kind, and its repairs, on another bench; None where that is impossible."""
     wanted_kind = cause.control.kind if cause.control is not None else None
     run_and_probe = None
-    for kind, make in _controls(bench, cause.suspect, fit=False):
+    for kind, make in _list_controls(bench, cause.suspect, fit=False):
         if kind is wanted_kind:  # one that does not fit, or leaves something, leaves it to another of the kind
             run_and_probe = bench.possible(make) or run_and_probe
         if run_and_probe is not None and run_and_probe[0].rounding:
@@ -110,7 +112,7 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     if run_and_probe is None:
         return None
     control, neutral = run_and_probe
-    remedies = tuple(_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
+    remedies = tuple(_run_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
@@ -120,7 +122,7 @@ def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
 
     It shows there what the control would: without these layers nothing is left.
     """
-    remedies = tuple(_remedies(bench, cause.suspect, None))
+    remedies = tuple(_run_remedies(bench, cause.suspect, None))
     if [(run.kind, run.rounding) for run in remedies] != [(ControlKind.REPLACED, True)]:
         return None
     return replace(cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, alone=bench.total)
@@ -129,7 +131,7 @@ def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
 _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
 
 
-def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
+def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
     """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
     path, experiment = suspect.operation.module, bench.experiment
 
@@ -137,7 +139,7 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
         return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
 
     if suspect.statistics and path is not None:
-        yield ControlKind.FROZEN, lambda: _frozen(bench, path, fit=fit)
+        yield ControlKind.FROZEN, lambda: _freeze_modules(bench, path, fit=fit)
     in_loss = suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model)
     # it opens every module that mixes samples: where the model does, it would prove the model and not the loss
     if in_loss and not suspect.model_mixes:
@@ -145,72 +147,73 @@ def _controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_
     if suspect.frame is not None:
         what, decisions = (
             "the full batch's decisions taken by every micro-batch",
-            DecisionsHeld(experiment, suspect.frame),
+            PinnedDecisions(experiment, suspect.frame),
         )
         yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "what is reduced over the batch held constant")
+    everywhere = _list_calls_everywhere(suspect)
     constant_results = (
         *((reduced,) if suspect.source is not None else ()),
         (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
-        (_everywhere(suspect), f"{_lines(_everywhere(suspect))} held constant in every layer"),
+        (everywhere, f"{_describe_lines(everywhere)} held constant in every layer"),
         (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
     )
     for functions, what in constant_results:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
-            yield run(what, ResultsHeld(experiment, functions, suspect.order))
+            yield run(what, PinnedResults(experiment, functions, suspect.order))
     module = dict(experiment.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
-        yield run(f"the output of `{path}` held constant", OutputHeld(experiment, module, suspect.outputs))
+        yield run(f"the output of `{path}` held constant", PinnedOutputs(experiment, module, suspect.outputs))
 
 
-def _frozen(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
+def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
     """Freezes the suspect's module and every other of its class, and names those that were not frozen before."""
-    modules = _same_kind(bench, path)
+    modules = _find_layers_of_class(bench, path)
     names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
-    run = bench.run(f"{names} frozen", probe := Evaluated(modules), fit=fit, kind=ControlKind.FROZEN)
+    run = bench.run(f"{names} frozen", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.FROZEN)
     return replace(run, modules=active), probe
 
 
-def _everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
+def _list_calls_everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
     """The suspect's calls and those like it in modules of the same class; none without such."""
     return (*suspect.functions, *suspect.again) if suspect.again else ()
 
 
-def _lines(functions: Sequence[FunctionKey]) -> str:
+def _describe_lines(functions: Sequence[FunctionKey]) -> str:
     """Names torch calls by their lines: "`lt` at line 83, `lt` at line 84"."""
     places = sorted({(name, frame[1] if frame is not None else 0) for name, frame, _ in functions}, key=lambda p: p[1])
     return ", ".join(f"`{name}` at line {line}" for name, line in places)
 
 
-def _same_kind(bench: Bench, path: str) -> list[nn.Module]:
+def _find_layers_of_class(bench: Bench, path: str) -> list[nn.Module]:
     """The suspect's module and every other of its class: they are repaired together."""
     modules = dict(bench.experiment.named_modules())
     kind = type(modules[path])
     return [module for module in modules.values() if type(module) is kind]
 
 
-def _remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iterator[ControlRun]:
+def _run_remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iterator[ControlRun]:
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
-    if isinstance(neutral, ResultsHeld):
-        in_the_window = bench.possible(lambda: _held_in_the_window(bench, neutral))
+    if isinstance(neutral, PinnedResults):
+        in_the_window = bench.possible(lambda: _pin_in_window(bench, neutral))
         if in_the_window is None:
             return  # then nothing is said of it
         yield in_the_window
     if not suspect.statistics or path is None:
         return
-    layers = [m for m in _same_kind(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    layers = [m for m in _find_layers_of_class(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not layers or not all(map(only_normalises, layers)):
         return
     try:
-        with _group_norms(bench, layers) as name:
+        with _with_group_norms(bench, layers) as name:
             yield bench.run(name, kind=ControlKind.REPLACED)
     except (*FORESEEN, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
         return
 
 
-def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
+def _pin_in_window(bench: Bench, probe: PinnedValues) -> ControlRun:
     """Gives every micro-batch the full batch's value as a constant, and leaves the full batch as it is.
 
     The control that proves the cause has kept the value, and held it in both runs. As a repair it is right only where
@@ -222,7 +225,7 @@ def _held_in_the_window(bench: Bench, probe: Held) -> ControlRun:
 
 
 @contextmanager
-def _group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
+def _with_group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
     """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
     names = set()
     with mode_set(bench.experiment.modules, None):

@@ -22,8 +22,8 @@ class ControlFailed(GaverifyError):
     """A control run that could not be made; the message says why."""
 
 
-def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order: int | None = None) -> Any:
-    """Returns the rows of a micro-batch for every tensor of a result; `order` as in `rows_for`.
+def take_rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order: int | None = None) -> Any:
+    """Returns the rows of a micro-batch for every tensor of a result; `order` as in `take_rows`.
 
     Raises:
         ControlFailed: The micro-batch's result has another form.
@@ -32,13 +32,13 @@ def rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order
     if len(full_leaves) != len(parts):
         raise ControlFailed("the micro-batches' results have another form than the full batch's")
     rows = [
-        rows_for(old, new, start, stop, size, order=order) if isinstance(new, torch.Tensor) else new
+        take_rows(old, new, start, stop, size, order=order) if isinstance(new, torch.Tensor) else new
         for old, new in zip(full_leaves, parts, strict=True)
     ]
     return tree_unflatten(rows, form)
 
 
-def rows_for(
+def take_rows(
     value: torch.Tensor,
     part: torch.Tensor,
     start: int,
@@ -68,7 +68,7 @@ def rows_for(
     wanted = value if cotangent is None else cotangent
     if value.shape == part.shape:
         return wanted.clone()
-    readings = list(_readings(value, part.shape, start, stop, size))
+    readings = list(_list_readings(value, part.shape, start, stop, size))
     if len(readings) > 1 and order is not None:
         readings = [readings[order]]
     elif len(readings) > 1:
@@ -77,7 +77,7 @@ def rows_for(
     return readings[0](wanted).clone()
 
 
-def _readings(
+def _list_readings(
     value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yields how the rows may be taken: with the samples as the outer, and where that differs as the inner index."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from gaverify.causes import weights
 from gaverify.causes.bench import Bench, find_needed
-from gaverify.causes.neutral.state import Primed, StateHeld, StateRestored
-from gaverify.causes.trace.state import StateWatch, digests, named_state
+from gaverify.causes.neutral.state import PinnedState, PrimedState, RestoredState
+from gaverify.causes.trace.state import StateWatch, find_state, take_digests
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
@@ -27,9 +27,9 @@ from gaverify.tracebacks import LineHunt, Owner, Place, display_path
 _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at every value
 
 
-def writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
+def find_writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
-    getters = {name: get for name, (_, get) in named_state(bench.experiment).items() if name in names}
+    getters = {name: get for name, (_, get) in find_state(bench.experiment).items() if name in names}
     watch = _LineWatch(getters)
     bench.experiment.forward(None, watch)
     return watch.found
@@ -47,8 +47,8 @@ class _LineWatch(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Watches for the length of a forward."""
-        self._before = digests(self._getters)
-        hunt = LineHunt(self._all_found, Owner.LIBRARY)
+        self._before = take_digests(self._getters)
+        hunt = LineHunt(self._note_changes, Owner.LIBRARY)
         hunt.start()
         try:
             yield
@@ -56,10 +56,10 @@ class _LineWatch(PassProbe):
             hunt.stop()
             hunt.look()
 
-    def _all_found(self, last: Place) -> bool:
+    def _note_changes(self, last: Place) -> bool:
         """Notes the line for every value that has changed by it; True where nothing is left to look for."""
         self._looks += 1
-        for name, value in digests(self._getters).items():
+        for name, value in take_digests(self._getters).items():
             if value != self._before[name]:
                 self.found.setdefault(name, last)
         return len(self.found) == len(self._getters) or self._looks > _MOST_LOOKS
@@ -99,14 +99,14 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         or find_blamed(bench, changes, facts.left)
     )
     if control.kind is ControlKind.STATE_HELD:
-        set_first = bench.attempt("state initialised", lambda: _run_primed_and_held(bench, changes, first))
+        set_first = bench.attempt("state initialised", lambda: _run_primed_and_pinned(bench, changes, first))
         control = set_first or control
     remedies = () if control.kind is ControlKind.STATE_HELD else (control,)
     state = replace(state, control=control, blamed=first, remedies=remedies)
     if control.kind is ControlKind.STATE_HELD:
-        state_probe = StateHeld(bench.experiment, [change.name for change in changes])
-        held_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
-        state = replace(state, elsewhere=math.nan if held_run is None else held_run.left)
+        state_probe = PinnedState(bench.experiment, [change.name for change in changes])
+        pinned_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
+        state = replace(state, elsewhere=math.nan if pinned_run is None else pinned_run.left)
     return replace(facts, state=state, left=control.left, cleared=True)
 
 
@@ -122,7 +122,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     if restored.rounding:
         return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
-        restored_bench = bench.without(StateRestored(bench.experiment.state))
+        restored_bench = bench.without(RestoredState(bench.experiment.state))
         fit = weights.choose_fit(restored_bench, facts, restored.fit)
         if fit is not None:
             return replace(
@@ -139,7 +139,7 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
         return facts
     placeless = [c for c in state.blamed if c.writer is None or c.writer.file is None]
     unknown = [change.name for change in placeless if change.place in ("closure", "attribute", "buffer")]
-    lines = bench.attempt("writing lines", lambda: writing_lines(bench, unknown)) if unknown else None
+    lines = bench.attempt("writing lines", lambda: find_writing_lines(bench, unknown)) if unknown else None
     if not lines:
         return facts
     placed = []
@@ -152,7 +152,7 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
     return replace(facts, state=replace(state, blamed=tuple(placed)))
 
 
-def differs_from_itself(bench: Bench, facts: Facts) -> float:
+def measure_repetition(bench: Bench, facts: Facts) -> float:
     """Returns how far losses of the full batch lie apart in forwards that all start from the restored state.
 
     State that cannot be restored may take the same values again: one repetition shows nothing where the period of a
@@ -190,11 +190,11 @@ def run_control(
     """
     probes = [watch] if watch is not None else []
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
-        probes.insert(0, Primed(bench.experiment))
+        probes.insert(0, PrimedState(bench.experiment))
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
-        return bench.run_repair(_WORDS[kind], StateRestored(bench.experiment.state), kind=kind, fit=fit)
+        return bench.run_repair(_WORDS[kind], RestoredState(bench.experiment.state), kind=kind, fit=fit)
     if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
-        probes.append(StateHeld(bench.experiment, [change.name for change in changes]))
+        probes.append(PinnedState(bench.experiment, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
 
 
@@ -203,21 +203,21 @@ def is_to_blame(bench: Bench, state_facts: State) -> bool:
     is_set_once = state_facts.control is not None and state_facts.control.kind is ControlKind.STATE_PRIMED
     if is_set_once or len(state_facts.blamed) >= len(read_changes(state_facts.changes)):
         return True
-    return _is_enough(_run_held(bench, state_facts.blamed))
+    return _is_enough(_run_pinned(bench, state_facts.blamed))
 
 
-def probe_of(bench: Bench, facts: Facts) -> PassProbe | None:
+def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
     """What keeps the state neutralised for the questions after this one; None where no control run neutralised it."""
     if facts.state is None or facts.state.control is None:
         return None
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
-        return StateRestored(bench.experiment.state)
-    return StateHeld(bench.experiment, [change.name for change in read_changes(facts.state.changes)])
+        return RestoredState(bench.experiment.state)
+    return PinnedState(bench.experiment, [change.name for change in read_changes(facts.state.changes)])
 
 
-def blamed_beside(bench: Bench, state_facts: State) -> State:
+def blame_beside_control(bench: Bench, state_facts: State) -> State:
     """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
-    moved = bench.attempt("state beside", lambda: moved_beside(bench))
+    moved = bench.attempt("state beside", lambda: measure_restoring(bench))
     if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
         return state_facts
     read = read_changes(state_facts.changes)
@@ -225,11 +225,11 @@ def blamed_beside(bench: Bench, state_facts: State) -> State:
     return replace(state_facts, blamed=named, beside=moved)
 
 
-def moved_beside(bench: Bench) -> float:
+def measure_restoring(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
     full = bench.experiment.full_batch()
     moving = bench.experiment.micro_batches(full).gradients
-    still = bench.experiment.micro_batches(full, StateRestored(bench.experiment.state)).gradients
+    still = bench.experiment.micro_batches(full, RestoredState(bench.experiment.state)).gradients
     return bench.relative_difference(moving, still)
 
 
@@ -254,7 +254,7 @@ def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> 
         kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
         written = tuple(c for c in changes if c.writer is not None and c.writer.name)
         for some in (written, *kinds.values()):
-            if 0 < len(some) < len(changes) and _is_enough(_run_held(bench, some)):
+            if 0 < len(some) < len(changes) and _is_enough(_run_pinned(bench, some)):
                 return find_blamed(bench, some, left)
     if len(changes) < 2:
         return changes
@@ -262,13 +262,13 @@ def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> 
     if len(changes) <= _MANY:
         runs = {}
         for change in reversed(ordered):
-            runs[change] = _run_held(bench, [change])
+            runs[change] = _run_pinned(bench, [change])
             if _is_enough(runs[change]):
                 return (change,)
         ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
-    if not ordered or not _is_enough(_run_held(bench, ordered)):
+    if not ordered or not _is_enough(_run_pinned(bench, ordered)):
         return tuple(change for change in changes if change in ordered) or changes
-    needed = [entry.item for entry in find_needed(ordered, lambda some: _run_held(bench, some))]
+    needed = [entry.item for entry in find_needed(ordered, lambda some: _run_pinned(bench, some))]
     return tuple(change for change in changes if change in needed)
 
 
@@ -287,11 +287,11 @@ def _run_nearest_control(
     if restored.rounding:
         return restored, ()
     # a counter that stays at zero stops the model
-    held_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
-    if held_run is None:
+    pinned_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
+    if pinned_run is None:
         return restored, ()
-    nearer = held_run.rounding or weights.means(bench, facts, held_run.fit)
-    return held_run if nearer or _unexplained_difference(held_run) < HELPS * _unexplained_difference(
+    nearer = pinned_run.rounding or weights.is_meaningful(bench, facts, pinned_run.fit)
+    return pinned_run if nearer or _unexplained_difference(pinned_run) < HELPS * _unexplained_difference(
         restored
     ) else restored, ()
 
@@ -309,12 +309,12 @@ def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
         return tuple(change for change in changes if change.name not in moving)
 
     # a forward is cheap, and mostly everything moves again in it
-    bench.possible(lambda: bench.without(Primed(bench.experiment)).experiment.forward(None, watch))
+    bench.possible(lambda: bench.without(PrimedState(bench.experiment)).experiment.forward(None, watch))
     run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if find_set_once() else None
     return run, find_set_once()
 
 
-def _run_primed_and_held(
+def _run_primed_and_pinned(
     bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]
 ) -> ControlRun | None:
     """Lets both runs start from one forward of the full batch, and holds the state still from there on.
@@ -337,7 +337,7 @@ def _run_primed_and_held(
         watched_bench.experiment.forward(None, watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
-    if not writes(bench) - writes(bench.without(Primed(bench.experiment))):
+    if not writes(bench) - writes(bench.without(PrimedState(bench.experiment))):
         return None
     run = run_control(bench, ControlKind.STATE_PRIMED_AND_HELD, changes)
     return run if run.rounding else None
@@ -352,7 +352,7 @@ def _is_enough(run: ControlRun | None) -> bool:
     return run is not None and run.rounding
 
 
-def _run_held(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
+def _run_pinned(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
     """The control run with these values held; None where there are none, or where that stops the model.
 
     A step counter that stays at zero may.
@@ -361,4 +361,4 @@ def _run_held(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None
         return None
     names = [change.name for change in changes]
     what = f"{', '.join(f'`{name}`' for name in names)} held still"
-    return bench.possible(lambda: bench.run(what, StateHeld(bench.experiment, names), kind=ControlKind.STATE_HELD))
+    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=ControlKind.STATE_HELD))

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.counts import terms_beside_constants
-from gaverify.causes.neutral.state import GradientsKept
-from gaverify.causes.trace.first_divergence import branches_part, reweighted_operation
+from gaverify.causes.counts import find_terms_beside_constants
+from gaverify.causes.neutral.state import RestoredGradients
+from gaverify.causes.trace.first_divergence import find_reweighted_operation, has_diverging_branch
 from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
@@ -28,17 +28,17 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, facts, watch))
     facts = replace(facts, state=State(watch.changes()))
     if watch.clears_gradients:
-        return _with_gradients_kept(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
+        return _restore_gradients(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
     if fit_and_repeats is None:
         return facts
     fit, twice = fit_and_repeats
     facts = replace(facts, repeatability=twice, weights=replace(facts.weights, fit=fit))
-    return try_weights(bench, facts, fit) if facts.repeats_itself and means(bench, facts, fit) else facts
+    return try_weights(bench, facts, fit) if facts.repeats_itself and is_meaningful(bench, facts, fit) else facts
 
 
-def _with_gradients_kept(bench: Bench, facts: Facts) -> Facts:
+def _restore_gradients(bench: Bench, facts: Facts) -> Facts:
     """Puts back the gradients that a forward clears: without earlier ones no weights mean anything."""
-    probe = GradientsKept(bench.experiment.parameters)
+    probe = RestoredGradients(bench.experiment.parameters)
     what = "the gradients that the forward clears put back"
     control = bench.attempt("gradients kept", lambda: bench.run(what, probe, kind=ControlKind.GRADIENTS_KEPT))
     if control is None:
@@ -55,10 +55,10 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     """
     if facts.weights_first:
         return facts
-    held_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
-    if held_fit is not None and explains(bench, facts, held_fit):
+    pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
+    if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):
         return facts
-    fit = _joint(bench, facts, facts.weights.fit)
+    fit = _find_joint_fit(bench, facts, facts.weights.fit)
     return try_weights(bench, facts, fit) if fit is not None else facts
 
 
@@ -83,7 +83,7 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
     ):
         return facts
     fitted = weight_facts.fit.weights
-    place = bench.attempt("line of the weights", lambda: reweighted_operation(bench, weight_facts.used, fitted))
+    place = bench.attempt("line of the weights", lambda: find_reweighted_operation(bench, weight_facts.used, fitted))
     return replace(facts, weights=replace(weight_facts, place=place))
 
 
@@ -94,17 +94,17 @@ def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
 
 def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
     """The fitted weights, where they explain everything and are more than a coincidence of these parameters."""
-    return fit if means(bench, facts, fit) else _joint(bench, facts, fit)
+    return fit if is_meaningful(bench, facts, fit) else _find_joint_fit(bench, facts, fit)
 
 
-def means(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
+def is_meaningful(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
     """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
-    if fit is None or not explains(bench, facts, fit) or not have_meaning(facts.weights, fit):
+    if fit is None or not is_explanation(bench, facts, fit) or not has_meaning(facts.weights, fit):
         return False
-    return not contradict_losses(bench, facts.weights.used, fit)
+    return not is_contradicted_by_losses(bench, facts.weights.used, fit)
 
 
-def have_meaning(weights: Weights, fit: WeightFit) -> bool:
+def has_meaning(weights: Weights, fit: WeightFit) -> bool:
     """Whether fitted weights are shares of samples or valid targets, all 1, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
     shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
@@ -112,29 +112,29 @@ def have_meaning(weights: Weights, fit: WeightFit) -> bool:
     return is_share or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
 
 
-def explains(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
+def is_explanation(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
     """Whether weights leave nothing of the difference, in the bench's precision."""
     most = FIT_FLOAT64 if bench.experiment.is_float64 else FIT_FLOAT32
     return fit.residual < (bench.floor or min(most, SMALL_PART * facts.compared.total))
 
 
-def _joint(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+def _find_joint_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
     """The weights that hold for moved parameters too; None where there are none."""
-    if fit is None or fit.vacuous or not explains(bench, facts, fit):
+    if fit is None or fit.vacuous or not is_explanation(bench, facts, fit):
         return None
     if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
         return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
-    if contradict_losses(bench, facts.weights.used, fit):
+    if is_contradicted_by_losses(bench, facts.weights.used, fit):
         return None
-    joint = bench.attempt("weights at moved parameters", lambda: joint_fit(bench))
-    if joint is None or not explains(bench, facts, joint):
+    joint = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench))
+    if joint is None or not is_explanation(bench, facts, joint):
         return None
     # Where a branch fell otherwise, one factor per micro-batch explains everything until the branch falls anew.
-    parted = bench.attempt("weights at moved parameters", lambda: branches_part(bench))
+    parted = bench.attempt("weights at moved parameters", lambda: has_diverging_branch(bench))
     return None if parted else joint
 
 
-def contradict_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bool:
+def is_contradicted_by_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bool:
     """Whether the losses add up to the full batch's with the weights that are used, and not with the fitted ones.
 
     A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the loss is right, the backward
@@ -144,12 +144,12 @@ def contradict_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bo
     if losses is None:
         return False
     parts = [losses]
-    if not add_up(parts, used):  # a constant of the batch in the loss makes both sums wrong
-        parts = bench.possible(lambda: terms_beside_constants(bench)) or []
-    return bool(parts) and add_up(parts, used) and not add_up(parts, fit.weights)
+    if not is_weighted_sum(parts, used):  # a constant of the batch in the loss makes both sums wrong
+        parts = bench.possible(lambda: find_terms_beside_constants(bench)) or []
+    return bool(parts) and is_weighted_sum(parts, used) and not is_weighted_sum(parts, fit.weights)
 
 
-def add_up(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[float]) -> bool:
+def is_weighted_sum(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[float]) -> bool:
     """Whether weighted values of the micro-batches add up to the full batch's: losses, or each of their terms."""
 
     def misses(full: float, values: Sequence[float]) -> bool:
@@ -169,7 +169,7 @@ def _losses(bench: Bench) -> tuple[float, Sequence[float]]:
     return full, losses
 
 
-def joint_fit(bench: Bench) -> WeightFit:
+def fit_jointly(bench: Bench) -> WeightFit:
     """Fits the weights at the model's parameters and at moved ones together.
 
     Weights that belong to the data (counts, class weights, masks) explain both; factors that come out of the model
@@ -194,7 +194,7 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
     if reference.shares is not None and isinstance(reference.watch, StateWatch):
         fit = fit_runs([reference.shares])
         # what the micro-batches add up to exactly repeats itself
-        exactly = means(bench, facts, fit) and fit.residual <= facts.repeats
+        exactly = is_meaningful(bench, facts, fit) and fit.residual <= facts.repeats
         twice = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
         if max(twice.forward, twice.backward) <= facts.repeats:
             watch.absorb(reference.watch)

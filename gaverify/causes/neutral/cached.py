@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.rows import ControlFailed, rows_for
-from gaverify.causes.trace.state import owners
+from gaverify.causes.rows import ControlFailed, take_rows
+from gaverify.causes.trace.state import find_owners
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
@@ -78,7 +78,7 @@ class _Cut(PassProbe):
             if following is not None:
                 return following
         start, stop = self._bounds[k]
-        return rows_for(leaf, output, start, stop, self._experiment.batch_size, leaf.grad)
+        return take_rows(leaf, output, start, stop, self._experiment.batch_size, leaf.grad)
 
     def _following(self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
         """The rows behind those of earlier micro-batches, where samples have unequally many: nodes, points, tokens.
@@ -208,7 +208,7 @@ def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
 def _sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
     """The numbers of the loss's own modules that may be the size of its parts."""
     model = set(bench.experiment.problem.model.modules())
-    for owner in owners(bench.experiment).values():
+    for owner in find_owners(bench.experiment).values():
         if owner not in model:
             yield from ((owner, name) for name, value in vars(owner).items() if type(value) is int and value > most)
 

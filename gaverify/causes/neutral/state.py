@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gaverify.causes.trace.state import all_parameters, assignments, named_state, owners
-from gaverify.causes.trace.writes import address, writes_diverted
+from gaverify.causes.trace.state import all_parameters, find_owners, find_state, watch_assignments
+from gaverify.causes.trace.writes import address, divert_writes
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
@@ -23,7 +23,7 @@ from gaverify.passes.user_code import loss_of
 from gaverify.torch_internals import no_dispatch_modes, without_torch_function
 
 
-class StateRestored(PassProbe):
+class RestoredState(PassProbe):
     """Starts every micro-batch from the state that the full batch started from."""
 
     def __init__(self, state: ModelState) -> None:
@@ -37,14 +37,14 @@ class StateRestored(PassProbe):
         yield
 
 
-class StateHeld(PassProbe):
+class PinnedState(PassProbe):
     """Holds named state still in both runs: assignments and writes to it have no effect."""
 
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
         self._names = frozenset(names)
-        self._named = {name: get for name, (_, get) in named_state(experiment).items() if name in self._names}
+        self._named = {name: get for name, (_, get) in find_state(experiment).items() if name in self._names}
         self._parameters = {name: p for name, p in all_parameters(experiment).items() if name in self._names}
-        self._paths = {id(module): path for path, module in owners(experiment).items()}
+        self._paths = {id(module): path for path, module in find_owners(experiment).items()}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -52,17 +52,17 @@ class StateHeld(PassProbe):
         values = {name: get() for name, get in self._named.items()} | self._parameters
         addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
         positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
-        with assignments(lambda *_: None, self._keeps), writes_diverted(addresses):
+        with watch_assignments(lambda *_: None, self._is_pinned), divert_writes(addresses):
             yield
         for iterator, position in positions:
             iterator.rewind(position)
 
-    def _keeps(self, module: nn.Module, name: str) -> bool:
+    def _is_pinned(self, module: nn.Module, name: str) -> bool:
         path = self._paths.get(id(module))
         return path is not None and (f"{path}.{name}" if path else name) in self._names
 
 
-class Primed(PassProbe):
+class PrimedState(PassProbe):
     """Runs the full batch forward before the full batch's pass and before the first micro-batch.
 
     What it changes stays for the pass and is restored with the rest of the state at its end; its draws are its own.
@@ -83,7 +83,7 @@ class Primed(PassProbe):
         yield
 
 
-class GradientsKept(PassProbe):
+class RestoredGradients(PassProbe):
     """Lets every backward add to the gradients that stood there before its forward.
 
     Args:

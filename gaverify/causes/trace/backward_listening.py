@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.rows import ControlFailed, rows_for
+from gaverify.causes.rows import ControlFailed, take_rows
 from gaverify.causes.trace.traces import Frame
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
@@ -22,7 +22,7 @@ from gaverify.tracebacks import calling_frame, hands_over
 Key = tuple[int, str, int]  # the call, "outputs" or "inputs", the position of the tensor
 
 
-class GradientListener(PassProbe):
+class BoundaryGradients(PassProbe):
     """Keeps the gradients at module boundaries of the full batch, and compares the micro-batches' with their rows."""
 
     def __init__(self, bench: Bench) -> None:
@@ -41,7 +41,7 @@ class GradientListener(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Registers tensor hooks while the forward runs; they fire in its backward."""
         self._k, self._calls = k, -1
-        with listening(self._names, self._enter, self._leave) as self._running, applications(self._apply):
+        with listening(self._names, self._enter, self._leave) as self._running, intercept_applications(self._apply):
             yield
 
     def _enter(self, call: Call, inputs: Any, _: Any) -> None:
@@ -75,9 +75,9 @@ class GradientListener(PassProbe):
         tensors = value if isinstance(value, tuple | list) else (value,)
         for position, tensor in enumerate(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda g, key=(call, side, position), k=self._k: self._hear(key, k, g))
+                tensor.register_hook(lambda g, key=(call, side, position), k=self._k: self._compare_gradient(key, k, g))
 
-    def _hear(self, key: Key, k: int | None, gradient: torch.Tensor) -> None:
+    def _compare_gradient(self, key: Key, k: int | None, gradient: torch.Tensor) -> None:
         with torch.no_grad():
             if k is None:
                 self._full[key] = gradient.detach().clone()
@@ -86,7 +86,7 @@ class GradientListener(PassProbe):
             if full is None or full.shape == gradient.shape:
                 return  # no rows of its own
             try:
-                rows = rows_for(full, gradient, *self._bounds[k], self._size)
+                rows = take_rows(full, gradient, *self._bounds[k], self._size)
             except ControlFailed:
                 return
             scale = float(rows.norm()) or 1.0
@@ -95,7 +95,7 @@ class GradientListener(PassProbe):
 
 
 @contextmanager
-def applications(changed: Callable[[int, type, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+def intercept_applications(changed: Callable[[int, type, Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Lets `changed(position, class, arguments, call)` stand in for every application of a custom autograd function."""
     original, positions = torch.autograd.Function.__dict__["apply"], count()
 

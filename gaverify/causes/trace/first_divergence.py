@@ -13,7 +13,7 @@ from gaverify.causes.bench import Bench
 from gaverify.causes.trace.matching import Dependence, Matching
 from gaverify.causes.trace.operations import OperationTracer
 from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import Result, Trace, goes_another_way, operation_of
+from gaverify.causes.trace.traces import Result, Trace, describe_step, takes_other_branch
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind
 from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward, Weights
@@ -52,7 +52,7 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
     )
 
 
-def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:
+def find_reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:
     """Returns the first operation whose result adds up with the fitted weights and does not with those that are used.
 
     That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. What is the same
@@ -68,24 +68,24 @@ def reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[f
             away = matching.additive(index, wrong, position) > FIT_MAGNIFIES * agree
             counts = away and matching.additive(index, alone, position) > FIT_MAGNIFIES * agree
             if counts and matching.additive(index, right, position) <= FIT_MAGNIFIES * agree:
-                return operation_of(full, full.steps[index])
+                return describe_step(full, full.steps[index])
     return None
 
 
-def branches_part(bench: Bench) -> bool:
+def has_diverging_branch(bench: Bench) -> bool:
     """Whether a number that Python code read sends some micro-batch another way than the full batch."""
     full, parts, _, _ = _traces(bench, ())
-    return any(goes_another_way(full, part) for part in parts)
+    return any(takes_other_branch(full, part) for part in parts)
 
 
-def branch_taken(bench: Bench) -> Operation | None:
+def find_one_sided_branch(bench: Bench) -> Operation | None:
     """Returns the first operation with which the full batch, or a micro-batch, alone computes its loss."""
     full, parts, _, _ = _traces(bench, ())
     for trace, other_trace in (pair for part in parts for pair in ((full, part), (part, full))):
         ran = {other_trace.steps[index].signature for index in other_trace.live()}
         strays = (step for step in (trace.steps[index] for index in sorted(trace.live())) if step.signature not in ran)
         if (stray := next(strays, None)) is not None:
-            return operation_of(trace, stray)
+            return describe_step(trace, stray)
     return None
 
 

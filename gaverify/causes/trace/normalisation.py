@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import named_calls
+from gaverify.causes.trace.operations import intercept_calls
 from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
@@ -23,7 +23,7 @@ from gaverify.torch_internals import without_torch_function
 _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
 
-def normalises(bench: Bench, path: str, reduction: str, functions: Collection[FunctionKey] = ()) -> bool:
+def is_normalisation(bench: Bench, path: str, reduction: str, functions: Collection[FunctionKey] = ()) -> bool:
     """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel.
 
     Or whether it takes a variance over the batch and hands out what has its input's shape: so do normalisations that
@@ -123,10 +123,10 @@ class _Listener(PassProbe):
                 self.scaled = True
             return result if first and self._of_results else func(*args, **kwargs)
 
-        with listening({self._module: ""}, ends=self._hear, outside=""), named_calls(handle_call):
+        with listening({self._module: ""}, ends=self._note_output, outside=""), intercept_calls(handle_call):
             yield
 
-    def _hear(self, call: Call, output: Any) -> None:
+    def _note_output(self, call: Call, output: Any) -> None:
         self.first = self.first or call.args
         input_tensor, output_tensor = (
             _first_tensor(call.args),

@@ -24,7 +24,7 @@ from gaverify.causes.trace.traces import (
     Trace,
     TracedOperation,
     describe_tensor,
-    same_result,
+    find_result,
 )
 from gaverify.causes.trace.writes import address
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
@@ -88,7 +88,7 @@ class OperationTracer(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Listens to modules, functions and operations for the length of a forward."""
         modules = listening(self._names, self._enter, self._leave)
-        with modules as self._running, named_calls(self._call), OperationMode(self._operate):
+        with modules as self._running, intercept_calls(self._call), OperationMode(self._operate):
             yield
 
     def finish(self, loss: torch.Tensor) -> Trace:
@@ -170,10 +170,10 @@ class OperationTracer(PassProbe):
         shape, name = tuple(tensor.shape), step.name
         result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
         if self._plan is not None:
-            planned = same_result(self._plan, step, position)
+            planned = find_result(self._plan, step, position)
             result.layout = planned.layout if planned is not None else None
         elif self._template is not None:
-            template_result = same_result(self._template, step, position)
+            template_result = find_result(self._template, step, position)
             result.layout = (
                 SampleLayout.find(shape, template_result.shape, self._size, self._count)
                 if template_result is not None
@@ -200,7 +200,7 @@ class OperationTracer(PassProbe):
         self.trace.calls[call.position].outputs = outputs
 
 
-def named_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
+def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
     """Returns a mode in which `handle_call(key, func, args, kwargs)` stands in for the outermost torch calls.
 
     By its key (name, line and occurrence) another run of the same forward finds the same call again.

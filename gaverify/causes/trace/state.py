@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gaverify.causes.trace.traces import Frame, locate_operation
-from gaverify.causes.trace.writes import address, writes_seen
+from gaverify.causes.trace.writes import address, watch_writes
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.devices import widest
 from gaverify.passes.experiment import Experiment
@@ -46,7 +46,7 @@ _BYTES = 1 << 20  # of an array that are hashed
 _DEPTH = 6
 
 
-def digest(value: Any) -> Any:
+def take_digest(value: Any) -> Any:
     """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries.
 
     None for what is no state, or none of its own: modules, functions, classes, random generators; and for a value that
@@ -71,7 +71,7 @@ class _Summary:
         if depth > _DEPTH or self._left < 0:
             return None
         if isinstance(value, torch.Tensor):
-            return tensor_digest(value) if not isinstance(value, nn.Parameter) else None
+            return take_tensor_digest(value) if not isinstance(value, nn.Parameter) else None
         if isinstance(value, nn.Module | FunctionType | MethodType | type):
             return None
         if isinstance(value, RewindableIterator):
@@ -107,7 +107,7 @@ class _Summary:
         return (*value.shape, hash(flat[: _BYTES // max(1, value.itemsize)].tobytes()))
 
 
-def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+def take_tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns the shape of a tensor, its sum, two projections and its norm."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return (tuple(tensor.shape),)
@@ -120,7 +120,7 @@ _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are wat
 _GRAD = torch.Tensor.grad
 
 
-def named_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
+def find_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
     """Returns place and getter of everything that a forward may change, by name, parameters excepted.
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
@@ -141,7 +141,7 @@ def named_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
     return getters
 
 
-def owners(experiment: Experiment) -> dict[str, nn.Module]:
+def find_owners(experiment: Experiment) -> dict[str, nn.Module]:
     """Returns the modules whose attributes are state, by path; those that only the loss reaches, by its variables."""
     modules = {path: module for root in reversed(experiment.modules) for path, module in root.named_modules()}
     module_ids = set(map(id, modules.values()))
@@ -177,10 +177,10 @@ def _buffer(module: nn.Module, name: str) -> Any:
     return dict(buffers_of(module).items()).get(name)  # a scripted module's view has no `get`
 
 
-def digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
+def take_digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
     """Returns what the values are now, by name, in a form that can be compared."""
     with no_dispatch_modes(), without_torch_function():
-        return {name: digest(get()) for name, get in getters.items()}
+        return {name: take_digest(get()) for name, get in getters.items()}
 
 
 class StateWatch(PassProbe):
@@ -188,8 +188,8 @@ class StateWatch(PassProbe):
 
     def __init__(self, experiment: Experiment) -> None:
         self._state = experiment.state
-        self._named = named_state(experiment)
-        modules = owners(experiment)
+        self._named = find_state(experiment)
+        modules = find_owners(experiment)
         self._paths = {id(module): path for path, module in modules.items()}
         self._parameters = {address(p): name for name, p in all_parameters(experiment).items()}
         self._kinds = {path: type(module).__name__ for path, module in modules.items()}
@@ -213,8 +213,8 @@ class StateWatch(PassProbe):
         self._gradients = self._stamps()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
         with (
-            assignments(self._note_assignment),
-            writes_seen(names | self._parameters | gradients, self._note_write, names, self._reads.add),
+            watch_assignments(self._note_assignment),
+            watch_writes(names | self._parameters | gradients, self._note_write, names, self._reads.add),
             FunctionMode(self._handle_call),
         ):
             yield
@@ -247,12 +247,12 @@ class StateWatch(PassProbe):
         self.clearing = self.clearing or later.clearing
 
     def _digests(self) -> dict[str, Any]:
-        by_name = digests({name: get for name, (_, get) in self._named.items()})
+        by_name = take_digests({name: get for name, (_, get) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
             for parameter in self._state.written:
                 name = self._parameters.get(address(parameter), "")
                 if name:
-                    by_name[name] = tensor_digest(parameter.data)
+                    by_name[name] = take_tensor_digest(parameter.data)
         return by_name
 
     def _note_assignment(self, module: nn.Module, name: str, frame: Frame) -> None:
@@ -295,15 +295,15 @@ class StateWatch(PassProbe):
 
 
 @contextmanager
-def assignments(
-    notice: Callable[[nn.Module, str, Frame], None], keeps: Callable[[nn.Module, str], bool] = lambda *_: False
+def watch_assignments(
+    notice: Callable[[nn.Module, str, Frame], None], is_pinned: Callable[[nn.Module, str], bool] = lambda *_: False
 ) -> Iterator[None]:
-    """Sees every attribute assignment to a module, and drops those that `keeps` asks for."""
+    """Sees every attribute assignment to a module, and drops those for which `is_pinned` says so."""
     original = nn.Module.__setattr__
 
     @hands_over
     def assign(module: nn.Module, name: str, value: Any) -> None:
-        if keeps(module, name):
+        if is_pinned(module, name):
             return
         notice(module, name, calling_frame())
         original(module, name, value)

@@ -17,11 +17,11 @@ from gaverify.causes.trace.traces import (
     ModuleCall,
     Trace,
     TracedOperation,
-    decisions_before,
+    describe_step,
+    find_decisions,
+    find_named_call,
+    find_strays,
     first_difference,
-    named_call,
-    operation_of,
-    strays_behind,
 )
 from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
@@ -73,7 +73,7 @@ class Reader:
         step = self._full.steps[index]
         if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
             yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
-        functions, calls = _some(step), self._opened_calls(step)
+        functions, calls = _function_of(step), self._find_uncut_calls(step)
         yield Suspect(
             "non-additive", self.operation(index), None, left, self._size, False, False, functions, calls=calls
         )
@@ -83,24 +83,26 @@ class Reader:
         sources = self._sources(index)
         scope = self._scope(index)
         scope_steps = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
-        reductions = sorted({source for i in scope_steps for source in self._sources(i)} | self._given_back(scope))
-        functions = {f for i in scope_steps if (s := self._full.steps[i]).frame == step.frame for f in _some(s)}
+        reductions = sorted(
+            {source for i in scope_steps for source in self._sources(i)} | self._find_returned_reductions(scope)
+        )
+        functions = {f for i in scope_steps if (s := self._full.steps[i]).frame == step.frame for f in _function_of(s)}
         suspect = self._make_suspect(index, kind, self.operation(index), self._in_model(index))
         return replace(
             suspect,
-            source=self._first_of(sources),
+            source=self._choose_source(sources),
             statistics="batch_norm" in step.name,
-            functions=_in_order(functions),
-            source_functions=_in_order({f for i in reductions if (f := self._held_function(i)) is not None}),
-            again=_in_order(self._functions_of_lines(scope_steps) - functions),
+            functions=_sort_functions(functions),
+            source_functions=_sort_functions({f for i in reductions if (f := self._held_function(i)) is not None}),
+            again=_sort_functions(self._functions_of_lines(scope_steps) - functions),
             order=self._m.order.get(index),
         )
 
     def _make_suspect(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
         """What every suspect says of a step whose samples differ."""
         step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
-        exits, calls, outputs = self._exits(index), self._opened_calls(step), self._outputs(index)
-        suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _some(step))
+        exits, calls, outputs = self._exits(index), self._find_uncut_calls(step), self._outputs(index)
+        suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _function_of(step))
         suspect = replace(suspect, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
         return replace(suspect, model_mixes=self._model_mixes_beside(index))
 
@@ -115,22 +117,22 @@ class Reader:
         scope, steps = self._scope(scope_steps[0]), self._full.steps
         lines = {(steps[i].name, steps[i].frame) for i in scope_steps}
         differing = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._m.differs(i))
-        return {function for i in differing if self._scope(i) == scope for function in _some(steps[i])}
+        return {function for i in differing if self._scope(i) == scope for function in _function_of(steps[i])}
 
     def _outputs(self, index: int) -> tuple[int, ...]:
         """The positions of those outputs of the module around a step that are not the same for every batch."""
-        call = named_call(self._full, self._full.steps[index])
+        call = find_named_call(self._full, self._full.steps[index])
         if call is None:
             return ()
         agreeing = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
         return tuple(position for position, agrees in enumerate(agreeing) if not agrees)
 
-    def _first_of(self, sources: list[int]) -> Operation | None:
+    def _choose_source(self, sources: list[int]) -> Operation | None:
         """The first reduction that has a gradient, a mean rather than the count it is divided by; else the first."""
         with_gradient = [source for source in sources if self._full.steps[source].differentiable]
         return next((self.operation(source) for source in (*with_gradient, *sources)), None)
 
-    def _given_back(self, scope: tuple[str, str]) -> set[int]:
+    def _find_returned_reductions(self, scope: tuple[str, str]) -> set[int]:
         """All reductions over the batch in one scope that reach the samples again."""
         return {
             index
@@ -143,7 +145,7 @@ class Reader:
 
     def _exits(self, index: int) -> tuple[FunctionKey, ...]:
         exits = self._dependence.exits(index)
-        return _in_order({function for i in exits for function in _some(self._full.steps[i])})
+        return _sort_functions({function for i in exits for function in _function_of(self._full.steps[i])})
 
     def _sources(self, index: int) -> list[int]:
         """The reductions over the batch that a step reads: back along tainted steps to those that read samples."""
@@ -169,10 +171,10 @@ class Reader:
     def _scope(self, index: int) -> tuple[str, str]:
         """Steps of one scope are held together: the same module class, or the same file outside of modules."""
         step = self._full.steps[index]
-        call = named_call(self._full, step)
+        call = find_named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
 
-    def _opened_calls(self, step: TracedOperation) -> tuple[int, ...]:
+    def _find_uncut_calls(self, step: TracedOperation) -> tuple[int, ...]:
         """The module calls that a cached gradient cannot cut: those around a step, and those whose outputs couple."""
         around = () if step.call is None else (step.call, *self._full.calls[step.call].parents)
         return tuple(sorted({*around, *(i for i, call in enumerate(self._full.calls) if not self._can_be_cut(call))}))
@@ -219,40 +221,40 @@ class Reader:
 
     def operation(self, index: int) -> Operation:
         """Where a step is, for people."""
-        return operation_of(self._full, self._full.steps[index])
+        return describe_step(self._full, self._full.steps[index])
 
     def _control_flow(self, index: int) -> Suspect:
         """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
-        trace, start = self._parting(index)
-        decisions = decisions_before(trace, start)
+        trace, start = self._find_first_stray(index)
+        decisions = find_decisions(trace, start)
         if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
             ends = [first_difference(self._full, part) for part in self._m.parts]
             first = min((end for end in ends if end is not None), default=None)
-            decisions = decisions_before(self._full, first) if first is not None else []
+            decisions = find_decisions(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
         decisive = trace.steps[decisions[-1] if decisions else start]
         in_model = self._in_model(index) or self._in_model_of(trace, start)
-        suspect = self._make_suspect(index, "control-flow", operation_of(trace, decisive), in_model)
+        suspect = self._make_suspect(index, "control-flow", describe_step(trace, decisive), in_model)
         frame = decisive.frame if decisions else None
         return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame)
 
-    def _parting(self, index: int) -> tuple[Trace, int]:
+    def _find_first_stray(self, index: int) -> tuple[Trace, int]:
         """The first stray that leads to a step, and the trace that holds it."""
         matched = self._m.is_matched
-        strays = strays_behind(self._full, index, lambda i: not matched(i))
+        strays = find_strays(self._full, index, lambda i: not matched(i))
         if strays:
             return self._full, min(strays)
         for k, part in enumerate(self._m.parts):
             end = part.loss if index == self._full.loss else self._m.partner(k, index)
-            strays = strays_behind(part, end, lambda i, k=k: self._m.full_step(k, i) is None)  # type: ignore[misc]
+            strays = find_strays(part, end, lambda i, k=k: self._m.full_step(k, i) is None)  # type: ignore[misc]
             if strays:
                 return part, min(strays)
         return self._full, index
 
 
-def _some(step: TracedOperation) -> tuple[FunctionKey, ...]:
+def _function_of(step: TracedOperation) -> tuple[FunctionKey, ...]:
     return (step.function,) if step.function is not None else ()
 
 
-def _in_order(functions: set[FunctionKey]) -> tuple[FunctionKey, ...]:
+def _sort_functions(functions: set[FunctionKey]) -> tuple[FunctionKey, ...]:
     return tuple(sorted(functions, key=str))

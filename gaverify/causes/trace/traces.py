@@ -204,26 +204,26 @@ class Trace:
         return places[step.occurrence] if step.occurrence < len(places) else None
 
 
-def same_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:
+def find_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:
     """The result of the same operation in another trace; None where that has none."""
     index = trace.counterpart(step)
     results = trace.steps[index].results if index is not None else []
     return results[position] if position < len(results) else None
 
 
-def source_line(frame: Frame) -> str:
+def read_source_line(frame: Frame) -> str:
     """Returns the text of a source line, stripped; empty where there is none."""
     return linecache.getline(*frame).strip() if frame is not None else ""
 
 
-def named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
+def find_named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
     """The innermost call of a module of the experiment."""
     return next((call for call in trace.around(step.call) if call.path is not None), None)
 
 
-def operation_of(trace: Trace, step: TracedOperation) -> Operation:
+def describe_step(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
-    chain, module_call = trace.around(step.call), named_call(trace, step)
+    chain, module_call = trace.around(step.call), find_named_call(trace, step)
     library = bool(chain) and chain[0].library
     # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
     named = step.frame is not None and (not library or any(not call.library for call in chain))
@@ -235,7 +235,7 @@ def operation_of(trace: Trace, step: TracedOperation) -> Operation:
 def locate_operation(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
     """An operation on a line of the user's code, in a module of a class."""
     file, line = (display_path(frame[0]), frame[1]) if frame is not None else (None, None)
-    return Operation(name, module, kind, file=file, line=line, source=source_line(frame))
+    return Operation(name, module, kind, file=file, line=line, source=read_source_line(frame))
 
 
 def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
@@ -247,7 +247,7 @@ def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
     return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
-def decisions_before(trace: Trace, start: int) -> list[int]:
+def find_decisions(trace: Trace, start: int) -> list[int]:
     """The numbers that Python code read out of tensors shortly before a step."""
     near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
     return [i for i in near if trace.steps[i].name in DECISIONS]
@@ -262,7 +262,7 @@ def first_difference(full: Trace, part: Trace) -> int | None:
     return first
 
 
-def goes_another_way(one: Trace, other: Trace) -> bool:
+def takes_other_branch(one: Trace, other: Trace) -> bool:
     """Whether Python code read numbers, and the losses then depend on operations that only one of two traces ran.
 
     A loop that runs more often over more samples runs the same lines.
@@ -272,7 +272,7 @@ def goes_another_way(one: Trace, other: Trace) -> bool:
     return read and ran[0] != ran[1]
 
 
-def strays_behind(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
+def find_strays(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
     """The strays from which a step computes, back to the first steps that all traces have."""
     if index is None:
         return set()

@@ -14,7 +14,7 @@ from gaverify.torch_internals import tree_leaves, tree_map_only, without_torch_f
 from gaverify.tracebacks import calling_frame
 
 
-def writes_seen(
+def watch_writes(
     addresses: Mapping[int, str],
     notice: Callable[[str, str, Frame], None],
     kept: Mapping[int, str],
@@ -46,7 +46,7 @@ def writes_seen(
     return OperationMode(handle)
 
 
-def writes_diverted(addresses: Set[int]) -> OperationMode:
+def divert_writes(addresses: Set[int]) -> OperationMode:
     """Returns a mode in which writes to the tensors at the addresses `addresses` go to a copy that is thrown away."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

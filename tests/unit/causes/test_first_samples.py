@@ -636,7 +636,7 @@ def test_a_repair_stands_for_the_control_where_it_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, rounding: bool | None, told: bool
 ) -> None:
     run = replace(measured.HELPED, kind=ControlKind.REPLACED, rounding=rounding is True)
-    monkeypatch.setattr(proof, "_remedies", lambda *_: iter([] if rounding is None else [run]))
+    monkeypatch.setattr(proof, "_run_remedies", lambda *_: iter([] if rounding is None else [run]))
     bench: Any = SimpleNamespace(total=0.5)
     found = proof.rerun_replacement(bench, measured.cause())
     assert (found.remedies if found is not None else None) == ((run,) if told else None)
@@ -688,7 +688,7 @@ def test_state_is_confirmed_where_what_was_blamed_is_enough(
 def test_weights_without_a_meaning_are_tried_where_those_of_the_part_had_none(
     monkeypatch: pytest.MonkeyPatch, meant: bool, meaning: bool, alike: bool, told: bool
 ) -> None:
-    for name, answer in (("means", meant), ("have_meaning", meaning), ("explains", alike)):
+    for name, answer in (("is_meaningful", meant), ("has_meaning", meaning), ("is_explanation", alike)):
         monkeypatch.setattr(weights, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(weights, "try_weights", lambda _, facts, fit: replace(facts, left=0.0))
     assert confirms(confirming._confirm_weights, FOUND) is told
@@ -752,10 +752,10 @@ def planted(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("room", "name"),
     [
-        (coupling, "sample_coupling"),
+        (coupling, "measure_coupling"),
         (operations, "trace_divergences"),
         (tracing, "describe_tensor"),
-        (proof, "ResultsHeld"),
+        (proof, "PinnedResults"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

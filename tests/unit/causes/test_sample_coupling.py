@@ -16,8 +16,8 @@ from torch import nn
 
 import gaverify
 from gaverify.causes import operations, proof
-from gaverify.causes.neutral.holding import Evaluated, OutputHeld, ResultsHeld
-from gaverify.causes.rows import ControlFailed, rows_for
+from gaverify.causes.neutral.pinning import EvaluationMode, PinnedOutputs, PinnedResults
+from gaverify.causes.rows import ControlFailed, take_rows
 from gaverify.causes.trace.normalisation import per_channel_affine
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
@@ -96,7 +96,7 @@ def test_a_known_order_decides_and_not_the_nearer_values(order: int, expected: l
     whole = torch.tensor([0.0, 0, 0, 1, 1, 1, 1, 1], device="cpu")
     for own in (0.0, 1.0):
         part = torch.full((4,), own, device="cpu")
-        assert rows_for(whole, part, 0, 2, 4, order=order).tolist() == expected
+        assert take_rows(whole, part, 0, 2, 4, order=order).tolist() == expected
 
 
 # A call that writes in place is held constant in the tensor that it wrote to, since other code may hold that tensor.
@@ -110,7 +110,7 @@ def held(run: Any, *names: str) -> list[torch.Tensor]:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     first = run.__code__.co_firstlineno
     places = [(name, (__file__, line), 0) for name in names for line in range(first, first + 6)]
-    probe = ResultsHeld(cast(Experiment, _HALVES), places)
+    probe = PinnedResults(cast(Experiment, _HALVES), places)
     found = []
     for k, part in ((None, samples), (0, samples[:2]), (1, samples[2:])):
         with probe.around(k):
@@ -151,7 +151,7 @@ class _Centred(torch.nn.Module):
 def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     module = _Centred()
-    probe = OutputHeld(cast(Experiment, _HALVES), module, positions=(0,))
+    probe = PinnedOutputs(cast(Experiment, _HALVES), module, positions=(0,))
     whole = (samples - samples.mean(0)).detach()
     for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
         with probe.around(k):
@@ -168,16 +168,16 @@ def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("slopes", "normalises"),
+    ("slopes", "is_normalisation"),
     [((0.5, 1.0, 2.0), True), ((1.0, 1.0, 1.0), False), ((0.3, 0.3, 0.3), False), ((1.0, 1.0, 1.01), True)],
 )
-def test_slopes_of_the_channels(dtype: torch.dtype, slopes: tuple[float, ...], normalises: bool) -> None:
+def test_slopes_of_the_channels(dtype: torch.dtype, slopes: tuple[float, ...], is_normalisation: bool) -> None:
     for seed in range(20):  # rounding differs from draw to draw
         generator = torch.Generator().manual_seed(seed)
         before = torch.randn(16, 3, generator=generator, dtype=dtype)
         shift = torch.randn(3, generator=generator, dtype=dtype)
         after = (before - shift) / 7 * 7 * torch.tensor(slopes, dtype=dtype) + shift
-        assert per_channel_affine(before, after) is normalises
+        assert per_channel_affine(before, after) is is_normalisation
 
 
 def test_other_functions_of_the_input() -> None:
@@ -235,7 +235,7 @@ def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torc
 # --- Which of several controls of a suspect counts -------------------------------------------------------------------
 
 
-FROZEN, HELD = Evaluated([]), PassProbe()
+FROZEN, HELD = EvaluationMode([]), PassProbe()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_the_control_that_counts(
 ) -> None:
     """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
     runs = [(ControlRun("held", left, rounding), probe) for left, rounding, probe in tried]
-    monkeypatch.setattr(proof, "_controls", lambda *_: [(ControlKind.HELD, lambda run=run: run) for run in runs])
+    monkeypatch.setattr(proof, "_list_controls", lambda *_: [(ControlKind.HELD, lambda run=run: run) for run in runs])
     bench: Any = SimpleNamespace(without=lambda _: None)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
     assert found is not None and (found.cause.control, found.neutral) == runs[chosen]
@@ -269,8 +269,8 @@ def test_causes_on_probation_count_where_all_together_explain_everything(left: f
         measured.cause(control=measured.HALVED),
         measured.cause(),
     )
-    found = proof.Tried(unproven, None, helps=False), proof.Tried(probation, HELD, helps=False)
+    found = proof.SuspectTrial(unproven, None, helps=False), proof.SuspectTrial(probation, HELD, helps=False)
     explanation = operations.Explanation(
-        bench, measured.divergent(), left, 0.0, found=(*found, proof.Tried(proven, HELD))
+        bench, measured.divergent(), left, 0.0, found=(*found, proof.SuspectTrial(proven, HELD))
     )
     assert [each in explanation.causes for each in (unproven, probation, proven)] == told

@@ -28,7 +28,7 @@ from gaverify.causes.trace.traces import (
     Trace,
     TracedOperation,
     describe_tensor,
-    goes_another_way,
+    takes_other_branch,
 )
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import SampleDimension, SampleLayout
@@ -251,17 +251,19 @@ def read_and_maybe_halved(reading: str, halved: bool) -> Trace:
 
 def test_a_branch_that_falls_otherwise_is_another_way() -> None:
     read = "_local_scalar_dense"
-    assert goes_another_way(read_and_maybe_halved(read, False), read_and_maybe_halved(read, True))
-    assert goes_another_way(read_and_maybe_halved(read, True), read_and_maybe_halved(read, False))
-    assert not goes_another_way(read_and_maybe_halved(read, True), read_and_maybe_halved(read, True))
-    assert not goes_another_way(read_and_maybe_halved("neg", False), read_and_maybe_halved("neg", True)), "nothing read"
+    assert takes_other_branch(read_and_maybe_halved(read, False), read_and_maybe_halved(read, True))
+    assert takes_other_branch(read_and_maybe_halved(read, True), read_and_maybe_halved(read, False))
+    assert not takes_other_branch(read_and_maybe_halved(read, True), read_and_maybe_halved(read, True))
+    assert not takes_other_branch(read_and_maybe_halved("neg", False), read_and_maybe_halved("neg", True)), (
+        "nothing read"
+    )
 
 
 def test_a_loop_over_more_samples_goes_the_same_way() -> None:
     full, part = (read_and_maybe_halved("_local_scalar_dense", True) for _ in range(2))
     full.add(replace(full.steps[3], inputs=(3,)))
     full.loss = 4
-    assert not goes_another_way(full, part)
+    assert not takes_other_branch(full, part)
 
 
 # --- How far each module's outputs are apart between the full batch and the micro-batches ----------------------------

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.rows import ControlFailed, rows_for, rows_of_all
-from gaverify.causes.trace.backward_listening import applications
-from gaverify.causes.trace.operations import named_calls
+from gaverify.causes.rows import ControlFailed, take_rows, take_rows_of_all
+from gaverify.causes.trace.backward_listening import intercept_applications
+from gaverify.causes.trace.operations import intercept_calls
 from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.experiment import Experiment
@@ -37,16 +37,16 @@ from gaverify.torch_internals import (
 )
 from gaverify.tracebacks import calling_frame, hands_over
 
-Lend = Callable[[Hashable, Any], Any]
-"""`lend(name, value)` returns what the code shall go on with, at a place that has this name in every pass."""
+Pin = Callable[[Hashable, Any], Any]
+"""`pin(name, value)` returns what the code shall go on with, at a place that has this name in every pass."""
 
 
-class Held(PassProbe):
+class PinnedValues(PassProbe):
     """Keeps the full batch's values, without a graph, and lends micro-batches their rows of them.
 
     Args:
         experiment: Whose micro-batches.
-        order: How samples lie in results with several rows of each, as in `rows_for`.
+        order: How samples lie in results with several rows of each, as in `take_rows`.
     """
 
     missing: str | None = None
@@ -61,18 +61,18 @@ class Held(PassProbe):
         """Replaces values for the length of a pass."""
         if k is None:
             self._kept = {}
-        with self.places(k, partial(self._lend, k)):
+        with self.places(k, partial(self._pin, k)):
             yield
 
-    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
-        """Hands `lend` whatever stands at the places of a pass."""
+    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
+        """Hands `pin` whatever stands at the places of a pass."""
         raise NotImplementedError
 
     def rows(self, k: int, kept: Any, own: Any) -> Any:
         """Returns what a micro-batch is lent in the place of its own value."""
-        return rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
+        return take_rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
 
-    def _lend(self, k: int | None, name: Hashable, value: Any) -> Any:
+    def _pin(self, k: int | None, name: Hashable, value: Any) -> Any:
         if is_in_functorch_transform():
             raise ControlFailed("what is computed inside a transform of torch.func cannot be held constant")
         with no_dispatch_modes(), without_torch_function():  # the copies are no operations of the user's
@@ -86,7 +86,7 @@ class Held(PassProbe):
         return value
 
 
-class ResultsHeld(Held):
+class PinnedResults(PinnedValues):
     """Holds the results of some outermost torch calls of the forward, by name, line and occurrence."""
 
     missing = "call other torch functions"
@@ -95,7 +95,7 @@ class ResultsHeld(Held):
         super().__init__(experiment, order)
         self._functions = frozenset(functions)
 
-    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Sees every torch call."""
 
         def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
@@ -105,10 +105,10 @@ class ResultsHeld(Held):
             name = key[0]
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 raise ControlFailed(f"the result of `{name}` cannot be held constant")
-            constant, in_place = lend(key, result), name.endswith("_") and not name.endswith("__")
+            constant, in_place = pin(key, result), name.endswith("_") and not name.endswith("__")
             return _write_in_place(result, constant) if in_place else constant
 
-        return named_calls(handle_call)
+        return intercept_calls(handle_call)
 
 
 def _write_in_place(target: Any, value: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _write_in_place(target: Any, value: Any) -> torch.Tensor:
         return target.copy_(value)
 
 
-class OutputHeld(Held):
+class PinnedOutputs(PinnedValues):
     """Holds outputs of one module; of their tensors those at `positions`, or all where there are none."""
 
     missing = "call the module more often"
@@ -134,27 +134,27 @@ class OutputHeld(Held):
         super().__init__(experiment)
         self._module, self._positions = module, frozenset(positions)
 
-    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Sees what the module returns."""
 
         def ends(call: Call, output: Any) -> Any:
-            return self._replace_held(lend(call.number, output), output)
+            return self._choose_pinned(pin(call.number, output), output)
 
         return listening({self._module: ""}, ends=ends, outside="")
 
-    def _replace_held(self, constants: Any, output: Any) -> Any:
+    def _choose_pinned(self, constants: Any, output: Any) -> Any:
         """The held outputs, with those as they are that need not be held."""
         if not self._positions:
             return constants
-        (held_leaves, form), live, tensor = tree_flatten(constants), tree_leaves(output), -1
-        for place, leaf in enumerate(held_leaves):
+        (pinned_leaves, form), live, tensor = tree_flatten(constants), tree_leaves(output), -1
+        for place, leaf in enumerate(pinned_leaves):
             tensor += isinstance(leaf, torch.Tensor)
             if isinstance(leaf, torch.Tensor) and tensor not in self._positions:
-                held_leaves[place] = live[place]
-        return tree_unflatten(held_leaves, form)
+                pinned_leaves[place] = live[place]
+        return tree_unflatten(pinned_leaves, form)
 
 
-class DecisionsHeld(Held):
+class PinnedDecisions(PinnedValues):
     """Lets micro-batches decide as the full batch did: numbers that Python code reads out of tensors on one line."""
 
     missing = "decide more often"
@@ -163,16 +163,16 @@ class DecisionsHeld(Held):
         super().__init__(experiment)
         self._frame = frame
 
-    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Sees the numbers."""
-        return _numbers(lend, lambda frame: frame == self._frame)
+        return _numbers(pin, lambda frame: frame == self._frame)
 
     def rows(self, k: int, kept: Any, own: Any) -> Any:
         """The full batch's number."""
         return kept
 
 
-def _numbers(lend: Lend, is_wanted: Callable[[Frame], bool]) -> OperationMode:
+def _numbers(pin: Pin, is_wanted: Callable[[Frame], bool]) -> OperationMode:
     """Lends the numbers that Python code reads out of tensors on the lines that are asked for."""
     numbers = count()
 
@@ -180,12 +180,12 @@ def _numbers(lend: Lend, is_wanted: Callable[[Frame], bool]) -> OperationMode:
         result, name = func(*args, **kwargs), operation_name(func)
         if name not in DECISIONS or not is_wanted(frame := calling_frame()):
             return result
-        return lend((name, frame, next(numbers)), result)
+        return pin((name, frame, next(numbers)), result)
 
     return OperationMode(read)
 
 
-class ConstantsHeld(Held):
+class PinnedConstants(PinnedValues):
     """Holds what the forward cuts out of the graph, where that has no row per sample.
 
     `detach`, `item`, blocks without gradients: their results are constants to the backward, and when they were computed
@@ -202,7 +202,7 @@ class ConstantsHeld(Held):
         self.frames: list[Frame] = []
 
     @contextmanager
-    def places(self, k: int | None, lend: Lend) -> Iterator[None]:
+    def places(self, k: int | None, pin: Pin) -> Iterator[None]:
         """Sees every torch call, and every number that is read."""
         if k is None:
             self.frames = []
@@ -220,9 +220,9 @@ class ConstantsHeld(Held):
             with without_torch_function():
                 argument_leaves = tree_leaves((args, kwargs))
                 inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in argument_leaves)
-            return lend(key, result) if cut and inside and is_wanted(key[1]) else result
+            return pin(key, result) if cut and inside and is_wanted(key[1]) else result
 
-        with named_calls(handle_call), _numbers(lend, is_wanted):
+        with intercept_calls(handle_call), _numbers(pin, is_wanted):
             yield
 
     @hands_over
@@ -239,33 +239,33 @@ class ConstantsHeld(Held):
         return kept.clone() if kept.shape == own.shape else own
 
 
-class ApplicationHeld(Held):
+class PinnedApplication(PinnedValues):
     """Holds what one custom autograd function returns; by its number among their applications in a forward."""
 
     def __init__(self, experiment: Experiment, position: int) -> None:
         super().__init__(experiment)
         self._position = position
 
-    def places(self, k: int | None, lend: Lend) -> AbstractContextManager[Any]:
+    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Sees the applications of custom functions."""
 
         def handle_application(position: int, _: type, args: Any, call: Callable[[], Any]) -> Any:
-            return call() if position != self._position else self.replace_result(k, lend, args, call)
+            return call() if position != self._position else self.replace_result(k, pin, args, call)
 
-        return applications(handle_application)
+        return intercept_applications(handle_application)
 
-    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
         """Returns what stands in for the function's result."""
         result = call()
         if not isinstance(result, torch.Tensor):
             raise ControlFailed("the custom function returns no single tensor")
-        return lend(self._position, result)
+        return pin(self._position, result)
 
 
-class GradientsPassed(ApplicationHeld):
+class StraightThrough(PinnedApplication):
     """Keeps the values of a custom function, and lets gradients pass through it unchanged."""
 
-    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
         """The function's input, moved to what it returns."""
         result = call()
         source = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad), None)
@@ -274,17 +274,17 @@ class GradientsPassed(ApplicationHeld):
         return source + (result - source).detach()
 
 
-class GradientsHeld(ApplicationHeld):
+class PinnedGradients(PinnedApplication):
     """Gives micro-batches the full batch's gradients, sample by sample, for what a custom function is given."""
 
-    def replace_result(self, k: int | None, lend: Lend, args: Any, call: Callable[[], Any]) -> Any:
+    def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
         """Listens to the arguments' gradients; they come in the pass's backward."""
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                arg.register_hook(partial(self._flown_back, k, place, arg.detach().clone()))
+                arg.register_hook(partial(self._replace_gradient, k, place, arg.detach().clone()))
         return call()
 
-    def _flown_back(self, k: int | None, place: int, part: torch.Tensor, gradient: torch.Tensor) -> Any:
+    def _replace_gradient(self, k: int | None, place: int, part: torch.Tensor, gradient: torch.Tensor) -> Any:
         if k is None:
             self._kept[place] = part, gradient.detach().clone()
             return None
@@ -292,10 +292,10 @@ class GradientsHeld(ApplicationHeld):
         start, stop = self._bounds[k]
         if value.shape == part.shape:  # of a weight, which has no rows of samples: the shares add up to all of it
             return full_gradient * ((stop - start) / self._size)
-        return rows_for(value, part, start, stop, self._size, full_gradient)
+        return take_rows(value, part, start, stop, self._size, full_gradient)
 
 
-class Evaluated(PassProbe):
+class EvaluationMode(PassProbe):
     """Holds modules in `eval` mode: statistics are frozen, and both runs use the stored ones."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
