@@ -27,13 +27,13 @@ class SuspectTrial:
     cause: Cause
     """The suspect, the control that was run, and its repairs."""
     neutral: PassProbe | None
-    """What keeps it neutralised while others are looked for; None: cached gradients, which have no such probe."""
+    """The probe that neutralises it while others are looked for; None: cached gradients, which have no such probe."""
     failures: tuple[str, ...] = ()
     """Why other controls of it were impossible."""
     helps: bool = True
     """Whether the control explains enough of the difference by itself."""
     region: SuspectTrial | None = None
-    """The same with cached gradients, which prove where the samples meet though its own result changes nothing."""
+    """The trial with cached gradients, kept where the suspect's own result changes nothing: they prove a region."""
 
 
 def try_suspect(
@@ -45,19 +45,15 @@ def try_suspect(
     all_of_it: bool = False,
     counted: Callable[[Bench], bool] = lambda _: False,
 ) -> SuspectTrial | None:
-    """Runs the controls that fit the suspect until one helps; None where none could tell anything.
-
-    A control that does not help by itself may still be one of several causes: the best of them is returned then, with
-    `helps` false.
+    """Runs the controls that fit the suspect until one helps; returns the best one with `helps` false if none does.
 
     Args:
         bench: Where to run.
-        suspect: Whom to try.
+        suspect: The operation to neutralise.
         left: The relative difference before.
-        residual: What the best micro-batch weights left over before: wrong weights may hide that a control helps.
-        all_of_it: Go on after a control that helps and leaves something, until one leaves nothing.
-        counted: Whether the window's counts explain what is left on a bench. Asked behind frozen layers alone, which
-            leave the rest running: a control that holds a result constant takes the loss before it away.
+        residual: What the best micro-batch weights leave of that.
+        all_of_it: Go on after a control that helps and leaves something, until one leaves only rounding.
+        counted: Whether the window's counts explain what is left on a bench.
     """
     failures: list[str] = []
     best: SuspectTrial | None = None
@@ -67,6 +63,7 @@ def try_suspect(
         except FORESEEN as error:
             failures.append(failure_sentence(error))
             continue
+        # Wrong weights beside the suspect may hide that the control helps: what the best weights leave shows it then.
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
@@ -74,21 +71,21 @@ def try_suspect(
             remedies = tuple(_run_remedies(bench, suspect, neutral)) if control.rounding else ()
             tried = SuspectTrial(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
             return tried if neutral is not None else _put_on_probation(bench, tried, left) or tried
+        # Only frozen layers leave the loss running as it is. A pinned result would cut off what is counted before it.
         if isinstance(neutral, EvaluationMode) and counted(bench.without(neutral)):
             return SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
-        frozen = best is not None and isinstance(
-            best.neutral, EvaluationMode
-        )  # a repair, which others can be tried behind
+        # Frozen layers stay the best guess: they are a repair, and other suspects can be tried behind them.
+        frozen = best is not None and isinstance(best.neutral, EvaluationMode)
         if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
             best = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
     return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
 def _put_on_probation(bench: Bench, tried: SuspectTrial, left: float) -> SuspectTrial | None:
-    """The suspect on probation where holding its own result changes nothing; None where that does, or cannot be seen.
+    """Returns the suspect on probation if pinning its own result changes nothing; None if it does, or is impossible.
 
-    Cached gradients compute all of the loss once, so that they prove a region and not a line: what is taken off all
-    outputs and cancels in their distances (a centre, a maximum) depends on the batch, and nothing depends on it.
+    Cached gradients compute all of the loss once, so that they prove a region and not a line. A value such as a centre
+    that is subtracted from all outputs may depend on the batch although the loss does not depend on that value.
     """
     suspect = tried.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
@@ -105,7 +102,7 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     wanted_kind = cause.control.kind if cause.control is not None else None
     run_and_probe = None
     for kind, make in _list_controls(bench, cause.suspect, fit=False):
-        if kind is wanted_kind:  # one that does not fit, or leaves something, leaves it to another of the kind
+        if kind is wanted_kind:  # several controls have this kind: one that is impossible leaves it to the next
             run_and_probe = bench.possible(make) or run_and_probe
         if run_and_probe is not None and run_and_probe[0].rounding:
             break
@@ -118,9 +115,9 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
 
 
 def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs the repair that puts other layers in the place of a cause, on another bench; None where it leaves anything.
+    """Runs the repair that replaces a cause by other layers, on another bench; None where it leaves a difference.
 
-    It shows there what the control would: without these layers nothing is left.
+    It shows what the control would show there: without these layers no difference is left.
     """
     remedies = tuple(_run_remedies(bench, cause.suspect, None))
     if [(run.kind, run.rounding) for run in remedies] != [(ControlKind.REPLACED, True)]:
@@ -141,7 +138,8 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
     if suspect.statistics and path is not None:
         yield ControlKind.FROZEN, lambda: _freeze_modules(bench, path, fit=fit)
     in_loss = suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model)
-    # it opens every module that mixes samples: where the model does, it would prove the model and not the loss
+    # Cached gradients leave whole every module that mixes samples. If the model mixes samples itself, they would repair
+    # the model too, and prove nothing about the loss.
     if in_loss and not suspect.model_mixes:
         yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
     if suspect.frame is not None:
@@ -152,6 +150,7 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
         yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "what is reduced over the batch held constant")
     everywhere = _list_calls_everywhere(suspect)
+    # The reduction comes first: constant statistics leave the rows live, a constant result cuts off what is before it.
     constant_results = (
         *((reduced,) if suspect.source is not None else ()),
         (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
@@ -167,7 +166,7 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
 
 
 def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
-    """Freezes the suspect's module and every other of its class, and names those that were not frozen before."""
+    """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
     modules = _find_layers_of_class(bench, path)
     names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
@@ -176,7 +175,7 @@ def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, 
 
 
 def _list_calls_everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
-    """The suspect's calls and those like it in modules of the same class; none without such."""
+    """The suspect's calls and equal ones in modules of the same class; empty if there are none of those."""
     return (*suspect.functions, *suspect.again) if suspect.again else ()
 
 
@@ -187,7 +186,7 @@ def _describe_lines(functions: Sequence[FunctionKey]) -> str:
 
 
 def _find_layers_of_class(bench: Bench, path: str) -> list[nn.Module]:
-    """The suspect's module and every other of its class: they are repaired together."""
+    """The suspect's module and every other module of its class: they are repaired together."""
     modules = dict(bench.experiment.named_modules())
     kind = type(modules[path])
     return [module for module in modules.values() if type(module) is kind]
@@ -199,7 +198,7 @@ def _run_remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> 
     if isinstance(neutral, PinnedResults):
         in_the_window = bench.possible(lambda: _pin_in_window(bench, neutral))
         if in_the_window is None:
-            return  # then nothing is said of it
+            return
         yield in_the_window
     if not suspect.statistics or path is None:
         return
@@ -216,17 +215,17 @@ def _run_remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> 
 def _pin_in_window(bench: Bench, probe: PinnedValues) -> ControlRun:
     """Gives every micro-batch the full batch's value as a constant, and leaves the full batch as it is.
 
-    The control that proves the cause has kept the value, and held it in both runs. As a repair it is right only where
-    no gradient of the full batch goes through the value: this run tells.
+    The control pinned the value in both runs. As a repair it is right only if no gradient of the full batch flows
+    through the value, which this run shows.
     """
     what = "the full batch's value as a constant in every micro-batch"
-    # what it leaves where it fails is only a length in a chart, and worth no other full batch
+    # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves another full batch.
     return bench.run_repair(what, probe, kind=ControlKind.HELD_IN_WINDOW, exactly=False)
 
 
 @contextmanager
 def _with_group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
-    """Puts GroupNorm in the place of BatchNorm layers, with their own scale and shift, and back in the end."""
+    """Replaces BatchNorm layers by GroupNorm with the same scale and shift while the context is open."""
     names = set()
     with mode_set(bench.experiment.modules, None):
         for _, parent in list(bench.experiment.named_modules()):

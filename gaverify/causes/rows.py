@@ -66,8 +66,10 @@ def take_rows(
         ControlFailed: The shapes do not correspond.
     """
     wanted = value if cotangent is None else cotangent
+    # Equal shapes: the tensor has no rows of samples (statistics, a scalar), so that each micro-batch gets all of it.
     if value.shape == part.shape:
         return wanted.clone()
+    # The same folded dimension can be read in two ways, and both give tensors of the wanted shape.
     readings = list(_list_readings(value, part.shape, start, stop, size))
     if len(readings) > 1 and order is not None:
         readings = [readings[order]]

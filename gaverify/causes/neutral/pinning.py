@@ -1,7 +1,7 @@
-"""Lends micro-batches what the full batch had at some places of a pass, so that both runs go on with the same constant.
+"""Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.
 
-Places are results of torch calls or of custom autograd functions, outputs of modules, numbers that Python code reads.
-Hooks on gradients (of parameters, of modules, of tensors in the forward) are left out in both runs instead.
+A value is a result of a torch call or of a custom autograd function, an output of a module, or a number that Python
+code reads. Gradient hooks (of parameters, modules and tensors) are removed in both runs instead.
 
 Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
 """
@@ -38,11 +38,11 @@ from gaverify.torch_internals import (
 from gaverify.tracebacks import calling_frame, hands_over
 
 Pin = Callable[[Hashable, Any], Any]
-"""`pin(name, value)` returns what the code shall go on with, at a place that has this name in every pass."""
+"""`pin(name, value)` returns the constant with which the code goes on; the name is the same in every pass."""
 
 
 class PinnedValues(PassProbe):
-    """Keeps the full batch's values, without a graph, and lends micro-batches their rows of them.
+    """Keeps the full batch's values without a graph, and gives each micro-batch its rows of them.
 
     Args:
         experiment: Whose micro-batches.
@@ -50,7 +50,7 @@ class PinnedValues(PassProbe):
     """
 
     missing: str | None = None
-    """What is wrong where the full batch had no such place; None: a micro-batch keeps its own value there."""
+    """The error if the full batch had no value of this name; None: the micro-batch keeps its own value."""
 
     def __init__(self, experiment: Experiment, order: int | None = None) -> None:
         self._bounds, self._size, self._order = list(experiment.bounds()), experiment.batch_size, order
@@ -65,17 +65,19 @@ class PinnedValues(PassProbe):
             yield
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Hands `pin` whatever stands at the places of a pass."""
+        """Opens what calls `pin` with each value in one pass."""
         raise NotImplementedError
 
     def rows(self, k: int, kept: Any, own: Any) -> Any:
-        """Returns what a micro-batch is lent in the place of its own value."""
+        """Returns what replaces a micro-batch's own value."""
         return take_rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
 
     def _pin(self, k: int | None, name: Hashable, value: Any) -> Any:
         if is_in_functorch_transform():
             raise ControlFailed("what is computed inside a transform of torch.func cannot be held constant")
         with no_dispatch_modes(), without_torch_function():  # the copies are no operations of the user's
+            # Both runs get a copy without a graph. With the graph in one run only, that run alone would have a gradient
+            # through the value, and the difference would stay.
             if k is None:
                 self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
                 return tree_map_only(torch.Tensor, torch.clone, self._kept[name])
@@ -87,7 +89,7 @@ class PinnedValues(PassProbe):
 
 
 class PinnedResults(PinnedValues):
-    """Holds the results of some outermost torch calls of the forward, by name, line and occurrence."""
+    """Pins the results of some outermost torch calls of the forward, by name, line and occurrence."""
 
     missing = "call other torch functions"
 
@@ -96,7 +98,7 @@ class PinnedResults(PinnedValues):
         self._functions = frozenset(functions)
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Sees every torch call."""
+        """Intercepts every torch call."""
 
         def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
@@ -112,7 +114,7 @@ class PinnedResults(PinnedValues):
 
 
 def _write_in_place(target: Any, value: Any) -> torch.Tensor:
-    """Puts a constant where a call wrote in place: other code may hold the tensor itself.
+    """Writes a constant into the tensor that a call wrote in place, because other code may refer to that tensor.
 
     Raises:
         ControlFailed: It is trained, or shares its memory with others.
@@ -126,7 +128,7 @@ def _write_in_place(target: Any, value: Any) -> torch.Tensor:
 
 
 class PinnedOutputs(PinnedValues):
-    """Holds outputs of one module; of their tensors those at `positions`, or all where there are none."""
+    """Pins the output tensors of one module at `positions`, or all of them if there are no positions."""
 
     missing = "call the module more often"
 
@@ -135,7 +137,7 @@ class PinnedOutputs(PinnedValues):
         self._module, self._positions = module, frozenset(positions)
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Sees what the module returns."""
+        """Intercepts the module's outputs."""
 
         def ends(call: Call, output: Any) -> Any:
             return self._choose_pinned(pin(call.number, output), output)
@@ -143,7 +145,7 @@ class PinnedOutputs(PinnedValues):
         return listening({self._module: ""}, ends=ends, outside="")
 
     def _choose_pinned(self, constants: Any, output: Any) -> Any:
-        """The held outputs, with those as they are that need not be held."""
+        """The pinned outputs, and the live ones at all other positions."""
         if not self._positions:
             return constants
         (pinned_leaves, form), live, tensor = tree_flatten(constants), tree_leaves(output), -1
@@ -155,7 +157,7 @@ class PinnedOutputs(PinnedValues):
 
 
 class PinnedDecisions(PinnedValues):
-    """Lets micro-batches decide as the full batch did: numbers that Python code reads out of tensors on one line."""
+    """Pins the numbers that Python code reads out of tensors on one line, so that all runs take the same branch."""
 
     missing = "decide more often"
 
@@ -164,7 +166,7 @@ class PinnedDecisions(PinnedValues):
         self._frame = frame
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Sees the numbers."""
+        """Intercepts the reads."""
         return _numbers(pin, lambda frame: frame == self._frame)
 
     def rows(self, k: int, kept: Any, own: Any) -> Any:
@@ -173,7 +175,7 @@ class PinnedDecisions(PinnedValues):
 
 
 def _numbers(pin: Pin, is_wanted: Callable[[Frame], bool]) -> OperationMode:
-    """Lends the numbers that Python code reads out of tensors on the lines that are asked for."""
+    """Pins the numbers that Python code reads out of tensors on the wanted lines."""
     numbers = count()
 
     def read(func: Any, args: Any, kwargs: Any) -> Any:
@@ -186,10 +188,10 @@ def _numbers(pin: Pin, is_wanted: Callable[[Frame], bool]) -> OperationMode:
 
 
 class PinnedConstants(PinnedValues):
-    """Holds what the forward cuts out of the graph, where that has no row per sample.
+    """Pins what the forward cuts out of the graph (`detach`, `item`, `no_grad`), unless it has a row per sample.
 
-    `detach`, `item`, blocks without gradients: their results are constants to the backward, and when they were computed
-    from the batch, the backward depends on the batch though every forward may agree. Values with a row per sample stay.
+    Such results are constants to the backward. If they were computed from the batch, the backward depends on the batch
+    although every forward may agree.
 
     Args:
         experiment: Whose micro-batches.
@@ -203,8 +205,8 @@ class PinnedConstants(PinnedValues):
 
     @contextmanager
     def places(self, k: int | None, pin: Pin) -> Iterator[None]:
-        """Sees every torch call, and every number that is read."""
-        if k is None:
+        """Intercepts every torch call, and every number that is read."""
+        if k is None:  # the lines of the full batch's pass are the candidates that are released one by one later
             self.frames = []
 
         def is_wanted(frame: Frame) -> bool:
@@ -216,6 +218,7 @@ class PinnedConstants(PinnedValues):
 
         def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
+            # Cut out of the graph: an argument has a gradient and the result has none.
             cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
             with without_torch_function():
                 argument_leaves = tree_leaves((args, kwargs))
@@ -240,14 +243,14 @@ class PinnedConstants(PinnedValues):
 
 
 class PinnedApplication(PinnedValues):
-    """Holds what one custom autograd function returns; by its number among their applications in a forward."""
+    """Pins the result of one application of a custom autograd function, by its position in the forward."""
 
     def __init__(self, experiment: Experiment, position: int) -> None:
         super().__init__(experiment)
         self._position = position
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Sees the applications of custom functions."""
+        """Intercepts the applications of custom functions."""
 
         def handle_application(position: int, _: type, args: Any, call: Callable[[], Any]) -> Any:
             return call() if position != self._position else self.replace_result(k, pin, args, call)
@@ -255,7 +258,7 @@ class PinnedApplication(PinnedValues):
         return intercept_applications(handle_application)
 
     def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
-        """Returns what stands in for the function's result."""
+        """Returns what replaces the function's result."""
         result = call()
         if not isinstance(result, torch.Tensor):
             raise ControlFailed("the custom function returns no single tensor")
@@ -271,14 +274,14 @@ class StraightThrough(PinnedApplication):
         source = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad), None)
         if source is None or not isinstance(result, torch.Tensor) or source.shape != result.shape:
             raise ControlFailed("the custom function changes the shape of its input")
-        return source + (result - source).detach()
+        return source + (result - source).detach()  # the function's value, with the gradient of the identity
 
 
 class PinnedGradients(PinnedApplication):
-    """Gives micro-batches the full batch's gradients, sample by sample, for what a custom function is given."""
+    """Replaces the gradients of a custom function's inputs by the full batch's, sample by sample."""
 
     def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
-        """Listens to the arguments' gradients; they come in the pass's backward."""
+        """Registers hooks on the arguments, which run in the backward."""
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
                 arg.register_hook(partial(self._replace_gradient, k, place, arg.detach().clone()))
@@ -290,13 +293,14 @@ class PinnedGradients(PinnedApplication):
             return None
         value, full_gradient = self._kept.get(place, (part, gradient))
         start, stop = self._bounds[k]
-        if value.shape == part.shape:  # of a weight, which has no rows of samples: the shares add up to all of it
+        # A weight has no rows of samples: each micro-batch gets its share of the gradient, and the shares add up to it.
+        if value.shape == part.shape:
             return full_gradient * ((stop - start) / self._size)
         return take_rows(value, part, start, stop, self._size, full_gradient)
 
 
 class EvaluationMode(PassProbe):
-    """Holds modules in `eval` mode: statistics are frozen, and both runs use the stored ones."""
+    """Runs modules in `eval` mode, so that both runs use the stored statistics."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
@@ -329,7 +333,7 @@ class WithoutHooks(PassProbe):
 
 
 class WithoutTensorHooks(PassProbe):
-    """Lets `Tensor.register_hook` have no effect in a forward; keeps the lines that called it."""
+    """Gives `Tensor.register_hook` no effect in a forward; `frames` are the lines that called it."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

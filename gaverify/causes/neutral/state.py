@@ -1,4 +1,4 @@
-"""Neutralises state: restores it, lets what a forward writes to it have no effect, or lets one forward set it first.
+"""Neutralises state: restores it, drops what a forward writes to it, or sets it by one forward of the full batch.
 
 Shapes: B samples in the batch.
 """
@@ -38,7 +38,7 @@ class RestoredState(PassProbe):
 
 
 class PinnedState(PassProbe):
-    """Holds named state still in both runs: assignments and writes to it have no effect."""
+    """Keeps named state as it is in both runs: assignments and writes to it have no effect."""
 
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
         self._names = frozenset(names)
@@ -49,11 +49,13 @@ class PinnedState(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
+        # The addresses are looked up anew in each pass, because a restored buffer may be another tensor.
         values = {name: get() for name, get in self._named.items()} | self._parameters
         addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
         positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
         with watch_assignments(lambda *_: None, self._is_pinned), divert_writes(addresses):
             yield
+        # An iterator moves without a write that could be dropped, so that it is rewound after the pass.
         for iterator, position in positions:
             iterator.rewind(position)
 
@@ -65,7 +67,7 @@ class PinnedState(PassProbe):
 class PrimedState(PassProbe):
     """Runs the full batch forward before the full batch's pass and before the first micro-batch.
 
-    What it changes stays for the pass and is restored with the rest of the state at its end; its draws are its own.
+    Its changes of the state stay for the pass, and are restored with the rest of the state afterwards.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -75,6 +77,7 @@ class PrimedState(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Runs it where a strategy starts."""
         if k in (None, 0):
+            # Its random draws are not those of the pass: a recorder of its own, and generators put back afterwards.
             restore = generator_states()
             mode = PassMode(self._experiment.state, Recorder(), lift=self._experiment.lift)
             with no_dispatch_modes(), mode:
@@ -84,11 +87,7 @@ class PrimedState(PassProbe):
 
 
 class RestoredGradients(PassProbe):
-    """Lets every backward add to the gradients that stood there before its forward.
-
-    Args:
-        parameters: Whose gradients.
-    """
+    """Adds every backward to the gradients that existed before its forward, which may have cleared them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = list(parameters.values())

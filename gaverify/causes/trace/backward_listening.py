@@ -1,4 +1,4 @@
-"""Listens to gradients at the boundaries of modules and custom functions, and compares the runs sample by sample.
+"""Compares the gradients at the boundaries of modules and custom functions sample by sample.
 
 Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 """
@@ -59,7 +59,7 @@ class BoundaryGradients(PassProbe):
 
     @hands_over
     def _apply(self, position: int, kind: type, args: Any, call: Callable[[], Any]) -> Any:
-        """Listens at a custom function; what its own arguments were used for besides shows in other calls."""
+        """Hooks the inputs and outputs of a custom function."""
         self._calls += 1
         number = self._calls
         self.functions[number] = (position, kind.__name__, calling_frame())
@@ -96,7 +96,7 @@ class BoundaryGradients(PassProbe):
 
 @contextmanager
 def intercept_applications(changed: Callable[[int, type, Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Lets `changed(position, class, arguments, call)` stand in for every application of a custom autograd function."""
+    """Replaces every application of a custom autograd function by `changed(position, class, arguments, call)`."""
     original, positions = torch.autograd.Function.__dict__["apply"], count()
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:

@@ -25,13 +25,13 @@ _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over 
 def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = False) -> tuple[list[Suspect], Forward]:
     """Runs every forward once, from the same state; returns the suspects in the order of execution, and what agrees.
 
-    A first short run of micro-batch 1 only takes shapes: comparing them with the full batch's tells in which dimension
-    of each result the samples lie.
+    A first forward of micro-batch 1 records only shapes. Their comparison with the full batch's shapes shows in which
+    dimension of each result the samples are.
 
     Args:
         bench: Where to run, and what has been neutralised already.
         weight_facts: How micro-batches are weighted, for the gap between the full loss and their weighted sum.
-        foreign: Generators of Python or NumPy moved differently; rows that come from outside torch are then draws.
+        foreign: Whether generators of Python or NumPy advanced differently: rows from outside torch are draws then.
     """
     experiment = bench.experiment
     full, parts, full_loss, losses = _traces(bench)
@@ -39,6 +39,7 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
     shares = [_on_host([1.0] * experiment.steps), _on_host([size / experiment.batch_size for size in experiment.sizes])]
     if len(weight_facts.valid_targets) == experiment.steps and sum(weight_facts.valid_targets) > 0:
         shares.append(_on_host([count / sum(weight_facts.valid_targets) for count in weight_facts.valid_targets]))
+    # The loss agrees if it agrees for any usual weighting: wrong weights are found by the gradients, before this trace.
     total = _on_host(losses)
     candidates = [_on_host(weight_facts.used), *shares]
     gaps = [abs(float(share @ total) - full_loss) / max(abs(full_loss), TINY) for share in candidates]
@@ -53,11 +54,9 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
 
 
 def find_reweighted_operation(bench: Bench, used: Sequence[float], fitted: Sequence[float]) -> Operation | None:
-    """Returns the first operation whose result adds up with the fitted weights and does not with those that are used.
+    """Returns the first operation whose results add up with the fitted weights and not with those that are used.
 
-    That is the loss call, or the division, that counts otherwise than the micro-batches are weighted. What is the same
-    for every batch (embedded positions) adds up with any weights whose sum is 1, and counts nothing. None where no
-    single operation does.
+    That is the loss call or division that weights the micro-batches otherwise; None if no single operation does.
     """
     full, parts, _, _ = _traces(bench, _ADDED_UP)
     agree = AGREE_FLOAT64 if bench.experiment.is_float64 else AGREE_FLOAT32
@@ -65,6 +64,8 @@ def find_reweighted_operation(bench: Bench, used: Sequence[float], fitted: Seque
     wrong, right, alone = ([_on_host(weights)] for weights in (used, fitted, (1.0, *(0.0 for _ in used[1:]))))
     for index in sorted(full.live()):
         for position in range(len(full.steps[index].results)) if full.steps[index].differentiable else ():
+            # A result that is the same for every batch (embedded positions) adds up with any weights whose sum is 1. It
+            # equals that of the first micro-batch, which is excluded here.
             away = matching.additive(index, wrong, position) > FIT_MAGNIFIES * agree
             counts = away and matching.additive(index, alone, position) > FIT_MAGNIFIES * agree
             if counts and matching.additive(index, right, position) <= FIT_MAGNIFIES * agree:
@@ -73,13 +74,13 @@ def find_reweighted_operation(bench: Bench, used: Sequence[float], fitted: Seque
 
 
 def has_diverging_branch(bench: Bench) -> bool:
-    """Whether a number that Python code read sends some micro-batch another way than the full batch."""
+    """Whether a number that Python code read makes some micro-batch take another branch than the full batch."""
     full, parts, _, _ = _traces(bench, ())
     return any(takes_other_branch(full, part) for part in parts)
 
 
 def find_one_sided_branch(bench: Bench) -> Operation | None:
-    """Returns the first operation with which the full batch, or a micro-batch, alone computes its loss."""
+    """Returns the first operation from which only the full batch, or only a micro-batch, computes its loss."""
     full, parts, _, _ = _traces(bench, ())
     for trace, other_trace in (pair for part in parts for pair in ((full, part), (part, full))):
         ran = {other_trace.steps[index].signature for index in other_trace.live()}
@@ -92,7 +93,7 @@ def find_one_sided_branch(bench: Bench) -> Operation | None:
 def _traces(
     bench: Bench, layouts: Collection[LayoutKind] = LAYOUT_KINDS
 ) -> tuple[Trace, list[Trace], float, list[float]]:
-    """Traces the full batch and every micro-batch; with their losses, and fingerprints of the layouts `layouts`."""
+    """Traces the full batch and every micro-batch, with fingerprints of results in some layouts; and their losses."""
     experiment, record = bench.experiment, bench.experiment.draws
     names = {module: name for name, module in experiment.named_modules()}
 
@@ -118,7 +119,7 @@ def _traces(
 
 
 def _modules(matching: Matching) -> Iterator[ModuleDifference]:
-    """Yields the modules that hand out rows of samples, in the order in which they are called first."""
+    """Yields the modules that return rows of samples, in the order of their first calls."""
     worst: dict[str, float] = {}
     for call in matching.full.calls:
         compared = [(at, rows) for at in call.outputs if at is not None and (rows := matching.rows[at]) is not None]
@@ -134,6 +135,7 @@ def _on_host(numbers: Sequence[float]) -> torch.Tensor:
 
 def _to_host(trace: Trace) -> None:
     """Moves all fingerprints of a trace to the CPU, those of one device in one transfer."""
+    # One transfer per result would wait for the device thousands of times.
     devices: dict[torch.device, list[tuple[Result, str, torch.Tensor]]] = {}
     for result in (result for step in trace.steps for result in step.results):
         for name in ("prints", "of_folded"):

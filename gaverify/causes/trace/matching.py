@@ -1,8 +1,8 @@
-"""Which operations of the full batch's trace correspond to which of the micro-batches', and which make a difference.
+"""Aligns the operations of the full batch's trace with the micro-batches', and finds those that make a difference.
 
 A loop over the samples or a branch makes traces differ in length. Operations of one signature correspond in their
-order where all traces hold equally many of them; the others are strays. A step whose inputs differed already passes a
-difference on.
+order if all traces contain equally many of them; the others are strays. A step whose inputs differ already only passes
+a difference on.
 
 Shapes: B samples, K micro-batches; fingerprints of shape (variants, rows, 3).
 """
@@ -38,32 +38,34 @@ class Matching:
             {partners[k]: index for index, partners in enumerate(self._partners) if partners is not None}
             for k in range(len(parts))
         ]
-        # (difference, samples) of every step's rows; None where its samples cannot be told apart. How many samples a
-        # selection of rows comes from is not known: 0.
-        self.order: dict[int, int] = {}  # of a step with several rows per sample: 0 samples outermost, 1 innermost
-        self._known: dict[int, int] = {}  # the same by rows per sample, of the last step whose rows agreed in one order
+        # Step with several rows per sample → 0 if the samples are the outer index of its rows, 1 if the inner one.
+        self.order: dict[int, int] = {}
+        # The same by rows per sample, from the last step whose rows agreed in only one order.
+        self._known: dict[int, int] = {}
+        # (difference, number of differing samples) of every step; None if the step has no row per sample. Which samples
+        # a selection of rows comes from is unknown: their number is 0.
         self.rows = [self._rows_of(index) for index in range(len(full.steps))]
-        # whether a step's rows are the same ones in another order: tokens sorted by expert, a batch turned round
+        # Whether a step's rows are the same ones in another order: tokens sorted by expert, a batch in reverse.
         self.permuted = [
             self._differs_in_place(index) and self._has_same_rows(index) for index in range(len(full.steps))
         ]
         self.tainted = [self._is_tainted(index) for index in range(len(full.steps))]
 
     def is_matched(self, index: int) -> bool:
-        """Whether all micro-batches hold this step of the full batch."""
+        """Whether all micro-batches ran this step of the full batch."""
         return self._partners[index] is not None
 
     def differs(self, index: int) -> bool:
-        """Whether rows of the same samples differ, and not by their order alone."""
+        """Whether rows of the same samples differ, and not only by their order."""
         return self._differs_in_place(index) and not self.permuted[index]
 
     def _differs_in_place(self, index: int) -> bool:
-        """Whether what stands in the place of a sample differs."""
+        """Whether the rows at the position of some sample differ."""
         rows = self.rows[index]
         return rows is not None and rows[0] > self._agree
 
     def _has_same_rows(self, index: int) -> bool:
-        """Whether the micro-batches together hold the rows of the full batch, in whatever order."""
+        """Whether the micro-batches together have the rows of the full batch, in any order."""
         compared = False
         for position, result in enumerate(self.full.steps[index].results):
             if result.prints is None or result.layout is None or result.layout.kind not in ("rows", "selected"):
@@ -73,6 +75,7 @@ class Matching:
             full_moments = result.moments
             if full_moments is None or len(sums) != len(self.parts):
                 return False
+            # The last two entries bound the products of two and of three numbers: the scales of the eight moments.
             twice, thrice = full_moments[-2], full_moments[-1]
             scales = torch.stack([twice] * 5 + [thrice] * 3)
             difference = (torch.stack(sums).sum(0) - full_moments)[:8].abs()
@@ -117,6 +120,7 @@ class Matching:
             if result.prints is None or not result.floating or parts is None or not _is_global(result):
                 continue
             stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
+            # Only the two projections are linear in the values; the norm of a sum is no sum of norms.
             target = _finite(result.prints[0, 0, :2])
             scale = stacked.abs().max().clamp_min(TINY)
             difference = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
@@ -124,6 +128,7 @@ class Matching:
         return worst
 
     def _partners_of(self, step: TracedOperation) -> tuple[int, ...] | None:
+        # Unequal counts mean a loop over the samples or a branch: nothing says which of the repetitions correspond.
         counts = {len(trace.places.get(step.signature, ())) for trace in (self.full, *self.parts)}
         if len(counts) > 1:
             return None
@@ -157,7 +162,7 @@ class Matching:
         joined = torch.cat(parts, dim=1)
         if joined.shape != full.shape:
             return None  # rows selected otherwise, or padded to other lengths
-        full, joined = full.nan_to_num(), joined.nan_to_num()
+        full, joined = full.nan_to_num(), joined.nan_to_num()  # NaN in both runs is no difference
         scale = full[:, :, 2].amax(1).clamp_min(TINY)
         difference = (joined - full).abs().amax(2) / scale[:, None]
         variant = self._choose_order(index, difference.amax(1), layout.first.fold)
@@ -165,10 +170,8 @@ class Matching:
         return float(difference[variant].max()), samples
 
     def _choose_order(self, index: int, worst: torch.Tensor, fold: int) -> int:
-        """Which order of the rows is the samples': the one that agrees; else that of the steps before; else the nearer.
-
-        Of what differs, the nearer one proves nothing: tokens that a queue drops late look alike in the wrong order.
-        """
+        """Returns the order of a step's rows: the one that agrees, else that of earlier steps, else the closer one."""
+        # If neither order agrees, the closer one is no evidence: dropped tokens can make the wrong order look closer.
         variant = int(worst.argmin())
         if len(worst) > 1:
             agrees = worst <= self._agree
@@ -194,7 +197,7 @@ class Matching:
 
 
 def _finite(prints: torch.Tensor) -> torch.Tensor:
-    """Fingerprints in which a NaN is a number of its own: equal to another NaN, and to nothing else."""
+    """Fingerprints in which NaN is replaced by one number, so that it equals another NaN and nothing else."""
     return prints.nan_to_num(nan=_NAN)
 
 
@@ -203,10 +206,10 @@ def _is_global(result: Result) -> bool:
 
 
 class Dependence:
-    """Walks the matched steps in order: a step is dirty when what it hands on depends on the batch already.
+    """Walks the matched steps in order; a step is dirty if its results depend on the batch.
 
-    Rows that agree are clean, whatever they were made of. A reduction over the batch is clean as well: only what gives
-    it back to the samples, or computes with it what is no sum, couples them.
+    Rows that agree are clean, whatever their inputs. A reduction over the batch is clean as well: samples interact only
+    in an operation that combines it with rows again, or that makes something of it that is no sum over samples.
     """
 
     def __init__(self, matching: Matching, *, foreign: bool, shares: Sequence[torch.Tensor], agree: float) -> None:
@@ -226,13 +229,14 @@ class Dependence:
             self._judge(index, step)
 
     def origins(self) -> Iterator[int]:
-        """Yields the steps that bring a difference about, in order: their inputs agree, their samples do not."""
+        """Yields the steps that make a difference, in order: their inputs agree and their rows differ."""
         for index, kind in enumerate(self.kinds):
+            # Similarities of all pairs of samples are harmless if the loss uses only the diagonal, for example.
             if kind is not None and index in self.live and not (kind == "matrix" and not self._harms(index)):
                 yield index
 
     def exits(self, index: int) -> list[int]:
-        """The next steps downstream whose samples differ: where the difference has the form of the batch again."""
+        """The next steps downstream with a row per sample that differs."""
         return sorted(filter(self._m.differs, walk_from(self.readers[index], self._without_rows)))
 
     def descendants(self, index: int) -> set[int]:
@@ -240,7 +244,7 @@ class Dependence:
         return set(walk_from([index], self.readers.__getitem__))
 
     def by_control_flow(self, index: int) -> bool:
-        """Whether a step reads what only some of the traces computed."""
+        """Whether a step reads something that only some of the traces computed."""
         steps = self._m.full.steps
         if any(not self._m.is_matched(source) for source in steps[index].inputs):
             return True
@@ -261,7 +265,7 @@ class Dependence:
         self._dirty[index] = downstream or self.kinds[index] is not None
 
     def _kind(self, index: int, step: TracedOperation) -> SuspectKind | None:
-        outside = not step.tensor_inputs
+        outside = not step.tensor_inputs  # its numbers come from outside torch: Python's or NumPy's generators
         if self._m.differs(index) and (self._foreign or step.random or not outside):
             if step.random or outside:
                 return "random"
@@ -270,8 +274,9 @@ class Dependence:
         return "matrix" if matrix and step.differentiable else None
 
     def _read_dirty(self, index: int) -> bool:
-        """Whether a micro-batch's step reads something dirty, through steps that the full batch has not got."""
+        """Whether a micro-batch's step reads something dirty, directly or through strays."""
         reads_dirty = False
+        # Each micro-batch's strays are judged once, in order, up to the step that is asked about.
         for k, part in enumerate(self._m.parts):
             while self._done[k] <= self._m.partner(k, index):
                 position = self._done[k]
@@ -287,7 +292,7 @@ class Dependence:
         return self._strays[k][position] if full_step is None else self._dirty[full_step]
 
     def _harms(self, index: int) -> bool:
-        """Whether a cross-sample matrix reaches samples or a loss that is no sum; its diagonal alone does not."""
+        """Whether what is computed from a cross-sample matrix differs per sample, or is no sum over the samples."""
         return any(
             self._m.differs(step)
             or not self._m.is_matched(step)
@@ -296,5 +301,5 @@ class Dependence:
         )
 
     def _without_rows(self, index: int) -> list[int]:
-        """The readers of a step, where its own samples cannot be told apart."""
+        """The readers of a step; none if the step has a row per sample, because its rows were compared."""
         return self.readers[index] if self._m.rows[index] is None else []

@@ -24,25 +24,32 @@ _VARIANCES = ("var", "var_mean", "std", "std_mean")
 
 
 def is_normalisation(bench: Bench, path: str, reduction: str, functions: Collection[FunctionKey] = ()) -> bool:
-    """Returns whether the outputs of the module at `path` are a·input + b with one (a, b) per channel.
+    """Returns whether a module normalises over the batch; one of three properties is enough.
 
-    Or whether it takes a variance over the batch and hands out what has its input's shape: so do normalisations that
-    are no scaling of channels, because they divide by the larger of two deviations. A module with modules inside is a
-    block of a network, and one that appends a deviation as a feature changes the shape. Or whether a mean that it takes
-    (by one of `functions`) and what else it does undo each other.
+    1. Its outputs are a·input + b with one (a, b) per channel.
+    2. It computes a variance over the batch, and its output has the shape of its input.
+    3. Its outputs stay the same if the input of its reduction over the batch is scaled and shifted.
+
+    Args:
+        bench: Where to run.
+        path: The module's path.
+        reduction: Name of the operation that reduces over the batch.
+        functions: The torch calls that reduce.
     """
     module = dict(bench.experiment.named_modules())[path]
     listener = _Listener(module)
     bench.experiment.forward(None, listener)
     if listener.affine or _normalises_later(bench, module, listener.first):
         return True
+    # For normalisations that scale no channel, such as those that divide by the larger of two deviations. A module that
+    # contains modules is a block of a network, and one that appends a deviation as a feature changes the shape.
     if listener.same_shape and reduction in _VARIANCES and not any(True for _ in module.children()):
         return True
     return _undoes_scaling(bench, module, listener, functions)
 
 
 def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Whether a module scales its channels once its state has moved: fresh statistics may undo the batch's exactly."""
+    """Whether a module scales its channels in a second call: fresh state may cancel the batch's statistics exactly."""
     restore = generator_states()
     try:
         with torch.no_grad():
@@ -58,10 +65,9 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
 
 
 def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, functions: Collection[FunctionKey]) -> bool:
-    """Whether the outputs of a module stay when what is reduced over the batch becomes 2 · it + 1.
+    """Whether the outputs of a module stay when the input x of its reduction over the batch becomes 2x + 1.
 
-    So they do where a mean is subtracted and a deviation divided by, wherever that is written. An epsilon beside the
-    variance moves them a little. What hardly hears of the reduction, as a solver of its error norm, undoes nothing.
+    They do wherever a mean is subtracted and the result divided by a deviation, except for the epsilon beside it.
 
     Args:
         bench: Where to run.
@@ -74,6 +80,8 @@ def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, function
         bench.experiment.forward(None, listener)
     if not listener.scaled or not listener.outputs:
         return False
+    # A module that hardly depends on the reduction (a solver on its error norm) normalises nothing. Scaling the result
+    # of the reduction shows how much the outputs depend on it.
     of_results = _Listener(module, functions, of_results=True)
     bench.experiment.forward(None, of_results)
     distance = min(_size(before), _distance(before, of_results))
@@ -94,9 +102,9 @@ def _first_tensor(inputs: Any) -> torch.Tensor | None:
 
 
 class _Listener(PassProbe):
-    """Looks at the input and outputs of one module, and scales in place what the first of some torch calls is given.
+    """Compares input and outputs of one module, and scales the input of the first of some torch calls in place.
 
-    Or, where `of_results`, what that call returns.
+    With `of_results` it scales what that call returns instead.
     """
 
     def __init__(self, module: nn.Module, functions: Collection[FunctionKey] = (), *, of_results: bool = False) -> None:

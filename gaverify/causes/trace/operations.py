@@ -36,7 +36,7 @@ from gaverify.torch_internals import buffers_of, no_dispatch_modes, parameters_o
 from gaverify.tracebacks import Owner, calling_frame, hands_over, owner_of
 
 _FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
-_UNWRITTEN = ("empty", "new_empty")  # factories whose results hold whatever the memory held
+_UNWRITTEN = ("empty", "new_empty")  # factories whose results are uninitialised memory
 
 
 @cache
@@ -54,8 +54,8 @@ class OperationTracer(PassProbe):
         names: The modules of the experiment and their paths.
         batch_size: B.
         count: n of the micro-batch that `template` was taken of.
-        template: An earlier trace of a micro-batch without fingerprints, whose shapes tell where the samples lie; None
-            records shapes only.
+        template: An earlier trace of a micro-batch without fingerprints, whose shapes show where the samples are; None
+            records only shapes.
         plan: The layouts found by the trace of the full batch; the micro-batches follow them.
         described: Of results with these layouts fingerprints are kept; reading every row costs more than the forward.
     """

@@ -1,6 +1,6 @@
 """What does a forward change that the next micro-batch reads? State is compared by summaries of its values.
 
-The kernel of BatchNorm moves its running statistics without raising their `_version`.
+Values are compared because the kernel of BatchNorm changes running statistics without increasing their `_version`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ _DEPTH = 6
 def take_digest(value: Any) -> Any:
     """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries.
 
-    None for what is no state, or none of its own: modules, functions, classes, random generators; and for a value that
-    raises when it is looked at, so that it does not hide the others.
+    None for modules, functions, classes and random generators, whose state is compared elsewhere or is no state.
     """
     try:
         return _Summary().of(value, 0)
-    except Exception:
+    except Exception:  # an object of the user's that raises when it is read must not hide the other values
         return None
 
 
@@ -72,6 +71,7 @@ class _Summary:
             return None
         if isinstance(value, torch.Tensor):
             return take_tensor_digest(value) if not isinstance(value, nn.Parameter) else None
+        # A parameter above and a module here are named and compared on their own.
         if isinstance(value, nn.Module | FunctionType | MethodType | type):
             return None
         if isinstance(value, RewindableIterator):
@@ -142,7 +142,7 @@ def find_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
 
 
 def find_owners(experiment: Experiment) -> dict[str, nn.Module]:
-    """Returns the modules whose attributes are state, by path; those that only the loss reaches, by its variables."""
+    """Returns the modules whose attributes are state, by path, or by the loss's variable if only the loss has them."""
     modules = {path: module for root in reversed(experiment.modules) for path, module in root.named_modules()}
     module_ids = set(map(id, modules.values()))
     for name, get in variables(experiment.problem.loss, *list(modules.values())):
@@ -184,7 +184,7 @@ def take_digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
 
 
 class StateWatch(PassProbe):
-    """Notes what every pass changes, and which line wrote it."""
+    """Records what each pass changes, and the line that wrote it."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._state = experiment.state
@@ -205,6 +205,7 @@ class StateWatch(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
         before = self._digests()
+        # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
         names = {
             address(value): name
             for name, (_, get) in self._named.items()
@@ -225,7 +226,7 @@ class StateWatch(PassProbe):
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
-        """Sees whether the forward cleared gradients of the micro-batches before it."""
+        """Checks whether the forward cleared gradients of the micro-batches before it."""
         self.clears_gradients = self.clears_gradients or self._stamps() != self._gradients
         super().backward(k, loss, weight)
 
@@ -262,7 +263,7 @@ class StateWatch(PassProbe):
 
     @hands_over
     def _handle_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Sees gradients that are taken away or exchanged: `p.grad = None`, which is no operation."""
+        """Detects gradients that are removed or replaced: `p.grad = None` is no operation at the dispatcher."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is _GRAD:
             self._note_clearing("zero_grad", calling_frame())
         return func(*args, **kwargs)
@@ -284,7 +285,8 @@ class StateWatch(PassProbe):
 
     def _writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
-        if "batch_norm" in operation and name in self._reads:  # statistics that are more than kept for evaluation
+        # Something besides BatchNorm reads these statistics in training, so that they are not only for evaluation.
+        if "batch_norm" in operation and name in self._reads:
             operation, frame = "", None
         if self._named.get(name, ("",))[0] == "closure":  # of no module
             return locate_operation(operation, frame)
@@ -298,7 +300,7 @@ class StateWatch(PassProbe):
 def watch_assignments(
     notice: Callable[[nn.Module, str, Frame], None], is_pinned: Callable[[nn.Module, str], bool] = lambda *_: False
 ) -> Iterator[None]:
-    """Sees every attribute assignment to a module, and drops those for which `is_pinned` says so."""
+    """Calls `notice` at every attribute assignment to a module, and drops those for which `is_pinned` is true."""
     original = nn.Module.__setattr__
 
     @hands_over

@@ -1,4 +1,4 @@
-"""Turns what differs between the traces into suspects: where they lie, what a control run has to hold.
+"""Turns differences between the traces into suspects: which line each is on, and what a control run has to pin.
 
 Shapes: B samples, K micro-batches.
 """
@@ -39,10 +39,10 @@ class Reader:
         lines: set[Frame] = set()
         for index in self._dependence.origins():
             frame = self._full.steps[index].frame
-            if frame is None or frame not in lines:
+            if frame is None or frame not in lines:  # one suspect per line: its control pins all calls of the line
                 lines.add(frame)
                 yield from self._suspects_of(index)
-        if lines or additive:
+        if lines or additive:  # additive: the losses add up, so that nothing in the forward needs an explanation
             return
         for index in sorted(self._dependence.live):
             tainted = self._m.tainted[index] and self._full.steps[index].differentiable
@@ -62,7 +62,7 @@ class Reader:
 
     def _suspects_of(self, index: int) -> Iterator[Suspect]:
         kind = self._dependence.kinds[index]
-        if kind != "control-flow":
+        if kind != "control-flow":  # rows, a matrix or draws: the operation itself is the suspect
             yield self._suspect(index, kind or "rows")
             return
         if self._sources(index):  # a branch or loop that also reads what was reduced over the batch
@@ -81,6 +81,8 @@ class Reader:
     def _suspect(self, index: int, kind: SuspectKind) -> Suspect:
         step = self._full.steps[index]
         sources = self._sources(index)
+        # All calls of one scope are pinned together: one layer of a class normalises as the next one does, and the next
+        # would differ as soon as the first is neutralised.
         scope = self._scope(index)
         scope_steps = [i for i, k in enumerate(self._dependence.kinds) if k is not None and self._scope(i) == scope]
         reductions = sorted(
@@ -99,7 +101,7 @@ class Reader:
         )
 
     def _make_suspect(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
-        """What every suspect says of a step whose samples differ."""
+        """Makes a suspect with everything that depends only on the step."""
         step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
         exits, calls, outputs = self._exits(index), self._find_uncut_calls(step), self._outputs(index)
         suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _function_of(step))
@@ -120,7 +122,7 @@ class Reader:
         return {function for i in differing if self._scope(i) == scope for function in _function_of(steps[i])}
 
     def _outputs(self, index: int) -> tuple[int, ...]:
-        """The positions of those outputs of the module around a step that are not the same for every batch."""
+        """Positions of the outputs of the module around a step that depend on the batch."""
         call = find_named_call(self._full, self._full.steps[index])
         if call is None:
             return ()
@@ -133,7 +135,7 @@ class Reader:
         return next((self.operation(source) for source in (*with_gradient, *sources)), None)
 
     def _find_returned_reductions(self, scope: tuple[str, str]) -> set[int]:
-        """All reductions over the batch in one scope that reach the samples again."""
+        """All reductions over the batch in one scope whose result is combined with rows of samples again."""
         return {
             index
             for index in self._dependence.live
@@ -162,14 +164,15 @@ class Reader:
         return [step for step in walk_from(steps[index].inputs, onwards) if tainted[step]]
 
     def _held_function(self, index: int) -> FunctionKey | None:
-        """The torch call whose result is the reduction's, so that it can be held constant; None inside a larger one."""
+        """The torch call that returns the reduction, so that it can be pinned; None if it is a step inside a call."""
         function = self._full.steps[index].function
+        # A call may run several operations, and returns what the last of them wrote.
         last = max(i for i, step in enumerate(self._full.steps) if step.function == function)
         layout = self._full.steps[last].results[0].layout if self._full.steps[last].results else None
         return function if layout is not None and layout.kind == "global" else None
 
     def _scope(self, index: int) -> tuple[str, str]:
-        """Steps of one scope are held together: the same module class, or the same file outside of modules."""
+        """What steps that are pinned together share: the module's class, or the file outside of modules."""
         step = self._full.steps[index]
         call = find_named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
@@ -180,9 +183,9 @@ class Reader:
         return tuple(sorted({*around, *(i for i, call in enumerate(self._full.calls) if not self._can_be_cut(call))}))
 
     def _can_be_cut(self, call: ModuleCall) -> bool:
-        """Whether a module hands out rows of samples that agree, or what does not depend on the batch: a parameter."""
+        """Whether all outputs of a module are rows of samples that agree, or do not depend on the batch."""
         return bool(call.outputs) and all(
-            output is None
+            output is None  # a parameter
             or (self._m.rows[output] is not None and not self._m.differs(output) and not self._m.permuted[output])
             or (self._m.rows[output] is None and self._m.constant(output))
             for output in call.outputs
@@ -211,7 +214,7 @@ class Reader:
         return within and any(output in downstream for output in rows)
 
     def _in_model_of(self, trace: Trace, position: int) -> bool:
-        """Whether a module around a stray hands out what not all traces computed."""
+        """Whether a module around an unmatched step returns what not all traces computed."""
         k = next((k for k, part in enumerate(self._m.parts) if part is trace), None)
         stray = (lambda i: not self._m.is_matched(i)) if k is None else (lambda i: self._m.full_step(k, i) is None)
         return any(
@@ -224,10 +227,12 @@ class Reader:
         return describe_step(self._full, self._full.steps[index])
 
     def _control_flow(self, index: int) -> Suspect:
-        """The line that decides: where a number was read out of a tensor just before the traces part, or they part."""
+        """The line of the branch: where a number was read just before the traces differ, else where they differ."""
         trace, start = self._find_first_stray(index)
         decisions = find_decisions(trace, start)
-        if not decisions:  # a loop that runs more often for some batches: all its rounds are strays
+        # A loop that runs more often for some batches: all its rounds are unmatched, and the first of them may be far
+        # from the number that ends the loop. Where the traces first differ, that number was read.
+        if not decisions:
             ends = [first_difference(self._full, part) for part in self._m.parts]
             first = min((end for end in ends if end is not None), default=None)
             decisions = find_decisions(self._full, first) if first is not None else []
@@ -239,7 +244,7 @@ class Reader:
         return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame)
 
     def _find_first_stray(self, index: int) -> tuple[Trace, int]:
-        """The first stray that leads to a step, and the trace that holds it."""
+        """The first unmatched step from which a step computes, and its trace."""
         matched = self._m.is_matched
         strays = find_strays(self._full, index, lambda i: not matched(i))
         if strays:

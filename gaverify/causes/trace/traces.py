@@ -1,7 +1,7 @@
 """The records of a traced forward: operations, module calls, where they are for people, and how two traces correspond.
 
-Traces of two batches part at a branch, or at a loop that runs more often for one of them. Tensors are too large to
-keep: fingerprints, short vectors, stand for them.
+Traces of two batches differ after a branch, or after a loop that runs more often for one of them. Tensors are too large
+to keep: short vectors, called fingerprints, represent them.
 
 Shapes: B samples; a result with B·m rows along one dimension is kept as B fingerprints, B numbers per direction.
 """
@@ -72,16 +72,17 @@ def _moments(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _squash_values(values: torch.Tensor) -> torch.Tensor:
-    """Returns v, and 1000 (2 - 1000 / |v|) beyond 1000: a mask of −∞ or of a type's least number hides nothing.
+    """Returns v, and sign(v) · 1000 (2 − 1000 / |v|) where |v| is above 1000; NaN stays.
 
-    NaN stays. On a CPU most tensors only have their range looked at, and the others are read piece by piece, each of
-    which stays in the cache for all operations. A device would wait for its range.
+    A mask of −∞, or of a type's lowest number, would make all other values rounding.
     """
     host = values.device.type == "cpu"
+    # On a CPU the range shows that most tensors need no change. On a GPU, reading it would wait for the device.
     if host and all(abs(float(bound)) <= _LARGE for bound in values.aminmax()):
         return values
     flat = values.reshape(-1)
     result = torch.empty_like(flat)
+    # Piece by piece, because a piece stays in the CPU's cache for all of the operations.
     size = _PIECE if host else max(flat.numel(), 1)
     for piece, into in zip(flat.split(size), result.split(size), strict=True):
         torch.clamp(piece, -_HUGE, _HUGE, out=into)
@@ -91,40 +92,43 @@ def _squash_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def _has_layout(tensor: torch.Tensor, layout: SampleLayout) -> bool:
-    """Whether the samples lie in a tensor as in the one of another micro-batch by which the layout was found."""
+    """Whether a layout that was found in another micro-batch fits this tensor."""
     at, fold = layout.first.at, layout.first.fold
     if tensor.numel() == 0 or layout.kind in ("matrix", "mixed") or at >= max(tensor.dim(), 1):
         return False
     return layout.kind != "rows" or (tensor.dim() > 0 and tensor.shape[at] % fold == 0)
 
 
-_NEAR = 6  # operations before the traces part among which a decision is looked for
+_NEAR = 6  # operations before the first difference of two traces among which a decision is looked for
 Shape = tuple[int, ...]
 Frame = tuple[str, int] | None
 Signature = tuple[str, Frame, str | None]  # name, line of the user's code, path of the innermost module
 DECISIONS = ("_local_scalar_dense", "equal", "is_nonzero")
 """Operations that hand a number to Python code."""
 INPUT = "input"
-"""The name of a step that stands for a tensor which no operation wrote."""
+"""The name of a step for a tensor that no operation wrote."""
 
 
 @dataclass
 class Result:
-    """One tensor that an operation returned: how the samples lie in it, its fingerprint, and moments of folded rows.
-
-    `summed`: whether moments are wanted.
-    """
+    """One tensor that an operation returned."""
 
     shape: Shape
+    """Its shape."""
     floating: bool
+    """Whether its numbers are floating-point or complex."""
     layout: SampleLayout | None = None
+    """Where its samples are; None if not known."""
     prints: torch.Tensor | None = None
+    """Fingerprints, of shape (variants, rows, 3); None if not wanted."""
     of_folded: torch.Tensor | None = None
+    """Moments, if a dimension has several rows per sample."""
     summed: bool = True
+    """Whether moments are wanted."""
 
     @property
     def moments(self) -> torch.Tensor | None:
-        """The moments of all rows; those of rows with a fingerprint each are worked out when they are asked for."""
+        """The moments of all rows; with one row per sample they are computed from the fingerprints."""
         if self.of_folded is not None or self.prints is None or not (self.summed and self.floating):
             return self.of_folded
         return _moments(self.prints[0])
@@ -132,53 +136,68 @@ class Result:
 
 @dataclass
 class TracedOperation:
-    """One operation of the trace. `inputs` are the steps that wrote its tensor inputs.
-
-    `caller` is the nearest line of the user's own code, where `frame` is a library's.
-    """
+    """One operation of the trace."""
 
     name: str
+    """Its name at the dispatcher."""
     call: int | None
+    """Index of the innermost module call around it; None outside of all."""
     function: FunctionKey | None
+    """The outermost torch call that it is part of."""
     frame: Frame
+    """The line that ran it: the user's, or a library's."""
     inputs: tuple[int, ...]
+    """Steps that wrote its tensor inputs."""
     differentiable: bool
+    """Whether an input has a gradient."""
     random: bool
+    """Whether it drew random numbers."""
     tensor_inputs: int
+    """Number of its tensor inputs."""
     signature: Signature
+    """By which it is found in other traces."""
     occurrence: int = 0
+    """How many steps with this signature came before it."""
     caller: Frame = None
+    """The nearest line of the user's own code, if `frame` is a library's."""
     results: list[Result] = field(default_factory=list)
+    """The tensors that it returned."""
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module: the calls around it, innermost last, and the steps that wrote its tensor outputs.
-
-    None stands for an output that no operation wrote: a parameter. `has_weights`: it has parameters of several
-    elements itself, not in its children alone.
-    """
+    """One call of a module."""
 
     path: str | None
+    """Its path in the model; None for a module of the loss or of a library."""
     kind: str
+    """Its class."""
     library: bool
+    """Whether that is one of torch's."""
     parents: tuple[int, ...]
+    """The calls around it, innermost last."""
     has_weights: bool = False
+    """Whether it has parameters of several elements itself, and not only in its children."""
     outputs: tuple[int | None, ...] = ()
+    """Steps that wrote its tensor outputs; None for an output that no operation wrote: a parameter."""
 
 
 @dataclass
 class Trace:
-    """The operations of one forward, in order, and where those of one signature stand.
+    """The operations of one forward, in order.
 
-    Traces of other batches may hold more or fewer operations (a loop over the samples, a branch), so the same operation
-    is found by its signature and how often that has occurred, never by its position.
+    Traces of other batches may contain more or fewer operations (a loop over the samples, a branch), so the same
+    operation is found by its signature and occurrence, and not by its position.
     """
 
     steps: list[TracedOperation] = field(default_factory=list)
+    """The operations."""
     calls: list[ModuleCall] = field(default_factory=list)
+    """The module calls, in the order in which they began."""
     places: dict[Signature, list[int]] = field(default_factory=dict)
-    loss: int | None = None  # the step that wrote the loss
+    """Signature → indices of its steps."""
+    loss: int | None = None
+    """Index of the step that wrote the loss."""
 
     def live(self) -> set[int]:
         """The steps that the loss depends on, through tensors or through numbers that Python code read out of them."""
@@ -225,7 +244,8 @@ def describe_step(trace: Trace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
     chain, module_call = trace.around(step.call), find_named_call(trace, step)
     library = bool(chain) and chain[0].library
-    # Inside a library's module the user's line is the call of it: worth naming in a module's forward only.
+    # Inside a library's module the nearest line of the user is the call of that module. It is named only if it is in
+    # the forward of the user's own module: otherwise it is the line that calls the model.
     named = step.frame is not None and (not library or any(not call.library for call in chain))
     path, kind = (module_call.path, module_call.kind) if module_call else (None, "")
     operation = locate_operation(step.name, step.frame if named else None, path, kind)
@@ -254,7 +274,7 @@ def find_decisions(trace: Trace, start: int) -> list[int]:
 
 
 def first_difference(full: Trace, part: Trace) -> int | None:
-    """Where two traces stop to hold the same operations one after the other; None where they do not."""
+    """Index of the first step at which two traces differ; None if they do not."""
     pairs = enumerate(zip(full.steps, part.steps, strict=False))
     first = next((i for i, (step, other_step) in pairs if step.signature != other_step.signature), None)
     if first is None and len(full.steps) != len(part.steps):
@@ -263,17 +283,15 @@ def first_difference(full: Trace, part: Trace) -> int | None:
 
 
 def takes_other_branch(one: Trace, other: Trace) -> bool:
-    """Whether Python code read numbers, and the losses then depend on operations that only one of two traces ran.
-
-    A loop that runs more often over more samples runs the same lines.
-    """
+    """Whether Python code read numbers, and the losses depend on operations that only one of two traces ran."""
+    # Signatures are compared without their number: a loop that runs more often over more samples runs the same lines.
     read = any(step.name in DECISIONS for step in (*one.steps, *other.steps))
     ran = [{trace.steps[index].signature for index in trace.live()} for trace in (one, other)]
     return read and ran[0] != ran[1]
 
 
 def find_strays(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
-    """The strays from which a step computes, back to the first steps that all traces have."""
+    """The strays from which a step computes, back to the nearest steps that all traces have."""
     if index is None:
         return set()
     steps = walk_from([index], lambda step: trace.steps[step].inputs if step == index or stray(step) else ())

@@ -20,18 +20,19 @@ def watch_writes(
     kept: Mapping[int, str],
     read: Callable[[str], None],
 ) -> OperationMode:
-    """Returns a mode that tells `notice` of every write to a tensor of the state: its name, the operation, the line.
+    """Returns a mode that calls `notice` before every write to a tensor of the state.
 
     Args:
         addresses: The names of the state's tensors by `address`.
-        notice: Told before the write.
+        notice: Takes the tensor's name, the operation and its line.
         kept: Those of them that are no parameters.
-        read: Told the name of one of these that an operation is given and does not write.
+        read: Takes the name of one of these that an operation reads and does not write.
     """
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = written_tensors(func, args, kwargs)
-        if "batch_norm" in func.__name__ and any(arg is True for arg in args):  # training: its schema tells of no write
+        # In training (a True among its arguments) it writes the running statistics, which its schema does not declare.
+        if "batch_norm" in func.__name__ and any(arg is True for arg in args):
             written = [*written, *(arg for arg in args[3:5] if isinstance(arg, torch.Tensor))]
         for target in written:
             name = addresses.get(address(target))
@@ -47,7 +48,7 @@ def watch_writes(
 
 
 def divert_writes(addresses: Set[int]) -> OperationMode:
-    """Returns a mode in which writes to the tensors at the addresses `addresses` go to a copy that is thrown away."""
+    """Returns a mode in which writes to the tensors at some addresses go to a copy that is thrown away."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(address(tensor) in addresses for tensor in written_tensors(func, args, kwargs)):
@@ -68,6 +69,7 @@ def divert_writes(addresses: Set[int]) -> OperationMode:
         ]
         kwargs = {key: tree_map_only(torch.Tensor, copy_target, v) if key in names else v for key, v in kwargs.items()}
         result = func(*changed, **kwargs)
+        # An in-place operation returns its target: the code has to go on with the tensor itself and not with the copy.
         return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
 
     return OperationMode(handle)
