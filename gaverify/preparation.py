@@ -15,7 +15,7 @@ from gaverify.loading import load_problem
 from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.devices import resolve_device
-from gaverify.passes.experiment import Experiment, TimeLimit
+from gaverify.passes.experiment import Experiment, Placement, TimeLimit
 from gaverify.passes.isolation import (
     ModelState,
     deterministic,
@@ -156,8 +156,8 @@ def place_experiment(
     """Puts model and batch where they shall run, for as long as `stack` is open; seeds all generators there."""
     modules = [module for module in (problem.model, problem.loss) if isinstance(module, nn.Module)]
     target = resolve_device(device)
-    lay_on = _devices(modules)
-    if any(device.type == "meta" for device in lay_on):
+    placed_before = _devices(modules)
+    if any(device.type == "meta" for device in placed_before):
         raise ProblemError(
             "the model lies on the `meta` device, where tensors have no numbers: build it on a real one "
             '(was `torch.set_default_device("meta")` left on, or `to_empty` forgotten?)'
@@ -179,8 +179,7 @@ def place_experiment(
         state=ModelState(modules, (problem.loss,)),
         batch_size=size,
         sizes=sizes,
-        devices=tuple(dict.fromkeys((where, *_devices(modules)))),
-        lay_on=lay_on,
+        placement=Placement(tuple(dict.fromkeys((where, *_devices(modules)))), placed_before),
         autocast=autocast,
     )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,6 +63,15 @@ class TimeLimit:
             raise TimeUp
 
 
+class Placement(NamedTuple):
+    """Where a model lies, each device once."""
+
+    now: tuple[torch.device, ...]
+    """Where it is run; the first is that of the first trainable parameter."""
+    before: tuple[torch.device, ...] = ()
+    """Where the user had put it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A problem made ready to run: both strategies start from the same state and use the same random draws."""
@@ -87,10 +96,8 @@ class Experiment:
     """By how much a mean over ranks divides losses that the weighting leaves as they are."""
     strategy: str = "accumulate"
     """`accumulate`: K backward passes; `summed-loss`: one over the sum of the weighted losses."""
-    devices: tuple[torch.device, ...]
-    """Where the model lies, each device once; the first is that of the first trainable parameter."""
-    lay_on: tuple[torch.device, ...] = ()
-    """Where the user had put the model."""
+    placement: Placement
+    """The devices that the model lies on, and those that the user had put it on."""
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` in the forwards; None: no autocast."""
     lift: bool = False
@@ -109,6 +116,11 @@ class Experiment:
     """How long a search for a cause may take; all variants share it."""
     progress: Callable[[str], None] = field(default=lambda _: None)
     """Is told what begins."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where the model lies, each device once; the first is that of the first trainable parameter."""
+        return self.placement.now
 
     @property
     def device(self) -> torch.device:
@@ -269,7 +281,7 @@ class Experiment:
         """
         everywhere = all(widest(device) is torch.float64 for device in self.devices)
         device = None if everywhere else torch.device("cpu")  # None: each tensor where it is
-        devices = self.devices if device is None else (device,)
+        placement = self.placement if device is None else self.placement._replace(now=(device,))
         default = torch.get_default_dtype()
         return_freed()  # what the passes before left in pieces
         with ExitStack() as stack:
@@ -281,7 +293,7 @@ class Experiment:
             batch = fresh(self.problem.batch, device, torch.float64)
             split = self.problem.split and move_split(self.problem.split, device, torch.float64)
             problem = replace(self.problem, batch=batch, split=split)
-            exact = replace(self, problem=problem, devices=devices, autocast=None, lift=True).with_current_state()
+            exact = replace(self, problem=problem, placement=placement, autocast=None, lift=True).with_current_state()
             # who looked on may live longer, and would keep the weights in float64
             stack.callback(exact.state.forget)
             yield exact

@@ -68,8 +68,8 @@ def _left_behind(experiment: Experiment, text: str) -> str:
     """A hint where tensors of several devices meet: those that the loss and the model hold themselves nobody moved."""
     if "on the same device" not in text and not ("input type" in text.lower() and "weight type" in text.lower()):
         return ""
-    if len(experiment.lay_on) > 1:
-        places = " and ".join(map(str, experiment.lay_on))
+    if len(experiment.placement.before) > 1:
+        places = " and ".join(map(str, experiment.placement.before))
         if len(experiment.devices) == 1:
             return f"; the model lay on {places} and `device` moved it to {experiment.device}: leave `device` out"
         return f"; gaverify leaves the model on {places} and the batch where it is: the loss has to move the rest"

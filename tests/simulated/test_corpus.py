@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 import gaverify
 from gaverify import Problem, ProblemError, Verdict
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
 from gaverify.passes.reference import Fitting
 from gaverify.records.comparison import Reference
@@ -113,7 +113,7 @@ def passed(way: Reference) -> tuple[dict[str, torch.Tensor], int]:
             batch_size=1024,
             sizes=(512, 512),
             state=ModelState([model]),
-            devices=(torch.device("cuda", 0),),
+            placement=Placement((torch.device("cuda", 0),)),
             fitting=Fitting(way),
         )
         seed_everything(0)

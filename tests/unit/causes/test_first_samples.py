@@ -32,7 +32,7 @@ from gaverify.causes.trace.traces import describe_tensor
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DrawRecord
@@ -284,7 +284,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
         parameters=dict(model.named_parameters()),
         modules=[model],
         state=ModelState([model]),
-        devices=(torch.device("cpu"),),
+        placement=Placement((torch.device("cpu"),)),
         **{"batch_size": 16, "sizes": (4,) * 4, **changes},
     )
     measurement: Any = SimpleNamespace(experiment=experiment, coarse_unit=unit)
@@ -424,7 +424,7 @@ def bench(total: float, dtype: torch.dtype = torch.float32, *, lift: bool = Fals
         state=ModelState([model]),
         batch_size=4,
         sizes=(2, 2),
-        devices=(torch.device("cpu"),),
+        placement=Placement((torch.device("cpu"),)),
         lift=lift,
     )
     return Bench(experiment, total=total)

@@ -14,7 +14,7 @@ from gaverify.collective.engines import Alone, Reach, blocks, join_group, of_all
 from gaverify.collective.launching import run
 from gaverify.collective.traffic import watch_gathers
 from gaverify.passes.devices import available_devices
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.problem import Problem
 from gaverify.remedies import all_gather
@@ -38,7 +38,7 @@ def reach(*micro_batches: torch.Tensor) -> Reach:
         parameters=dict(model.named_parameters()),
         modules=[model],
         state=ModelState([model], (problem.loss,)),
-        devices=(torch.device("cpu"),),
+        placement=Placement((torch.device("cpu"),)),
         batch_size=1,
         sizes=(1,),
     )

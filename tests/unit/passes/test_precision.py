@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.isolation.flags import PRECISION, flag_states
@@ -333,7 +333,7 @@ def experiment_of(kind: type[nn.Module]) -> Experiment:
         parameters={name: value for name, value in problem.model.named_parameters() if value.requires_grad},
         modules=[problem.model],
         state=ModelState([problem.model], (problem.loss,)),
-        devices=(torch.device("cpu"),),
+        placement=Placement((torch.device("cpu"),)),
     )
 
 

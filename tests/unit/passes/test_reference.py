@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gaverify.errors import NoMemory
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.problem import Problem
 from gaverify.passes.reference import Fitting
@@ -31,7 +31,7 @@ def short_of_memory(way: Reference, device: str, failures: int) -> Experiment:
         batch_size=4,
         sizes=(2, 2),
         state=ModelState([model]),
-        devices=(torch.device(device),),
+        placement=Placement((torch.device(device),)),
         fitting=Fitting(way),
     )
 
