@@ -1,12 +1,16 @@
-"""Verifies a problem: prepare, measure, decide, measure in float64 and decide where that is needed, search, confirm.
+"""Verifies a problem. What `verify` runs, in this order:
 
-prepare     the problem becomes an `Experiment`: on its device, seeded, every pass from the same state
-measure     the full batch and the K micro-batches, in the user's precision, with the same random draws
-decide      what that precision's own rounding explains is equivalent, with a few samples in float64 where it helps
-float64     for what is open: the first samples where the difference is clearly no rounding, else all of the batch
-search      control runs for the cause of a divergence: on the first samples where these told, else on all of it
-confirm     a cause that the first samples showed has to be one of the whole batch
-report      rules turn what was measured into findings
+prepare    `prepare_experiment`: the problem on its device and seeded; every pass starts from the same state
+measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision
+decide     `decide`: equivalent is what that precision's rounding explains. Where it leaves a few parameters open,
+           or is below float32, two to four samples are run in float64 as well, together and one by one
+float64    `examine_first_samples`: a difference that is clearly more than rounding is measured, decided and searched
+           on a batch of the first samples, at a fraction of the cost
+           `decide_open`: what is still undecided, by both strategies in float64 on all of the batch; where a kernel
+           or memory does not allow that, by how far gradients move when each weight moves by one roundoff
+search     `_find_causes`: what the first samples showed is confirmed on all of the batch; where nothing was shown,
+           or it is not confirmed, all of the batch is searched by control runs, in which a suspect is neutralised
+report     `findings_for`: rules turn what was measured into findings; `--trace` runs the micro-batches once more
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ import torch
 from torch import nn
 
 from gaverify.causes.confirming import confirm_in_working_precision, confirm_on_batch
-from gaverify.causes.first_samples import FirstSamples, examine_first_samples
-from gaverify.causes.investigation import collect_facts, open_bench, search_causes, watch_state
+from gaverify.causes.first_samples import FirstSamplesAnswer, examine_first_samples
+from gaverify.causes.investigation import collect_facts, open_control_runs, search_causes, watch_state
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.loading.texts import guessed_parts
@@ -124,6 +128,7 @@ def verify(
     Raises:
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
+    # `settings_of` takes the options by their names; a function in the place of a strategy's name goes to the ranks.
     arguments = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
     problem = problem_of(model, loss, batch, split, batch_size, name)
     settings = settings_of(arguments)
@@ -209,7 +214,7 @@ def _verify_here(problem: Problem, settings: Settings, ranks: Ranks | None, prog
         return _make_verdict(settings, started, measurement, decision, facts)
 
 
-def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, FirstSamples]:
+def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
     """Runs both strategies and decides every parameter: in the user's precision, or in float64 where that cannot tell.
 
     Returns:
@@ -217,40 +222,40 @@ def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Mea
     """
     if settings.rtol is not None and settings.atol is not None:
         # Tolerances are the user's own criterion: nothing is left to decide.
-        measurement = measure_strategies(experiment, located=True)
+        measurement = measure_strategies(experiment, find_worst=True)
         decision = decide_by_tolerance(measurement, settings.rtol, settings.atol)
         if not settings.trace:
             measurement.free_gradients()
-        return measurement, decision, FirstSamples(decision)
-    measurement = measure_strategies(experiment, sketched=not settings.exact)
+        return measurement, decision, FirstSamplesAnswer(decision)
+    measurement = measure_strategies(experiment, with_sketch=not settings.exact)
     measured_at = time.perf_counter()
     decision = decide(measurement, exact=settings.exact)
-    first_samples = FirstSamples(decision)
+    first_samples = FirstSamplesAnswer(decision)  # not examined yet
     if not settings.trace and not needs_gradients(measurement, decision):
         measurement.free_gradients()
-    # Clearly more than rounding: the first samples in float64 show the same in a fraction of the time and memory.
-    if decision.shows_fault and not settings.exact:
+    # More than rounding, so a fault or coarse arithmetic: the first samples in float64 tell at a fraction of the cost.
+    if decision.exceeds_rounding and not settings.exact:
         first_samples = examine_first_samples(measurement, decision, searches=settings.diagnose)
         decision = first_samples.decision or decision
     # What is still open is decided by float64 on all of the batch; a search for the cause watches its micro-batches.
-    if decision.is_open:
-        make_probe = watch_state if settings.diagnose else None
-        decision = decide_open(measurement, decision, exact=settings.exact, make_probe=make_probe)
+    if decision.needs_float64:
+        make_watch = watch_state if settings.diagnose else None
+        decision = decide_open(measurement, decision, exact=settings.exact, make_watch=make_watch)
     if not settings.trace:
         measurement.free_gradients()
-    if settings.exact and decision.control_failure:
+    if settings.exact and decision.float64_failure:
         # A kernel has no float64: the answer is what it would have been without `exact`, and says so.
-        failure = decision.control_failure
+        failure = decision.float64_failure
         del measurement, decision, first_samples  # their gradients take the memory of the next passes
         measurement, decision, first_samples = _measure_and_decide(experiment, replace(settings, exact=False))
-        decision = replace(decision, control_failure=decision.control_failure or failure)
+        decision = replace(decision, float64_failure=decision.float64_failure or failure)
         return measurement, decision, first_samples
     measurement.seconds["control"] = time.perf_counter() - measured_at
     return measurement, decision, first_samples
 
 
 def _find_causes(
-    measurement: Measurement, decision: Decision, first_samples: FirstSamples, *, diagnose: bool
+    measurement: Measurement, decision: Decision, first_samples: FirstSamplesAnswer, *, diagnose: bool
 ) -> tuple[Decision, Facts]:
     """Looks for the cause of a divergence, and confirms on all of the batch what the first samples showed.
 
@@ -270,20 +275,20 @@ def _find_causes(
                 if confirmed is not None:
                     return decision, confirmed
                 # It is not the whole batch's, so that what they decided counts no more: float64 on all of it decides.
-                decision = decide_open(measurement, first_samples.before, make_probe=watch_state)
+                decision = decide_open(measurement, first_samples.open_decision, make_watch=watch_state)
                 facts = collect_facts(measurement, decision)
                 if not facts.compared.divergent:
                     return decision, facts
                 facts = replace(facts, diagnosed=True)
             # Control runs happen in float64 where that decided, else in the user's precision.
-            with open_bench(measurement, decision, facts.compared.total) as bench:
-                if decision.control is not None and first_samples.facts is not None:
+            with open_control_runs(measurement, decision, facts.compared.total) as bench:
+                if decision.float64 is not None and first_samples.facts is not None:
                     confirmed = confirm_on_batch(bench, facts, first_samples.facts)
                     if confirmed is not None:
                         return replace(decision, part=first_samples.facts.weights.sizes), confirmed
                 return decision, search_causes(bench, facts)
     except TimeUp:
-        # A time limit ends the search, never the verdict.
+        # A time limit ends the search, never the verdict: what had been decided by then stands.
         return decision, replace(facts, stopped_after=limit.seconds)
 
 
@@ -310,7 +315,7 @@ def _make_verdict(
         resolution=decision.resolution,
         timings={**measurement.seconds, "total": time.perf_counter() - started},
         trace=steps_shown,
-        control_failure=decision.control_failure,
+        control_failure=decision.float64_failure,
         ranks=facts.ranks,
         few_samples=decision.few if decision.method == Method.FEW_SAMPLES else None,
         modules=facts.forward.modules,

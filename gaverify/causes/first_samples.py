@@ -19,9 +19,9 @@ from gaverify.records.facts import Facts
 from gaverify.thresholds import FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import MakeProbe, run_in_float64
+from gaverify.verdict.control import MakeWatch, run_in_float64
 from gaverify.verdict.criteria import Difference, record, zero_in_float64
-from gaverify.verdict.decision import Decision, decide_by_control, measure_and_decide
+from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
 from gaverify.verdict.measurement import Measurement, is_worth_a_part
 
 # Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
@@ -30,10 +30,10 @@ _QUARTER, _LEAST, _MOST = 4, 2, 1024
 
 
 @dataclass(frozen=True)
-class FirstSamples:
+class FirstSamplesAnswer:
     """What the first samples showed, measured, decided and searched in the place of the whole batch."""
 
-    before: Decision
+    open_decision: Decision
     """What the user's precision told of the whole batch, still open."""
     decision: Decision | None = None
     """The parameters of the whole batch, decided by the first samples; None: these do not tell."""
@@ -41,7 +41,7 @@ class FirstSamples:
     """What the search for a cause showed in them; None: they were not searched."""
 
 
-def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamples:
+def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamplesAnswer:
     """Measures, decides and searches the first samples in float64, in the place of the whole batch.
 
     A part that diverges is searched even if it does not tell, and float64 then has to decide the whole batch.
@@ -55,7 +55,7 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
     try:
         part = _part_of(measurement, decision)
         if part is None:
-            return FirstSamples(decision)
+            return FirstSamplesAnswer(decision)
         part.progress(f"a part of the batch: {part.batch_size} samples")
         part_answer = _judge_part(part, measurement, decision, watch_state if searches else None)
         rows = _decide_by_part(measurement, decision, *part_answer)
@@ -64,11 +64,11 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
     except Exception as error:  # a model that does not take so few samples, a loss that is no number
         if is_own_fault(error):
             raise
-        return FirstSamples(decision)
+        return FirstSamplesAnswer(decision)
     if rows is None:
-        return FirstSamples(decision, facts=facts)
-    decided = replace(decision, rows=rows, method=Method.FLOAT64_PART, part=part.sizes, is_open=False)
-    return FirstSamples(decision, decided, facts)
+        return FirstSamplesAnswer(decision, facts=facts)
+    decided = replace(decision, rows=rows, method=Method.FLOAT64_PART, part=part.sizes, needs_float64=False)
+    return FirstSamplesAnswer(decision, decided, facts)
 
 
 def _part_of(measurement: Measurement, decision: Decision) -> Experiment | None:
@@ -89,7 +89,7 @@ def _part_of(measurement: Measurement, decision: Decision) -> Experiment | None:
 
 
 def _judge_part(
-    part: Experiment, measurement: Measurement, decision: Decision, make_probe: MakeProbe | None
+    part: Experiment, measurement: Measurement, decision: Decision, make_watch: MakeWatch | None
 ) -> tuple[Measurement, Decision]:
     """Judges the part; by float64 alone in float32, where what working precision makes of it is known from the whole.
 
@@ -97,21 +97,21 @@ def _judge_part(
     """
     whole_draws = measurement.experiment.draws
     if decision.few is not None:  # below float32, float64 of the part alone tells
-        return measure_and_decide(part, exact=True, make_probe=make_probe)
+        return measure_and_decide(part, exact=True, make_watch=make_watch)
     recorded = part.record()[0] if whole_draws.count else part
     if whole_draws.inner:
         recorded = recorded.with_second_reading()
-    control = run_in_float64(recorded, make_probe)
+    control = run_in_float64(recorded, make_watch)
     losses = (control.full.loss, *control.accumulated.micro_losses)
     if recorded.draws.ambiguous > whole_draws.ambiguous or not all(map(math.isfinite, losses)):
-        return measure_and_decide(part, make_probe=make_probe)
+        return measure_and_decide(part, make_watch=make_watch)
     # what working precision makes of the part is worked out from what it makes of the whole
     scale = _norm(control.rows.values()) / max(_norm(measurement.differences.values()), TINY)
     working = {name: row._replace(difference=scale * row.difference) for name, row in measurement.differences.items()}
     scales = {name: scale * terms for name, terms in measurement.plain_terms.items()}
     estimated = Measurement(recorded, control.full, control.accumulated, working, plain_terms=scales)
-    open_decision = Decision((), Method.FLOAT64_CONTROL, is_open=True)
-    part_decision = decide_by_control(estimated, open_decision, control, measurement.coarse_unit)
+    open_decision = Decision((), Method.FLOAT64_CONTROL, needs_float64=True)
+    part_decision = decide_by_float64(estimated, open_decision, control, measurement.coarse_unit)
     # an estimate decides nothing else: whoever needs working precision of the part measures it
     return Measurement(recorded, control.full, control.accumulated, {}), part_decision
 
@@ -120,7 +120,7 @@ def _decide_by_part(
     measurement: Measurement, decision: Decision, part: Measurement, part_decision: Decision
 ) -> tuple[ParameterComparison, ...] | None:
     """The records of all parameters, where the part and the whole batch show the same; None where one does not."""
-    if part_decision.control is None:
+    if part_decision.float64 is None:
         return None
     part_rows, unit = {row.name: row for row in part_decision.rows}, measurement.coarse_unit
     # What comes of the samples' differences falls with the square root of their number.

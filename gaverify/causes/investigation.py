@@ -72,7 +72,7 @@ def watch_state(experiment: Experiment) -> PassProbe:
 
 
 @contextmanager
-def open_bench(measurement: Measurement, decision: Decision, total: float) -> Iterator[Bench]:
+def open_control_runs(measurement: Measurement, decision: Decision, total: float) -> Iterator[Bench]:
     """Gives where control runs happen: in float64, where that decided, else in working precision.
 
     Args:
@@ -80,7 +80,7 @@ def open_bench(measurement: Measurement, decision: Decision, total: float) -> It
         decision: With the float64 runs, whose full batch need not be run again; its gradients are freed.
         total: The relative difference that is looked into.
     """
-    control, experiment, reference = decision.control, measurement.experiment, None
+    control, experiment, reference = decision.float64, measurement.experiment, None
     with ExitStack() as stack:
         if control is not None:
             experiment = stack.enter_context(experiment.in_float64())
@@ -147,7 +147,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     return Facts(
         steps=experiment.steps,
         batch_size=experiment.batch_size,
-        compared=Compared(decision.rows, decision.method, decision.control_failure, precision=decision.precision),
+        compared=Compared(decision.rows, decision.method, decision.float64_failure, precision=decision.precision),
         weights=Weights(accumulated.weights, weighting, experiment.sizes, accumulated.micro_losses, valid, ignored),
         draws=Draws(
             draws.count,
@@ -210,7 +210,7 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
         return facts
     facts = replace(facts, diagnosed=True)
     try:
-        with limit.searching(), open_bench(measurement, decision, facts.compared.total) as bench:
+        with limit.searching(), open_control_runs(measurement, decision, facts.compared.total) as bench:
             return search_causes(bench, facts, in_part=in_part)
     except TimeUp:
         return replace(facts, stopped_after=limit.seconds)

@@ -42,9 +42,9 @@ from gaverify.records.ranks import Engine, RankFacts, rounding_of
 from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure
-from gaverify.verdict.control import Control, failure_sentence, judge_by_floor, noise_floor
+from gaverify.verdict.control import Float64Run, failure_sentence, judge_by_floor, noise_floor
 from gaverify.verdict.criteria import Difference, decide_at_once, record
-from gaverify.verdict.decision import Decision, decide_by_control, measure_and_decide
+from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
 from gaverify.verdict.measurement import Measurement
 
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
@@ -135,7 +135,7 @@ def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision
     # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
     unit = max(trained.member.everyones("unit", measurement.unit))
     decision = decide_window(measurement, unit, exact, lambda: _control(trained, measurement))
-    if decision.control is not None and trained.has_own_hooks(measurement.experiment):
+    if decision.float64 is not None and trained.has_own_hooks(measurement.experiment):
         return _decide_hooks(trained, measurement, decision)
     return decision
 
@@ -160,7 +160,7 @@ def _measure_unclipped(trained: Trained, measurement: Measurement, moved: Moved)
 
 
 def decide_window(
-    measurement: Measurement, unit: float, exact: bool, run_control: Callable[[], Control | str | None]
+    measurement: Measurement, unit: float, exact: bool, run_control: Callable[[], Float64Run | str | None]
 ) -> Decision:
     """Decides every parameter of a window of ranks by its differences.
 
@@ -179,9 +179,9 @@ def decide_window(
     with (
         nullcontext() if measurement.experiment.ranks else alone()
     ):  # `alone` where this process stands beside the ranks
-        if isinstance(control, Control):
-            return decide_by_control(measurement, decision, control, unit)
-        decision = replace(decision, control_failure=control or "")
+        if isinstance(control, Float64Run):
+            return decide_by_float64(measurement, decision, control, unit)
+        decision = replace(decision, float64_failure=control or "")
         if not is_undecided and unit <= U32:  # `exact` alone asked for float64
             return decision
         floor = noise_floor(measurement.experiment, measurement.full, unit)
@@ -211,7 +211,7 @@ def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision
     return replace(decision, rows=decided_rows)
 
 
-def _control(trained: Trained, measurement: Measurement) -> Control | str:
+def _control(trained: Trained, measurement: Measurement) -> Float64Run | str:
     """Runs both passes in float64, on every rank; on all of them returns why one could not, where one could not.
 
     Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
@@ -222,7 +222,7 @@ def _control(trained: Trained, measurement: Measurement) -> Control | str:
             exact.progress("float64 control")
             full = trained.whole(exact).full_batch()
             window, _ = trained.window(exact, full)
-        control = Control(_measure_by_name(exact, window.gradients, full.gradients), full, window)
+        control = Float64Run(_measure_by_name(exact, window.gradients, full.gradients), full, window)
     except Agreed:
         raise
     except Exception as error:
@@ -328,8 +328,8 @@ def _confirm_on_ranks(
         decision,
         rows=decided.rows,
         method=decided.method,
-        control=decided.control or decision.control,
-        control_failure=decided.control_failure or decision.control_failure,
+        float64=decided.float64 or decision.float64,
+        float64_failure=decided.float64_failure or decision.float64_failure,
     )
     facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
 
@@ -362,14 +362,14 @@ def _window_run(measurement: Measurement, ranks: Ranks, **differing: Any) -> _Ra
         return reports, torch.load(window.gradients, map_location=experiment.device, weights_only=False)
 
 
-def _in_float64(measurement: Measurement, ranks: Ranks) -> Control | str:
+def _in_float64(measurement: Measurement, ranks: Ranks) -> Float64Run | str:
     """Runs the ranks in float64, against the full batch of a pass for this purpose; or returns why it could not."""
     try:
         with measurement.experiment.in_float64() as exact:
             with alone():
                 full = exact.full_batch()
             _, gradients = _window_run(Measurement(exact, full, full, {}), ranks, lifted=True)
-            return Control(_measure_by_name(exact, gradients, full.gradients), full, full)
+            return Float64Run(_measure_by_name(exact, gradients, full.gradients), full, full)
     except Exception as error:
         if is_own_fault(error):
             raise

@@ -17,7 +17,7 @@ from gaverify.verdict.norms import Alike, norms_of, worst_elements
 
 
 def measure(
-    accumulated: Gradients, reference: Gradients, ranks: RankSum | None = None, *, located: bool = False
+    accumulated: Gradients, reference: Gradients, ranks: RankSum | None = None, *, find_worst: bool = False
 ) -> list[Difference]:
     """Returns the norms of both gradients and of their difference for every parameter, in the order of `reference`.
 
@@ -26,14 +26,14 @@ def measure(
         reference: The full-batch gradients (`expected`), under the same names.
         ranks: Measures what all of them hold together, in one collective for all parameters; each rank has to call
             this. None: what this process holds.
-        located: Look for the worst element wherever there is a difference; else only where it is not surely rounding.
+        find_worst: Look for the worst element wherever there is a difference; else where it may be no rounding.
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
     Sparse gradients are coalesced; complex ones are measured by modulus.
     """
     if ranks is not None:
         return _measure_all_ranks(accumulated, reference, ranks)
-    return _measure_pairs(accumulated, reference, located)
+    return _measure_pairs(accumulated, reference, find_worst)
 
 
 def left_between(gradients: Gradients, reference: Gradients, ranks: RankSum | None = None) -> float:
@@ -41,7 +41,7 @@ def left_between(gradients: Gradients, reference: Gradients, ranks: RankSum | No
     return relative_total((row.difference, row.reference) for row in measure(gradients, reference, ranks))
 
 
-def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) -> list[Difference]:
+def _measure_pairs(accumulated: Gradients, reference: Gradients, find_worst: bool) -> list[Difference]:
     rows: dict[str, Difference] = {}
     alike: dict[tuple[Any, ...], Alike] = {}
     for name, expected in reference.items():
@@ -63,7 +63,7 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, located: bool) 
     numbers = iter(norms_of(groups))
     unsure: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for group in groups:
-        shape, units = group.shape, 0.0 if located else FEW_UNITS * unit_roundoff(group.expected[0].dtype)
+        shape, units = group.shape, 0.0 if find_worst else FEW_UNITS * unit_roundoff(group.expected[0].dtype)
         for at, name in enumerate(group.names):
             e, a, d = next(numbers)
             # Written so that NaN, which compares false with everything, is caught as well.

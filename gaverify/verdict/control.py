@@ -23,7 +23,7 @@ from gaverify.verdict.sketches import Sums
 
 _PERTURBED_RUNS = 3
 
-MakeProbe = Callable[[Experiment], PassProbe]
+MakeWatch = Callable[[Experiment], PassProbe]
 """Makes a probe that looks on at the passes of an experiment."""
 
 
@@ -38,7 +38,7 @@ class Watched:
 
 
 @dataclass
-class Control:
+class Float64Run:
     """The float64 runs: rows in float64, and the passes that later probes read."""
 
     rows: dict[str, Difference]
@@ -66,12 +66,12 @@ class Control:
             raise ProblemError(f"a loss is {broken} in float64 and finite otherwise: some kernel has no float64")
 
 
-def run_in_float64(experiment: Experiment, make_probe: MakeProbe | None = None) -> Control:
+def run_in_float64(experiment: Experiment, make_watch: MakeWatch | None = None) -> Float64Run:
     """Runs both strategies in float64 and returns their comparison.
 
     Args:
         experiment: What to run.
-        make_probe: Makes what looks on at the micro-batches; where these do not run with it, they run without it.
+        make_watch: Makes what looks on at the micro-batches; where these do not run with it, they run without it.
 
     Raises:
         Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
@@ -79,20 +79,20 @@ def run_in_float64(experiment: Experiment, make_probe: MakeProbe | None = None) 
     with experiment.in_float64() as exact:
         exact.progress("float64 control: the full batch")
         full = exact.full_batch()
-        accumulated, watched = _run_watched(exact, full, make_probe)
+        accumulated, watched = _run_watched(exact, full, make_watch)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients, exact.ranks)}
         # The full batch keeps its gradients: the noise floor and the repairs are compared with them.
         accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
-    return Control(rows, full, accumulated, watched)
+    return Float64Run(rows, full, accumulated, watched)
 
 
 def _run_watched(
-    exact: Experiment, full: PassResult, make_probe: MakeProbe | None
+    exact: Experiment, full: PassResult, make_watch: MakeWatch | None
 ) -> tuple[PassResult, Watched | None]:
     """The accumulated pass in float64, watched where that is possible."""
-    if make_probe is not None:
+    if make_watch is not None:
         try:
-            watched = Watched(make_probe(exact), Sums(exact))
+            watched = Watched(make_watch(exact), Sums(exact))
             return exact.micro_batches(full, watched.probe, after_backward=watched.sums.note), watched
         except Exception as error:
             if is_own_fault(error):
@@ -100,15 +100,15 @@ def _run_watched(
     return exact.micro_batches(full), None
 
 
-def control_floor(experiment: Experiment, control: Control) -> dict[str, float]:
-    """Returns the noise floor of the float64 control: its full batch with each weight moved by one unit roundoff."""
+def float64_floor(experiment: Experiment, float64_run: Float64Run) -> dict[str, float]:
+    """Returns the noise floor of a float64 run: its full batch with each weight moved by one unit roundoff."""
     with experiment.in_float64() as exact:
-        return noise_floor(exact, control.full, U64)
+        return noise_floor(exact, float64_run.full, U64)
 
 
-def judge_by_control(
+def judge_by_float64(
     working: Mapping[str, Difference],
-    control: Control,
+    float64_run: Float64Run,
     scales: Mapping[str, float],
     working_unit: float,
     floor: Mapping[str, float] | None = None,
@@ -126,7 +126,7 @@ def judge_by_control(
                 floor=floor[name] if floor is not None else None,
             ),
         )
-        for name, row in control.rows.items()
+        for name, row in float64_run.rows.items()
     ]
 
 

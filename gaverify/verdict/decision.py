@@ -23,11 +23,11 @@ from gaverify.thresholds import TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import by_tolerance
 from gaverify.verdict.control import (
-    Control,
-    MakeProbe,
-    control_floor,
+    Float64Run,
+    MakeWatch,
     failure_sentence,
-    judge_by_control,
+    float64_floor,
+    judge_by_float64,
     judge_by_floor,
     noise_floor,
     precision_loss,
@@ -46,14 +46,14 @@ class Decision:
     """One comparison per parameter."""
     method: Method
     """The method that decided the rows."""
-    is_open: bool = False
+    needs_float64: bool = False
     """Working precision could not tell, or float64 was asked for: `decide_open` has to decide."""
-    shows_fault: bool = False
+    exceeds_rounding: bool = False
     """Of an open decision: the difference is clearly more than rounding, so that a diagnosis is to be expected."""
-    control: Control | None = None
+    float64: Float64Run | None = None
     """The float64 runs; None: none was needed, or it failed."""
-    control_failure: str = ""
-    """Why the float64 control was impossible, as a sentence; empty: it ran, or was not needed."""
+    float64_failure: str = ""
+    """Why the float64 run was impossible, as a sentence; empty: it ran, or was not needed."""
     precision: PrecisionLoss | None = None
     """Relative gradient errors against float64 where parameters are below float32; None: not measured."""
     few: FewSamples | None = None
@@ -78,42 +78,42 @@ class Decision:
 
 
 def measure_and_decide(
-    experiment: Experiment, *, exact: bool = False, keep_gradients: bool = False, make_probe: MakeProbe | None = None
+    experiment: Experiment, *, exact: bool = False, keep_gradients: bool = False, make_watch: MakeWatch | None = None
 ) -> tuple[Measurement, Decision]:
     """Runs both strategies and decides every parameter, in float64 on all of the batch where that is needed.
 
     Args:
         experiment: What to run.
         exact: In float64 whatever working precision says; where a kernel has none, the answer is what it would have
-            been without, and `control_failure` says so.
+            been without, and `float64_failure` says so.
         keep_gradients: Keep those of working precision.
-        make_probe: Makes what looks on at the float64 runs where a diagnosis is to be expected.
+        make_watch: Makes what looks on at the float64 runs where a diagnosis is to be expected.
 
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
     """
-    measurement = measure_strategies(experiment, sketched=not exact)
+    measurement = measure_strategies(experiment, with_sketch=not exact)
     measured_at = time.perf_counter()
     decision = decide(measurement, exact=exact)
     if not keep_gradients and not needs_gradients(measurement, decision):
         measurement.free_gradients()
-    if decision.is_open:
-        decision = decide_open(measurement, decision, exact=exact, make_probe=make_probe)
+    if decision.needs_float64:
+        decision = decide_open(measurement, decision, exact=exact, make_watch=make_watch)
         if not keep_gradients:
             measurement.free_gradients()
-    if exact and decision.control_failure:
-        failure = decision.control_failure
+    if exact and decision.float64_failure:
+        failure = decision.float64_failure
         del measurement, decision  # their gradients take the memory of the next passes
-        measurement, decision = measure_and_decide(experiment, keep_gradients=keep_gradients, make_probe=make_probe)
-        return measurement, replace(decision, control_failure=decision.control_failure or failure)
+        measurement, decision = measure_and_decide(experiment, keep_gradients=keep_gradients, make_watch=make_watch)
+        return measurement, replace(decision, float64_failure=decision.float64_failure or failure)
     measurement.seconds["control"] = time.perf_counter() - measured_at
     return measurement, decision
 
 
 def needs_gradients(measurement: Measurement, decision: Decision) -> bool:
-    """Whether a float64 control still measures what adding up loses: from sketches it was read already."""
+    """Whether a run in float64 still measures what adding up loses: from sketches it was read already."""
     is_low = unit_roundoff(measurement.dtype) > U32
-    return decision.is_open and is_low and measurement.window is None and measurement.has_gradients
+    return decision.needs_float64 and is_low and measurement.window is None and measurement.has_gradients
 
 
 def decide_by_tolerance(measurement: Measurement, rtol: float, atol: float) -> Decision:
@@ -140,12 +140,12 @@ def decide(measurement: Measurement, *, exact: bool = False) -> Decision:
         closed = _close_rows(measurement, decision)
         if closed is not None:
             return closed
-    decision = replace(decision, is_open=True)
+    decision = replace(decision, needs_float64=True)
     if measurement.window is not None:
         decision = _decide_from_window(measurement, decision)
-    if not decision.is_open or decision.shows_fault:
+    if not decision.needs_float64 or decision.exceeds_rounding:
         return decision
-    return replace(decision, shows_fault=unit > U64 and shows_divergence(measurement, measurement.coarse_unit))
+    return replace(decision, exceeds_rounding=unit > U64 and shows_divergence(measurement, measurement.coarse_unit))
 
 
 def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None:
@@ -183,7 +183,7 @@ def _decide_from_window(measurement: Measurement, decision: Decision) -> Decisio
     if few_samples is None or few_samples[1].allowed > TENTH:
         return decision
     outcome, few = few_samples
-    decision = replace(decision, few=few, shows_fault=outcome is Outcome.DIVERGENT)
+    decision = replace(decision, few=few, exceeds_rounding=outcome is Outcome.DIVERGENT)
     if unit_roundoff(measurement.dtype) > U32:
         lost = math.hypot(few.error, few.lost)
         loss = PrecisionLoss(short_name(measurement.dtype), few.error, lost, samples=few.samples)
@@ -198,11 +198,11 @@ def _decide_from_window(measurement: Measurement, decision: Decision) -> Decisio
         else record(row, Outcome.EQUIVALENT, Method.FEW_SAMPLES, allowed, row.difference)
         for row in rows
     )
-    return replace(decision, rows=equivalent, method=Method.FEW_SAMPLES, is_open=False)
+    return replace(decision, rows=equivalent, method=Method.FEW_SAMPLES, needs_float64=False)
 
 
 def decide_open(
-    measurement: Measurement, decision: Decision, *, exact: bool = False, make_probe: MakeProbe | None = None
+    measurement: Measurement, decision: Decision, *, exact: bool = False, make_watch: MakeWatch | None = None
 ) -> Decision:
     """Decides what working precision left open, by float64 on all of the batch; by the noise floor where there is none.
 
@@ -210,43 +210,43 @@ def decide_open(
         measurement: In working precision.
         decision: What that told.
         exact: Only float64 is asked for: where it is impossible the decision stays as it is, and says why.
-        make_probe: Makes what looks on at the float64 runs where a diagnosis is to be expected.
+        make_watch: Makes what looks on at the float64 runs where a diagnosis is to be expected.
     """
     unit = measurement.coarse_unit
     if measurement.unit > U64:
         try:
-            control = run_in_float64(measurement.experiment, make_probe if decision.shows_fault else None)
+            float64_run = run_in_float64(measurement.experiment, make_watch if decision.exceeds_rounding else None)
             # A kernel without float64 does not always say so: some read a wrong number of bytes.
-            control.check_losses(measurement.full, measurement.accumulated)
+            float64_run.check_losses(measurement.full, measurement.accumulated)
         except Exception as error:
             if is_own_fault(error):
                 raise
-            decision = replace(decision, control_failure=failure_sentence(error))
+            decision = replace(decision, float64_failure=failure_sentence(error))
             if exact:
                 return decision
         else:
             if needs_gradients(measurement, decision):
-                decision = replace(decision, precision=precision_loss(measurement, control.full.gradients))
-            return decide_by_control(measurement, decision, control, unit)
+                decision = replace(decision, precision=precision_loss(measurement, float64_run.full.gradients))
+            return decide_by_float64(measurement, decision, float64_run, unit)
     # Run once more: the gradients of the measurement were freed, and the moved runs are compared with them.
     floor = noise_floor(measurement.experiment, measurement.experiment.full_batch(), unit)
     rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
-    return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR, is_open=False)
+    return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR, needs_float64=False)
 
 
-def decide_by_control(measurement: Measurement, decision: Decision, control: Control, unit: float) -> Decision:
-    """Decides every parameter by a float64 control, with its noise floor where only that can tell.
+def decide_by_float64(measurement: Measurement, decision: Decision, float64_run: Float64Run, unit: float) -> Decision:
+    """Decides every parameter by a run in float64, with its noise floor where only that can tell.
 
     Args:
         measurement: In working precision.
         decision: What that told; its rows are replaced.
-        control: The float64 runs.
+        float64_run: Both strategies in float64.
         unit: Unit roundoff of the working precision.
     """
     working, scales = measurement.differences, measurement.plain_terms
-    rows = judge_by_control(working, control, scales, unit)
+    rows = judge_by_float64(working, float64_run, scales, unit)
     # A gradient that is zero in exact arithmetic (attention's key bias) differs by 0.02 to 3 of itself in float64, too.
     if floors_wanted(rows):
-        floor = control_floor(measurement.experiment, control)
-        rows = judge_by_control(working, control, scales, unit, floor)
-    return replace(decision, rows=tuple(rows), method=Method.FLOAT64_CONTROL, control=control, is_open=False)
+        floor = float64_floor(measurement.experiment, float64_run)
+        rows = judge_by_float64(working, float64_run, scales, unit, floor)
+    return replace(decision, rows=tuple(rows), method=Method.FLOAT64_CONTROL, float64=float64_run, needs_float64=False)

@@ -85,14 +85,14 @@ class Measurement:
             result.gradients = dict.fromkeys(result.gradients)
 
 
-def measure_strategies(experiment: Experiment, *, sketched: bool = False, located: bool = False) -> Measurement:
+def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, find_worst: bool = False) -> Measurement:
     """Runs the full batch, then the K micro-batches with the same draws, and measures their difference.
 
     Args:
         experiment: What to run; its draws are recorded by this.
-        sketched: Keep a sketch of the full batch's gradient where a diagnosis is to be expected; and, below float32,
+        with_sketch: Keep a sketch of the full batch's gradient where a diagnosis is to be expected; and, below float32,
             of every micro-batch's, from which the weights are fitted.
-        located: Look for the worst element of each parameter, which tolerances are judged by.
+        find_worst: Look for the worst element of every parameter, not only where the difference may be no rounding.
 
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
@@ -108,14 +108,14 @@ def measure_strategies(experiment: Experiment, *, sketched: bool = False, locate
             + (f"; {where}" if (where := first_non_finite(experiment)) else "")
         )
     coarse = max(working_unit(experiment, full), rounded_unit(rounded_product_kinds(experiment, full)))
-    sketched = sketched and experiment.strategy == "accumulate" and experiment.steps > 1
+    with_sketch = with_sketch and experiment.strategy == "accumulate" and experiment.steps > 1
     # In float32 the difference itself tells; below it only the fit of the window's weights does.
-    listens = sketched and coarse > U32 and is_worth_a_part(experiment)
-    accumulation = _accumulate(experiment, full, listens, located)
+    listens = with_sketch and coarse > U32 and is_worth_a_part(experiment)
+    accumulation = _accumulate(experiment, full, listens, find_worst)
     accumulated_at = time.perf_counter()
     if experiment.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
-        accumulation = _choose_reading(experiment, full, accumulation, listens, located)
+        accumulation = _choose_reading(experiment, full, accumulation, listens, find_worst)
     window = (
         window_of(experiment, full, accumulation.result, accumulation.sketches) if accumulation.sketches.taken else None
     )
@@ -127,7 +127,7 @@ def measure_strategies(experiment: Experiment, *, sketched: bool = False, locate
         *_fetch_terms(full.terms),
     )
     # An equivalent verdict in float32 does not pay for the sketch, which is a pass over all gradients.
-    if window is not None or (sketched and shows_divergence(measurement, coarse)):
+    if window is not None or (with_sketch and shows_divergence(measurement, coarse)):
         measurement.sketch = sketch_full_batch(experiment, full, window)
     measurement.seconds = {
         "full_batch": full_at - started,
@@ -151,11 +151,12 @@ class _Accumulation:
         return sum(row.difference for row in self.differences if math.isfinite(row.difference))
 
 
-def _accumulate(experiment: Experiment, full: PassResult, listens: bool, located: bool) -> _Accumulation:
+def _accumulate(experiment: Experiment, full: PassResult, listens: bool, find_worst: bool) -> _Accumulation:
     sketches = GradientSketches(experiment)
     with sketches.listening() if listens else nullcontext() as note:
         result = experiment.micro_batches(full, after_backward=note)
-    return _Accumulation(result, sketches, measure(result.gradients, full.gradients, experiment.ranks, located=located))
+    differences = measure(result.gradients, full.gradients, experiment.ranks, find_worst=find_worst)
+    return _Accumulation(result, sketches, differences)
 
 
 def _agree_in_float32(experiment: Experiment, full: PassResult, accumulation: _Accumulation) -> bool:
@@ -167,7 +168,7 @@ def _agree_in_float32(experiment: Experiment, full: PassResult, accumulation: _A
 
 
 def _choose_reading(
-    experiment: Experiment, full: PassResult, first: _Accumulation, listens: bool, located: bool
+    experiment: Experiment, full: PassResult, first: _Accumulation, listens: bool, find_worst: bool
 ) -> _Accumulation:
     """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
@@ -178,7 +179,7 @@ def _choose_reading(
     draws.inner = True
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
-        second = _accumulate(experiment, full, listens, located)
+        second = _accumulate(experiment, full, listens, find_worst)
         if second.total < first.total:
             return second
     draws.inner, draws.unaligned = False, unaligned

@@ -199,7 +199,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     rows = {"w": difference(0.3, 0.3), "b": difference(0.4, 0.4)}
     passes = SimpleNamespace(loss=loss), SimpleNamespace(micro_losses=(1.0, loss))
 
-    def control(experiment: Any, make_probe: Any) -> Any:
+    def control(experiment: Any, make_watch: Any) -> Any:
         given.append(experiment.draws)
         experiment.draws.ambiguous = doubts
         return SimpleNamespace(rows=rows, full=passes[0], accumulated=passes[1])

@@ -372,5 +372,5 @@ def test_exact_changes_nothing_over_ranks_where_float64_is_impossible() -> None:
         differences={"weight": row}, plain_terms={}, experiment=SimpleNamespace(ranks=None)
     )
     decision = flow.decide_window(measurement, U32, True, lambda: "a kernel has no float64")
-    assert decision.method is Method.WORKING_PRECISION and decision.control_failure == "a kernel has no float64"
+    assert decision.method is Method.WORKING_PRECISION and decision.float64_failure == "a kernel has no float64"
     assert [decided.outcome for decided in decision.rows] == [Outcome.EQUIVALENT]

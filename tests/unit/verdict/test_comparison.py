@@ -72,7 +72,7 @@ def test_the_worst_element_is_looked_for_where_it_may_matter() -> None:
     rows = {row.name: row for row in measure(actual, expected)}
     assert rows["fault"].worst == ((3, 7), 1.0, 2.0)
     assert rows["rounding"].worst is None and rows["rounding"].difference > 0
-    located = {row.name: row for row in measure(actual, expected, located=True)}
+    located = {row.name: row for row in measure(actual, expected, find_worst=True)}
     assert located["rounding"].worst is not None and located["rounding"].worst.index == (4, 1)
     assert located["same"].worst is None
 
