@@ -170,13 +170,13 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
         micro_batches = (16, 16) if norm == WHOLE else (4, 4)
         experiment = SimpleNamespace(sizes=micro_batches)
         measurement = SimpleNamespace(experiment=experiment, differences=working, coarse_unit=U32)
-        return measurement, SimpleNamespace(rows=rows, few=few, control=object())
+        return measurement, SimpleNamespace(rows=rows, few=few, float64=object())
 
     whole, of_part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
     rows = first_samples._decide_by_part(*whole, *of_part)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
-    of_part[1].control = None
+    of_part[1].float64 = None
     assert first_samples._decide_by_part(*whole, *of_part) is None, "float64 did not run"
 
 
