@@ -26,8 +26,6 @@ class Operation:
     """Path of the innermost module of the model around it; None outside of all."""
     kind: str = ""
     """Class of that module."""
-    library: bool = False
-    """Whether the innermost module around it is one of torch's own classes."""
     file: str | None = None
     """The file that a reader knows; None where there is no such line."""
     line: int | None = None
@@ -164,12 +162,12 @@ class Count:
 
     operation: Operation
     """The division, mean or product."""
-    own: tuple[float, ...]
+    micro_batches: tuple[float, ...]
     """What it divides by in each micro-batch."""
     window: float
     """What it divides by in the full batch."""
-    counts: bool = True
-    """Whether `window` is the sum of `own`, so that dividing by it replaces the micro-batch's weight; else the mean."""
+    adds_up: bool = True
+    """Whether `window` is the sum of these, so that dividing by it replaces the micro-batch's weight; else the mean."""
     added_up: bool = False
     """Whether the micro-batches' losses have to be added up, with weights of 1."""
     times: bool = False

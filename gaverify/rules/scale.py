@@ -209,14 +209,14 @@ def _of_count(known: Weights) -> float | None:
     Those of several terms are the same factor, or no weights explain them together.
     """
     counts, fit = known.counts, known.fit
-    if not all(all(count.own) for count in counts):  # one that holds nothing to count adds nothing
+    if not all(all(count.micro_batches) for count in counts):  # one that holds nothing to count adds nothing
         return None
     ratios = [
         w * count.window / in_micro_batch
         for count in counts
-        for w, in_micro_batch in zip(known.used, count.own, strict=True)
+        for w, in_micro_batch in zip(known.used, count.micro_batches, strict=True)
     ]
-    if not is_constant(ratios) or any(count.term is not None or not count.counts for count in counts):
+    if not is_constant(ratios) or any(count.term is not None or not count.adds_up for count in counts):
         return None
     fitted = [] if fit is None else [w / c for w, c in zip(known.used, fit.weights, strict=True) if c]
     agrees = fit is not None and alike([ratios[0], *fitted], FIT_MAGNIFIES * fit.residual)

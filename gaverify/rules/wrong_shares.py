@@ -247,7 +247,7 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
         own=count_texts,
         line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
         used=list(facts.weights.used),
-        counts=[list(count.own) for count in counts],
+        counts=[list(count.micro_batches) for count in counts],
         remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
 
@@ -256,13 +256,14 @@ def _describe_count(count: Count) -> str:
     if count.term is not None:
         return f"{count.operation} is {'a sum ' * (count.term is TermKind.SUM)}{count.term.value}"
     does = "multiplies" if count.times else "divides"
-    return f"{count.operation} {does} by {weights_text(count.own, each=False)}, in the full batch by {count.window:.4g}"
+    numbers = weights_text(count.micro_batches, each=False)
+    return f"{count.operation} {does} by {numbers}, in the full batch by {count.window:.4g}"
 
 
 def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
     """The rule behind weights that differ from window to window, and behind those of terms that nothing divides."""
     divided = [count for count in counts if count.term is None]
-    instead = "in place of its own" + (" and of 1/K" if any(count.counts for count in divided) else "")
+    instead = "in place of its own" + (" and of 1/K" if any(count.adds_up for count in divided) else "")
     if counts[0].added_up:
         instead = "and add the losses up, without 1/K"
     steps = [f"take the number of {places(divided)} once over the window, for every micro-batch, {instead}"]

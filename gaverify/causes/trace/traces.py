@@ -249,7 +249,7 @@ def describe_step(trace: Trace, step: TracedOperation) -> Operation:
     named = step.frame is not None and (not library or any(not call.library for call in chain))
     path, kind = (module_call.path, module_call.kind) if module_call else (None, "")
     operation = locate_operation(step.name, step.frame if named else None, path, kind)
-    return replace(operation, library=library, caller=_caller(chain, step))
+    return replace(operation, caller=_caller(chain, step))
 
 
 def locate_operation(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
