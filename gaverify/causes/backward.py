@@ -40,24 +40,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BackwardCulprit:
-    """Where gradients that agreed stop to agree, with the control run that neutralises it, where one was possible."""
+    """Where gradients that agreed start to differ."""
 
     place: BackwardPlace
+    """What kind of place it is."""
     operation: Operation
+    """The operation or hook."""
     control: ControlRun | None
+    """The run that neutralises it; None where none was possible."""
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Looks for the place where gradients part, where all forwards agree, with weights that fit the losses."""
+    """Looks for the place at which gradients start to differ although all forwards agree."""
     if facts.forward.causes or not facts.forward.agree:
         return facts
     used = facts.weights.used
+    # Gradients of a sample are the same number in both runs only with the right weights. The weights with which the
+    # losses add up are right in the forward, and gradients must follow them.
     shares = facts.forward.shares or used
-    # the forwards agreed from the same state; where that moves between micro-batches, it is another cause
+    # The forwards agreed from the same state. Where the state changes between micro-batches, that is another cause,
+    # and every gradient behind it would differ here.
     neutral = state.make_state_probe(bench, facts)
     trial_bench = bench if neutral is None else bench.without(neutral)
     trial = _Trial(trial_bench.with_weights(shares), facts)
-    # hooks and constants come first, because their lines are known
+    # Hooks and constants come first, because their lines are known; a boundary only names a module.
     searches = (_try_parameter_hooks, _try_module_hooks, _try_tensor_hooks, _try_constants, _try_boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
     first_culprit = bench.attempt("backward", lambda: next(places, None))
@@ -67,7 +73,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if is_proven and neutral is not None and facts.state is not None:
         facts = replace(facts, state=state.blame_beside_control(bench, facts.state))
     if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
-        # a loss that state moves does not agree: what is cut out of the graph is a value of the forward as well
+        # The losses agreed only because the state was neutralised. A detached value of moving state changes the forward
+        # too, so that the cause belongs to the loss and not to its backward.
         suspect = Suspect(
             "non-additive", first_culprit.operation, None, facts.left, 0, in_model=False, statistics=False
         )
@@ -75,15 +82,16 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return replace(
             facts, forward=forward, left=first_culprit.control.left if first_culprit.control else 0.0, cleared=True
         )
-    parts = replace(
+    backward_facts = replace(
         facts.backward, place=first_culprit.place, culprit=first_culprit.operation, control=first_culprit.control
     )
-    facts = replace(facts, backward=parts)
+    facts = replace(facts, backward=backward_facts)
     if first_culprit.control is None or not is_proven:
         return facts
     fit, difference_left = first_culprit.control.fit, first_culprit.control.left
     right = fit.weights if fit is not None and weights.is_meaningful(bench, facts, fit) else shares
     facts = replace(facts, left=difference_left, cleared=True)
+    # The control ran with other weights than the user's: these are a second cause, and a repair beside the first.
     if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
         return facts
     noise = facts.weights.fit.noise if facts.weights.fit is not None else math.nan
@@ -94,35 +102,35 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Runs controls; wrong weights beside the culprit do not hide that one helps."""
+    """Runs controls in which wrong weights cannot hide that the suspect matters."""
 
     bench: Bench
     facts: Facts
 
     def run(self, what: str, probe: PassProbe) -> ControlRun | None:
-        """The control run, with the weights that were right in it; None where nothing is left to compare."""
+        """The control run, with the weights that were right in it; None where it was impossible."""
         try:
             control = self.bench.run(what, probe, fit=True)
             fit = control.fit
             if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.facts, fit):
                 return control
             return replace(self.bench.with_weights(fit.weights).run(what, probe), fit=fit)
-        except GaverifyError:
+        except GaverifyError:  # each search tries many probes: one that does not fit this model is nothing to report
             return None
 
     def find_needed(
         self, items: Sequence[T], control: Callable[[Sequence[T]], ControlRun | None]
     ) -> tuple[T, ControlRun] | None:
-        """Returns the first of several things that is needed, with the control run of all that are.
+        """Returns the first item that has to be neutralised, with the control run of all such items.
 
-        None where nothing is there, or neutralising all of it (which `control` does with some) leaves more than
-        rounding.
+        None without items, or where neutralising all of them with `control` leaves more than rounding.
         """
-        together = control(items)
-        if together is None or not together.rounding:
+        control_run = control(items)
+        if control_run is None or not control_run.rounding:
             return None
+        # hooks that change nothing must not be named beside the one that does
         needed = [entry.item for entry in find_needed(items, control)] if len(items) > 1 else items
-        return needed[0], (control(needed) if len(needed) < len(items) else None) or together
+        return needed[0], (control(needed) if len(needed) < len(items) else None) or control_run
 
 
 def _try_parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
@@ -143,7 +151,7 @@ _Hooked = tuple[str, list[Registry]]
 def _try_hooks(
     trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str, on: str
 ) -> BackwardCulprit | None:
-    """Removes hooks: of parameters in the modules at some paths, or of these modules."""
+    """Removes the hooks of the parameters of some modules, or of these modules themselves."""
 
     def control(some: Sequence[_Hooked]) -> ControlRun | None:
         what = f"the {name}s on {', '.join(f'`{path}`' for path, _ in some)}"
@@ -191,20 +199,23 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     """Compares the gradients at the boundaries of modules and custom functions."""
     listener, bench = BoundaryGradients(trial.bench), trial.bench
     bench.experiment.micro_batches(bench.experiment.full_batch(listener), listener)
-    call = _diverging_call(listener)
+    call = _find_diverging_call(listener)
     if call is None:
-        if not _starts_in_the_loss(listener):
+        # Gradients that differ before any module was reached come from the loss, of which no part can be neutralised.
+        if not _is_different_at_outermost(listener):
             return None
-        return BackwardCulprit(BackwardPlace.LOSS, _loss_function(bench), None)
+        return BackwardCulprit(BackwardPlace.LOSS, _locate_loss(bench), None)
     experiment = bench.experiment
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
-        what = {
+        # A constant result removes the function's backward altogether. Where the whole loss flows through it, every
+        # gradient is then zero and nothing can be compared: the two others keep a path for gradients.
+        probe_types = {
             f"the result of `{kind}` held constant": PinnedApplication,
             f"gradients passed through `{kind}` unchanged": StraightThrough,
             f"the full batch's gradients in the place of what `{kind}` computes": PinnedGradients,
         }
-        runs = (trial.run(words, probe_type(experiment, position)) for words, probe_type in what.items())
+        runs = (trial.run(what, probe_type(experiment, position)) for what, probe_type in probe_types.items())
         control = next((run for run in runs if run is not None), None)
         operation = locate_operation("backward", frame, listener.paths.get(call), kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
@@ -214,27 +225,25 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 
-def _diverging_call(listener: BoundaryGradients) -> int | None:
-    """The innermost call whose output gradients agree and whose input gradients do not.
-
-    A custom function that returns the loss has no output gradients to compare: that of a loss is its weight.
-    """
+def _find_diverging_call(listener: BoundaryGradients) -> int | None:
+    """The innermost call whose output gradients agree and whose input gradients do not."""
     culprits = [
         call
         for call, sides in listener.worst.items()
+        # A custom function that returns the loss has no rows at its output: the gradient there is the loss's weight.
         if ("outputs" in sides or call in listener.functions)
         and sides.get("outputs", 0.0) <= SAME_IN_FLOAT32 < sides.get("inputs", 0.0)
     ]
     return max(culprits) if culprits else None  # the innermost call was entered last
 
 
-def _starts_in_the_loss(listener: BoundaryGradients) -> bool:
+def _is_different_at_outermost(listener: BoundaryGradients) -> bool:
     """Whether the gradients that reach the outermost modules differ already."""
     return any(listener.worst.get(call, {}).get("outputs", 0.0) > SAME_IN_FLOAT32 for call in listener.outermost)
 
 
-def _loss_function(bench: Bench) -> Operation:
+def _locate_loss(bench: Bench) -> Operation:
     code = getattr(bench.experiment.problem.loss, "__code__", None)
-    if code is None:
+    if code is None:  # a callable object or a builtin has no line of its own
         return Operation("backward of the loss")
     return Operation("backward of the loss", file=display_path(code.co_filename), line=code.co_firstlineno)

@@ -1,9 +1,9 @@
-"""Does every micro-batch divide by a count of its own, where the full batch divides once by that of the window?
+"""Does every micro-batch divide by its own count, where the full batch divides once by the count of the window?
 
 A mean over valid elements, positives, hard examples, weights that are normalised over the batch: each is a sum and a
-count, and the repair is one division by the window's count. Whatever averages is listened to in the forwards; then the
-micro-batches are run with the full batch's counts, everything else live. Terms of the loss that nothing divides are
-heard as well: a sum over the samples beside a mean, a penalty that is the same in every micro-batch.
+count, and the repair is one division by the window's count. Every call that averages is recorded in the forwards. Then
+the micro-batches run with the full batch's counts and nothing else changed. Terms of the loss that nothing divides are
+recorded as well: a sum over the samples beside a mean, a penalty that is the same in every micro-batch.
 
 Shapes: K micro-batches; counts are numbers.
 """
@@ -45,19 +45,20 @@ _MEANS = ("mean", "nanmean")
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Runs the micro-batches with the counts of the full batch; nothing where none counts otherwise than it weighs.
-
-    What leaves next to nothing of the difference is a cause as well; the questions after this one look for the rest.
-    """
+    """Runs the micro-batches with the counts of the full batch, where some counts differ from the weights."""
+    # Counts that leave a small part of the difference are a cause too; the next questions look for the rest.
     window_counts = None if facts.weights_first else _attempt_counts(bench, facts, SMALL_PART * facts.left)
     return facts if window_counts is None else _note_counts(facts, window_counts)
 
 
 def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
     """Returns a bench with the window's counts for all other questions, where nothing can be compared without them."""
+    # A micro-batch that holds nothing to count divides 0 by 0: with NaN on one side no other control tells anything,
+    # so that counts which leave any finite difference are kept for the questions after this one.
     window_counts = _attempt_counts(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
     if window_counts is None:
         return bench, facts
+    # the earlier pass of the full batch was one without these counts
     return replace(window_counts.apply_to(bench), reference=None), _note_counts(facts, window_counts)
 
 
@@ -77,38 +78,41 @@ def _note_counts(facts: Facts, window_counts: WindowCounts) -> Facts:
 
 @dataclass(frozen=True)
 class WindowCounts:
-    """The counts that decide, the control run that shows it, and what that multiplied: results by call."""
+    """Counts of the window that explain a difference."""
 
     counts: tuple[Count, ...]
+    """What each of the calls divides by."""
     control: ControlRun
+    """The run with the window's counts."""
     factors: Mapping[FunctionKey, Sequence[float]]
+    """Call → what its result was multiplied by in each micro-batch of that run."""
 
     def apply_to(self, bench: Bench) -> Bench:
         """Another bench with the window's counts."""
-        added_up = any(count.added_up for count in self.counts)
-        return (bench.with_weights([1.0] * bench.experiment.steps) if added_up else bench).without(
-            _Rescaled(self.factors)
-        )
+        if any(count.added_up for count in self.counts):
+            bench = bench.with_weights([1.0] * bench.experiment.steps)
+        return bench.without(_Rescaled(self.factors))
 
 
 def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> WindowCounts | None:
-    """Returns the counts that leave no difference, or no larger one than `most`; None where there are none.
-
-    A loss that adds its micro-batches up by itself (weights normalised over the batch, then summed) is tried with
-    weights of 1 after that.
-    """
+    """Returns the counts that leave no difference, or no larger one than `most`; None where there are none."""
     divisors = _find_divisors(bench, used)
+    # Weights that are normalised over the batch and then summed make a loss that adds up by itself: the micro-batches'
+    # losses must not be weighted again, so that weights of 1 are tried after the user's.
     for added_up in (False, True):
         shares = [1.0] * len(used) if added_up else list(used)
         factors = {key: count.factors(shares) for key, count in divisors.items()}
+        # A factor of 1 changes nothing in this run, and its count is then no part of the repair.
         wrong = {key: each for key, each in factors.items() if any(abs(f - 1) > SAME_NUMBER for f in each)}
-        counts = tuple(divisors[key].record(key) for key in wrong if any(divisors[key].own_share_differs(used)))
+        counts = tuple(divisors[key].make_record(key) for key in wrong if divisors[key].contradicts(used))
         weighted_bench = bench.with_weights(shares) if added_up else bench
         what = "the window's counts in every micro-batch"
         control = weighted_bench.run_repair(what, _Rescaled(wrong), kind=ControlKind.COUNTS) if counts else None
         if control is None or not (control.rounding or control.left <= SMALL_PART * bench.total):
             continue
-        while not control.rounding and len(wrong) > 1:  # some of them may belong to what is left
+        # Some divisors may belong to a second cause, which is what remains. The repair must not name them: whatever
+        # can be left out without more than doubling the rest is no part of it.
+        while not control.rounding and len(wrong) > 1:
             fewer = [{key: each for key, each in wrong.items() if key != left_out} for left_out in wrong]
             runs = [(weighted_bench.run_repair(what, _Rescaled(some), kind=ControlKind.COUNTS), some) for some in fewer]
             less, some = min(runs, key=lambda run: run[0].left)
@@ -117,49 +121,53 @@ def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> Windo
             control, wrong = less, some
         if not (control.rounding or control.left <= most):
             continue
-        counts = tuple(replace(divisors[key].record(key), added_up=added_up) for key in wrong)
+        counts = tuple(replace(divisors[key].make_record(key), added_up=added_up) for key in wrong)
         return WindowCounts(counts, control, wrong)
     return None
 
 
 @dataclass
 class _Divisor:
-    """What one call divides by: in the full batch, and in each micro-batch; `trained`: its result has a gradient.
+    """What one call divides by.
 
-    Of a term that nothing divides, it is how much belongs to each: all of a sum, 1/K of a penalty.
+    A term that nothing divides is noted as a divisor that gives each micro-batch its right share: all of a sum, 1/K of
+    a penalty.
     """
 
     of_full_batch: float
+    """The divisor in the full batch."""
     trained: bool
+    """Whether the call's result has a gradient."""
     of_micro_batches: list[float]
+    """The divisor in each micro-batch."""
     term: TermKind | None = None
+    """What kind of term it is that nothing divides; None for a call that divides."""
 
     @property
     def adds_up(self) -> bool:
-        """Whether the full batch's is the sum of the micro-batches', rather than their mean; empty ones may count 1."""
+        """Whether the full batch's divisor is the sum of the micro-batches' divisors, rather than their mean."""
         if self.term is not None:
             return True
+        # the nearer of the two and not an equation: losses clamp the count of an empty micro-batch to 1
         total = sum(self.of_micro_batches)
         return abs(total - self.of_full_batch) < abs(total / len(self.of_micro_batches) - self.of_full_batch)
 
     def factors(self, shares: Sequence[float]) -> list[float]:
-        """What the call's result is multiplied by in each micro-batch, so that it is divided by the window's count.
-
-        A count that adds up makes the micro-batch's weight superfluous.
-        """
+        """What the call's result is multiplied by in each micro-batch, so that it is divided by the window's count."""
+        # A sum divided by the window's count is the micro-batch's share already: its weight would apply that twice.
         counted = self.trained and self.adds_up
         return [
             divisor / self.of_full_batch / (w if counted and w else 1.0)
             for divisor, w in zip(self.of_micro_batches, shares, strict=True)
         ]
 
-    def own_share_differs(self, used: Sequence[float]) -> list[bool]:
-        """Whether a micro-batch's share of the count is another one than its weight."""
+    def contradicts(self, used: Sequence[float]) -> bool:
+        """Whether some micro-batch's share of the count is another one than its weight."""
         shares = used if self.adds_up else [1.0] * len(self.of_micro_batches)
         pairs = zip(self.of_micro_batches, shares, strict=True)
-        return [not math.isclose(divisor / self.of_full_batch, w, rel_tol=SAME_NUMBER) for divisor, w in pairs]
+        return any(not math.isclose(divisor / self.of_full_batch, w, rel_tol=SAME_NUMBER) for divisor, w in pairs)
 
-    def record(self, key: FunctionKey) -> Count:
+    def make_record(self, key: FunctionKey) -> Count:
         """The count with its place."""
         name, frame, _ = key
         operation, divisors = locate_operation(name, frame), tuple(self.of_micro_batches)
@@ -171,26 +179,22 @@ class _Divisor:
 
 
 def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Divisor]:
-    """Every call that averages in all forwards, and not by the same number in all of them; none where all weigh right.
-
-    A number that moves with the parameters, as a loss that was cut out of the graph, is no count.
-    """
+    """Every call that averages in all forwards by different numbers; none where all shares are the weights already."""
     bench.experiment.progress("counts of the full batch and of the micro-batches")
     bench.experiment.draws.rewind()
     full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
-    divisors = {
-        key: _Divisor(count, trained, [part.counts[key][0] for part in micro_batches])
-        for key, (count, trained) in full_batch.counts.items()
-        if count and all(key in part.counts for part in micro_batches)
-    }
-    divisors = {
-        key: count
-        for key, count in divisors.items()
-        if any(divisor != count.of_full_batch for divisor in count.of_micro_batches)
-    }
-    terms = _find_undivided_terms(full_batch.terms, [part.terms for part in micro_batches])
-    if not divisors or not any(any(each.own_share_differs(used)) for each in (*divisors.values(), *terms.values())):
+    divisors = {}
+    for key, (count, trained) in full_batch.counts.items():
+        if count and all(key in micro_batch.counts for micro_batch in micro_batches):
+            numbers = [micro_batch.counts[key][0] for micro_batch in micro_batches]
+            if any(number != count for number in numbers):
+                divisors[key] = _Divisor(count, trained, numbers)
+    terms = _find_undivided_terms(full_batch.terms, [micro_batch.terms for micro_batch in micro_batches])
+    # losses that count as they are weighted, which most are, cost no further forward
+    if not divisors or not any(each.contradicts(used) for each in (*divisors.values(), *terms.values())):
         return terms
+    # A count belongs to the data. A number that changes when every parameter moves by one rounding (a norm, a loss that
+    # was cut out of the graph) is no count, and no number of the window could stand in for it.
     weights = list(bench.experiment.parameters.values())
     with move_weights(weights, [SAME_NUMBER] * len(weights)):
         at_moved_parameters = _listen_to_forward(replace(bench, experiment=bench.experiment.with_current_state()), None)
@@ -203,14 +207,16 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
 def find_terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[float]]]:
     """Returns the terms of a loss that adds a constant of the batch, in the full batch and in each micro-batch.
 
-    A constant has no gradient: how it depends on the batch makes no difference. Empty without one, or where the
-    micro-batches have other terms.
+    Empty where the loss adds no constant, or where the micro-batches have other terms.
     """
+    # A constant has no gradient, so that it may depend on the batch in any way: only the other terms tell whether the
+    # losses add up.
     bench.experiment.draws.rewind()
-    whole, *parts = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
-    if any(part.beside_constants.keys() != whole.beside_constants.keys() for part in parts):
+    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
+    terms = full_batch.beside_constants
+    if any(micro_batch.beside_constants.keys() != terms.keys() for micro_batch in micro_batches):
         return []
-    return [(value, [part.beside_constants[key] for part in parts]) for key, value in whole.beside_constants.items()]
+    return [(value, [each.beside_constants[key] for each in micro_batches]) for key, value in terms.items()]
 
 
 def _find_undivided_terms(
@@ -219,8 +225,8 @@ def _find_undivided_terms(
     """The terms of the loss that add up over the micro-batches, and those that are the same in all of them."""
     steps, divisors = len(micro_batches), {}
     for key, value in full_batch.items():
-        values = [part[key] for part in micro_batches if key in part]
-        if len(values) < steps:
+        values = [terms[key] for terms in micro_batches if key in terms]
+        if len(values) < steps:  # a branch that not every micro-batch takes
             continue
         if all(math.isclose(each, value, rel_tol=COMPUTED_FLOAT32) for each in values):
             divisors[key] = _Divisor(steps, True, [1.0] * steps, TermKind.PENALTY)
@@ -236,17 +242,17 @@ def _listen_to_forward(bench: Bench, k: int | None) -> _Listener:
 
 
 class _Listener(PassProbe):
-    """Notes what each call divides by, and which calls made the terms of the loss, with their values.
+    """Records what each call divides by, and which calls made the terms of the loss, with their values.
 
-    What scales activations is no count of a mean: samples interact there. Activations are what a model returns, where
-    that is no loss, and what parameters are applied to.
+    A divisor of activations is no count of a mean: samples interact there. Activations are what a model returns, where
+    that is no loss, and whatever parameters are applied to.
     """
 
     def __init__(self, model: Any) -> None:
         self._modules = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
         self._running: Sequence[Call] = ()
         self._in_model: list[tuple[Any, FunctionKey]] = []
-        # by identity, which no other tensor takes as long as this one is kept
+        # by identity, and with the tensor: Python gives the identity of a freed object to the next one
         self._inputs: dict[int, tuple[torch.Tensor, set[FunctionKey]]] = {}
         self._applied: set[FunctionKey] = set()
         self._returns_loss = False
@@ -256,17 +262,21 @@ class _Listener(PassProbe):
         self._numbers: dict[Any, tuple[FunctionKey, torch.Tensor]] = {}
 
     def note_terms(self, loss: torch.Tensor) -> None:
-        """Takes the terms of the loss that came out of the forward."""
+        """Records the terms of the loss that came out of the forward."""
         total = skip_views(loss.grad_fn)
         if has_constant_addend(total):
             nodes = [node.next_functions[slot][0] for node, slot in addends(total)]
-            known = [self._numbers[node] for node in nodes if node in self._numbers]
-            self.beside_constants = {key: float(value) for key, value in known} if len(known) == len(nodes) else {}
+            addend_values = [self._numbers[node] for node in nodes if node in self._numbers]
+            # with an addend that no seen call made, the others do not add up to the loss
+            if len(addend_values) == len(nodes):
+                self.beside_constants = {key: float(value) for key, value in addend_values}
         for node, slot in addends(skip_scaling(loss.grad_fn)):
             key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
             if key is not None:
                 self.terms[key] = float(value)
-        self._numbers.clear()
+        self._numbers.clear()  # its keys keep the whole graph of the forward in memory
+        # A model that returns its loss contains the loss's own means. Only divisors whose results go through a layer
+        # with parameters scale activations there; of any other model, all divisors inside do.
         trained = read_by_parameters([loss.grad_fn]) if self._returns_loss and self._in_model else set()
         for node, key in self._in_model:
             if not self._returns_loss or node in trained or key in self._applied:
@@ -276,7 +286,7 @@ class _Listener(PassProbe):
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
-        """Sees the calls of one forward; what runs in a transform is another function's."""
+        """Sees the calls of one forward."""
         with listening(self._modules, ends=self._note_output) as self._running, intercept_calls(self._handle_call):
             yield
 
@@ -288,6 +298,7 @@ class _Listener(PassProbe):
     def _handle_call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         self._follow_inputs((args, kwargs), result)
+        # inside a transform of torch.func one tensor stands for many, whose numbers cannot be read
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
             with without_torch_function(), torch.no_grad():
                 count = _read_count(key[0], func, args, kwargs, result)
@@ -300,7 +311,7 @@ class _Listener(PassProbe):
         return result
 
     def _follow_inputs(self, arguments: Sequence[Any], result: Any) -> None:
-        """Follows scaled inputs, which have no graph, to where a parameter is applied to them."""
+        """Follows scaled inputs, which have no graph that could be walked, to where a parameter is applied to them."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         keys = {key for tensor in tensors if id(tensor) in self._inputs for key in self._inputs[id(tensor)][1]}
         if not keys:
@@ -330,11 +341,12 @@ class _Rescaled(PassProbe):
 
         def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
             factor = self._factors[key][k] if k is not None and key in self._factors else None
-            if factor == 0 and key[0] in _DIVISIONS:  # by nothing: NaN times 0 stays NaN
+            if factor == 0 and key[0] in _DIVISIONS:  # a division by zero made NaN, which stays NaN times 0
                 return func(args[0], math.inf, **kwargs)
             result = func(*args, **kwargs)
             if factor is None:
                 return result
+            # the caller of an in-place division keeps the tensor that it was called on, and not what is returned
             return result.mul_(factor) if key[0].endswith("_") else result * factor
 
         return intercept_calls(handle_call)
@@ -346,9 +358,10 @@ def _read_count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, res
         return _read_number(args[1])
     if name in _PRODUCTS and len(args) > 1:
         numbers = [n for n in map(_read_number, args) if n]
-        # by infinity: the share of a mask that keeps nothing, which no number of the window stands in for
+        # a product with infinity is the share of a mask that keeps nothing: no number of the window can stand in for it
         return 1 / numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
     if kwargs.get("reduction") in ("mean", "batchmean") and result.dim() == 0 and result.requires_grad:
+        # Class weights and `ignore_index` decide what a loss of torch divides by, so that it is asked for the sum.
         mean = float(result)
         return float(func(*args, **{**kwargs, "reduction": "sum"})) / mean if mean else None
     averaged = args[0] if args else kwargs.get("input")

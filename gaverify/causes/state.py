@@ -54,10 +54,10 @@ class _LineWatch(PassProbe):
             yield
         finally:
             hunt.stop()
-            hunt.look()
+            hunt.look()  # no line begins after the last one, whose change would be missed
 
     def _note_changes(self, last: Place) -> bool:
-        """Notes the line for every value that has changed by it; True where nothing is left to look for."""
+        """Notes the line for every value that has changed by it; returns whether nothing is left to look for."""
         self._looks += 1
         for name, value in take_digests(self._getters).items():
             if value != self._before[name]:
@@ -73,37 +73,37 @@ _WORDS = {
         "one forward of the full batch before the window, and the state held still from there on,"
     ),
 }
-_FARTHEST = 5  # forwards between two of the same batch that are compared
+_FARTHEST = 5  # forwards between the two farthest ones of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Restores what a forward changed before each micro-batch, then lets writes to it have no effect at all.
-
-    Where neither explains everything, the control that comes nearer is kept and nothing is blamed yet: the state may
-    matter beside another cause.
-    """
+    """Restores what a forward changed before each micro-batch, then lets writes to it have no effect at all."""
     changes = read_changes(facts.state.changes if facts.state is not None else ())
     if facts.state is None or not changes:
         return facts
-    tried = bench.attempt("state", lambda: _run_nearest_control(bench, facts, changes))
-    if tried is None:
+    nearest = bench.attempt("state", lambda: _run_nearest_control(bench, facts, changes))
+    if nearest is None:
         return facts
-    control, set_once = tried
+    control, set_once = nearest
     state = replace(facts.state, control=control)
+    # A control that leaves something blames nothing yet: the state may matter beside another cause. It stays in the
+    # facts, because the next questions have to neutralise the state.
     if not control.rounding:
         return replace(facts, state=state)
-    first = (
+    blamed = (
         tuple(c for c in set_once if c.place in ("parameter", "buffer"))
         or set_once
         or find_blamed(bench, changes, facts.left)
     )
     if control.kind is ControlKind.STATE_HELD:
-        set_first = bench.attempt("state initialised", lambda: _run_primed_and_pinned(bench, changes, first))
-        control = set_first or control
+        primed = bench.attempt("state initialised", lambda: _run_primed_and_pinned(bench, changes, blamed))
+        control = primed or control
+    # Writes without effect prove a cause and repair nothing: the training needs the state to change.
     remedies = () if control.kind is ControlKind.STATE_HELD else (control,)
-    state = replace(state, control=control, blamed=first, remedies=remedies)
+    state = replace(state, control=control, blamed=blamed, remedies=remedies)
     if control.kind is ControlKind.STATE_HELD:
+        # An update of the state once per window changes the reference as well: by how much is part of the answer.
         state_probe = PinnedState(bench.experiment, [change.name for change in changes])
         pinned_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
         state = replace(state, elsewhere=math.nan if pinned_run is None else pinned_run.left)
@@ -111,7 +111,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 
 def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
-    """Restores everything before each micro-batch: the state that moves may have no name, or move in a backward."""
+    """Restores everything before each micro-batch: state may have no name, or change in a backward."""
     if facts.forward.causes or not facts.forward.agree:
         return facts
     restored = bench.attempt("state restored", lambda: run_control(bench, ControlKind.STATE_RESTORED, fit=True))
@@ -121,6 +121,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     unnamed_state = State((unnamed,), restored, (unnamed,), (restored,))
     if restored.rounding:
         return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
+    # Restoring that changes the difference shows that there is state; what it leaves may be wrong weights beside it.
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
         restored_bench = bench.without(RestoredState(bench.experiment.state))
         fit = weights.choose_fit(restored_bench, facts, restored.fit)
@@ -133,10 +134,11 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
 
 
 def ask_lines(bench: Bench, facts: Facts) -> Facts:
-    """Finds the lines that change blamed state which is no tensor of the model and no attribute of a module."""
+    """Finds the lines that change blamed state where no watched call has named one."""
     state = facts.state
     if state is None:
         return facts
+    # Under line tracing every line of a forward costs a look at every value: only state without a known line is traced.
     placeless = [c for c in state.blamed if c.writer is None or c.writer.file is None]
     unknown = [change.name for change in placeless if change.place in ("closure", "attribute", "buffer")]
     lines = bench.attempt("writing lines", lambda: find_writing_lines(bench, unknown)) if unknown else None
@@ -153,16 +155,18 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
 
 
 def measure_repetition(bench: Bench, facts: Facts) -> float:
-    """Returns how far losses of the full batch lie apart in forwards that all start from the restored state.
-
-    State that cannot be restored may take the same values again: one repetition shows nothing where the period of a
-    schedule divides the number of forwards in between. Six forwards in a row have each distance from 1 to 5.
+    """Returns the relative difference of the full batch's losses in forwards that all start from the restored state.
 
     Args:
         bench: Where to run.
-        facts: What is known; how far equal runs may lie apart.
+        facts: What is known; how much equal runs may differ.
+
+    Returns:
+        The first difference that is more than equal runs may show; 0 without one.
     """
     first = float(bench.experiment.forward(None, PassProbe()).detach())
+    # State that cannot be restored may take the same values again after some forwards (a schedule): one repetition
+    # shows nothing where that period divides the distance between the two. Six in a row have all distances from 1 to 5.
     for _ in range(_FARTHEST):
         difference = abs(float(bench.experiment.forward(None, PassProbe()).detach()) - first) / max(abs(first), TINY)
         if difference > facts.repeats:
@@ -182,11 +186,11 @@ def run_control(
 
     Args:
         bench: Where to run.
-        kind: Restored before each micro-batch, held still, let begin from one forward of the full batch, or the last
-            two together.
-        changes: What is held still.
-        watch: Looks on.
-        fit: Whether the weights that fit are wanted.
+        kind: The state restored before each micro-batch, writes to it without effect, one forward of the full batch
+            before both runs, or the last two together.
+        changes: The state to which writes have no effect.
+        watch: Another probe for the same run.
+        fit: Whether to fit weights.
     """
     probes = [watch] if watch is not None else []
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
@@ -194,13 +198,15 @@ def run_control(
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
         return bench.run_repair(_WORDS[kind], RestoredState(bench.experiment.state), kind=kind, fit=fit)
     if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
+        # entered after the priming forward, whose writes have to stay
         probes.append(PinnedState(bench.experiment, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
 
 
 def is_to_blame(bench: Bench, state_facts: State) -> bool:
-    """Whether holding what was blamed is enough on another bench, too; what is set only once needs no other run."""
+    """Whether writes to the blamed state without effect remove the difference on another bench, too."""
     is_set_once = state_facts.control is not None and state_facts.control.kind is ControlKind.STATE_PRIMED
+    # Holding state that must be set once would keep it uninitialised; holding all of it is the control that was run.
     if is_set_once or len(state_facts.blamed) >= len(read_changes(state_facts.changes)):
         return True
     return _is_enough(_run_pinned(bench, state_facts.blamed))
@@ -216,41 +222,43 @@ def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
 
 
 def blame_beside_control(bench: Bench, state_facts: State) -> State:
-    """Blames state that moves beside a control in which it cannot show: a loss computed once, held statistics of it."""
-    moved = bench.attempt("state beside", lambda: measure_restoring(bench))
-    if moved is None or not bench.rounding < moved < math.inf:  # infinite: without gradients nothing is compared
+    """Blames state that changes the gradient where the control of another cause hides that.
+
+    A loss that is computed once, or statistics that are constant, do not show that state changes.
+    """
+    change = bench.attempt("state beside", lambda: measure_restoring(bench))
+    if change is None or not bench.rounding < change < math.inf:  # infinite: without gradients nothing is compared
         return state_facts
     read = read_changes(state_facts.changes)
-    named = tuple(change for change in read if change.place in ("parameter", "buffer")) or read
-    return replace(state_facts, blamed=named, beside=moved)
+    named = tuple(each for each in read if each.place in ("parameter", "buffer")) or read
+    return replace(state_facts, blamed=named, beside=change)
 
 
 def measure_restoring(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
     full = bench.experiment.full_batch()
-    moving = bench.experiment.micro_batches(full).gradients
-    still = bench.experiment.micro_batches(full, RestoredState(bench.experiment.state)).gradients
-    return bench.relative_difference(moving, still)
+    changing = bench.experiment.micro_batches(full).gradients
+    restored = bench.experiment.micro_batches(full, RestoredState(bench.experiment.state)).gradients
+    return bench.relative_difference(changing, restored)
 
 
 def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
-    """The changes that a forward may read: statistics that fused normalisations write in training mostly are not."""
+    """The changes that a forward may read."""
+    # In training a fused normalisation only writes its running statistics: every BatchNorm would cost control runs of
+    # state. Statistics that something else reads have no writer here (`StateWatch`).
     read = tuple(c for c in changes if c.writer is None or "batch_norm" not in c.writer.name)
     return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
 
 
 def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
-    """The changes that matter: one that is enough to hold, else those that have to be held together.
-
-    One that is enough alone is what the others are worked out from. Parameters and buffers are blamed first: what the
-    forward works out anew each time, as an attribute, is no state of its own. Changes without a known writer come last.
+    """The changes that matter: one that removes the difference without the others, else all that are needed together.
 
     Args:
         bench: Where to run.
         changes: What a forward may read.
         left: The relative difference with none of them held.
     """
-    if len(changes) > _MANY:
+    if len(changes) > _MANY:  # one run for each of many values costs too much: whole groups are tried first
         kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
         written = tuple(c for c in changes if c.writer is not None and c.writer.name)
         for some in (written, *kinds.values()):
@@ -258,13 +266,16 @@ def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> 
                 return find_blamed(bench, some, left)
     if len(changes) < 2:
         return changes
+    # The likeliest come last: parameters and buffers with a known writer. An attribute that every forward computes anew
+    # is no state, although holding it may help as well.
     ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
     if len(changes) <= _MANY:
         runs = {}
         for change in reversed(ordered):
             runs[change] = _run_pinned(bench, [change])
-            if _is_enough(runs[change]):
+            if _is_enough(runs[change]):  # the other changed values are computed from this one
                 return (change,)
+        # what changes nothing when it is held needs no run together with others
         ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
     if not ordered or not _is_enough(_run_pinned(bench, ordered)):
         return tuple(change for change in changes if change in ordered) or changes
@@ -275,10 +286,9 @@ def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> 
 def _run_nearest_control(
     bench: Bench, facts: Facts, changes: Sequence[StateChange]
 ) -> tuple[ControlRun, tuple[StateChange, ...]]:
-    """The control run with the state initialised once, restored, or held where that comes nearer.
+    """The control run that leaves least, and what is set only once where that control is one forward before both runs.
 
-    Where weights leave nothing of either, it is nearer where they have a meaning. Beside it, what is set only once
-    where that is enough: it is blamed without further runs.
+    The state is initialised once, or restored before each micro-batch, or kept constant where that leaves less.
     """
     primed, set_once = _run_primed(bench, changes)
     if primed is not None and primed.rounding and set_once:
@@ -286,57 +296,58 @@ def _run_nearest_control(
     restored = run_control(bench, ControlKind.STATE_RESTORED, fit=True)
     if restored.rounding:
         return restored, ()
-    # a counter that stays at zero stops the model
     pinned_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
-    if pinned_run is None:
+    if pinned_run is None:  # constant state may stop a model: a counter that stays at zero
         return restored, ()
-    nearer = pinned_run.rounding or weights.is_meaningful(bench, facts, pinned_run.fit)
-    return pinned_run if nearer or _unexplained_difference(pinned_run) < HELPS * _unexplained_difference(
-        restored
-    ) else restored, ()
+    # Weights may remain as a second cause after either control; those with a meaning show the right one.
+    if pinned_run.rounding or weights.is_meaningful(bench, facts, pinned_run.fit):
+        return pinned_run, ()
+    leaves_less = _unexplained_difference(pinned_run) < HELPS * _unexplained_difference(restored)
+    return pinned_run if leaves_less else restored, ()
 
 
 def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRun | None, tuple[StateChange, ...]]:
-    """Lets both runs start from what one forward of the full batch leaves; no run where that does not go.
+    """Lets both runs start from what one forward of the full batch leaves; no run where that is impossible.
 
-    State that initialises itself from the first batch (scales, a codebook) agrees then. What later forwards still
-    change is not set once, even where it makes no difference by chance: a threshold that moves between two samples.
+    State that initialises itself from the first batch (scales, a codebook) agrees then.
     """
     watch = StateWatch(bench.experiment)
 
+    # What later forwards still change is not set once, even where that makes no difference by chance: a threshold that
+    # moves between two samples.
     def find_set_once() -> tuple[StateChange, ...]:
-        moving = {change.name for change in watch.changes()}
-        return tuple(change for change in changes if change.name not in moving)
+        changed_again = {change.name for change in watch.changes()}
+        return tuple(change for change in changes if change.name not in changed_again)
 
-    # a forward is cheap, and mostly everything moves again in it
+    # one forward more is cheap, and mostly all state changes again in it: then both runs can be saved
     bench.possible(lambda: bench.without(PrimedState(bench.experiment)).experiment.forward(None, watch))
     run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if find_set_once() else None
     return run, find_set_once()
 
 
 def _run_primed_and_pinned(
-    bench: Bench, changes: Sequence[StateChange], first: Sequence[StateChange]
+    bench: Bench, changes: Sequence[StateChange], blamed: Sequence[StateChange]
 ) -> ControlRun | None:
-    """Lets both runs start from one forward of the full batch, and holds the state still from there on.
-
-    State that is held from the beginning is never initialised: a codebook that k-means sets from the first batch, and a
-    moving average moves later, would be trained as the zeros that it begins as.
+    """Lets both runs start from one forward of the full batch, and keeps the state constant from there on.
 
     Args:
         bench: Where to run.
         changes: Everything that a forward changes and may read.
-        first: What matters of it.
+        blamed: The part of it that matters.
 
     Returns:
         The control run; None where it leaves something, or where the first forward writes as every later one does.
     """
-    names = {change.name for change in first}
+    names = {change.name for change in blamed}
 
     def writes(watched_bench: Bench) -> Counter[tuple[str, str, Frame]]:
         watch = StateWatch(watched_bench.experiment)
         watched_bench.experiment.forward(None, watch)
         return Counter({key: count for key, count in watch.writes.items() if key[0] in names})
 
+    # State that is constant from the beginning is never initialised: a codebook that k-means sets from the first batch,
+    # and a moving average changes later, would stay the zeros that it begins as. Writes that only happen in a first
+    # forward show such state.
     if not writes(bench) - writes(bench.without(PrimedState(bench.experiment))):
         return None
     run = run_control(bench, ControlKind.STATE_PRIMED_AND_HELD, changes)
@@ -353,10 +364,7 @@ def _is_enough(run: ControlRun | None) -> bool:
 
 
 def _run_pinned(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
-    """The control run with these values held; None where there are none, or where that stops the model.
-
-    A step counter that stays at zero may.
-    """
+    """The control run with these values constant; None without values, or where that stops the model."""
     if not changes:
         return None
     names = [change.name for change in changes]

@@ -23,21 +23,22 @@ from gaverify.verdict.sketches import SketchedPass, fit_runs, keep_sketch
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Fits the weights, sees whether the full batch repeats and what state moves, and tries weights with a meaning."""
+    """Fits the weights, measures whether a pass repeats and what state changes, and tries weights with a meaning."""
     watch = StateWatch(bench.experiment)
     fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, facts, watch))
     facts = replace(facts, state=State(watch.changes()))
+    # A forward that clears gradients loses those of the micro-batches before it: no fitted weights mean anything then.
     if watch.clears_gradients:
         return _restore_gradients(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
     if fit_and_repeats is None:
         return facts
-    fit, twice = fit_and_repeats
-    facts = replace(facts, repeatability=twice, weights=replace(facts.weights, fit=fit))
+    fit, repeatability = fit_and_repeats
+    facts = replace(facts, repeatability=repeatability, weights=replace(facts.weights, fit=fit))
     return try_weights(bench, facts, fit) if facts.repeats_itself and is_meaningful(bench, facts, fit) else facts
 
 
 def _restore_gradients(bench: Bench, facts: Facts) -> Facts:
-    """Puts back the gradients that a forward clears: without earlier ones no weights mean anything."""
+    """Runs both strategies with the gradients put back that a forward clears."""
     probe = RestoredGradients(bench.experiment.parameters)
     what = "the gradients that the forward clears put back"
     control = bench.attempt("gradients kept", lambda: bench.run(what, probe, kind=ControlKind.GRADIENTS_KEPT))
@@ -48,13 +49,12 @@ def _restore_gradients(bench: Bench, facts: Facts) -> Facts:
 
 
 def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
-    """Tries weights without a meaning that hold for moved parameters as well.
-
-    Where weights fit with the state held, too, these may be a number that moves from forward to forward (a divisor that
-    is a moving average), which stays the same for moved parameters: the next question asks with the state held.
-    """
+    """Tries weights without a meaning that hold for moved parameters as well."""
     if facts.weights_first:
         return facts
+    # Where weights fit with constant state too, the factor may be a number that changes from forward to forward (a
+    # divisor that is a moving average). It does not depend on the parameters, so that moving them would not expose it;
+    # the next question runs with constant state.
     pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
     if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):
         return facts
@@ -65,6 +65,7 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
 def try_weights(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
     """Runs the accumulation with fitted weights; where that is impossible, they stay suspected."""
     remedy = bench.attempt("weights", lambda: run_fitted_weights(bench, fit))
+    # taken out of the failures, which are listed as questions without an answer: here the fit is one
     weights = replace(facts.weights, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
     if remedy is None:
         return replace(facts, weights=weights)
@@ -74,6 +75,7 @@ def try_weights(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
 def ask_place(bench: Bench, facts: Facts) -> Facts:
     """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
     weight_facts = facts.weights
+    # beside operations that couple samples no result adds up, and weights that the user gave are at no line of the loss
     if (
         not weight_facts.blamed
         or weight_facts.fit is None
@@ -98,7 +100,7 @@ def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit |
 
 
 def is_meaningful(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
-    """Whether weights explain what is left and are shares of something, or one factor: no coincidence."""
+    """Whether weights explain what is left, have a meaning, and the losses do not contradict them."""
     if fit is None or not is_explanation(bench, facts, fit) or not has_meaning(facts.weights, fit):
         return False
     return not is_contradicted_by_losses(bench, facts.weights.used, fit)
@@ -122,46 +124,47 @@ def _find_joint_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> Weight
     """The weights that hold for moved parameters too; None where there are none."""
     if fit is None or fit.vacuous or not is_explanation(bench, facts, fit):
         return None
+    # A weight of zero is no share: the loss picks some samples and drops the others (a maximum, a worst group).
     if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
-        return None  # a loss that picks some samples and forgets the others: a maximum, a worst group
+        return None
     if is_contradicted_by_losses(bench, facts.weights.used, fit):
         return None
     joint = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench))
     if joint is None or not is_explanation(bench, facts, joint):
         return None
-    # Where a branch fell otherwise, one factor per micro-batch explains everything until the branch falls anew.
-    parted = bench.attempt("weights at moved parameters", lambda: has_diverging_branch(bench))
-    return None if parted else joint
+    # Where a branch falls differently for a micro-batch, one factor per micro-batch explains everything, but only until
+    # the branch falls differently again.
+    takes_other_branch = bench.attempt("weights at moved parameters", lambda: has_diverging_branch(bench))
+    return None if takes_other_branch else joint
 
 
 def is_contradicted_by_losses(bench: Bench, used: Sequence[float], fit: WeightFit) -> bool:
-    """Whether the losses add up to the full batch's with the weights that are used, and not with the fitted ones.
-
-    A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the loss is right, the backward
-    depends on the batch.
-    """
-    losses = bench.possible(lambda: _losses(bench)) if fit.determined else None
+    """Whether the losses add up to the full batch's with the weights that are used, and not with the fitted ones."""
+    # A wrong weight is wrong in the loss and in the gradient. Where the loss is right and only the gradient fits other
+    # weights, the backward depends on the batch. Weights that are not determined are one choice of many.
+    losses = bench.possible(lambda: _read_losses(bench)) if fit.determined else None
     if losses is None:
         return False
-    parts = [losses]
-    if not is_weighted_sum(parts, used):  # a constant of the batch in the loss makes both sums wrong
-        parts = bench.possible(lambda: find_terms_beside_constants(bench)) or []
-    return bool(parts) and is_weighted_sum(parts, used) and not is_weighted_sum(parts, fit.weights)
+    terms = [losses]
+    if not is_weighted_sum(terms, used):  # a constant of the batch in the loss makes both sums wrong
+        terms = bench.possible(lambda: find_terms_beside_constants(bench)) or []
+    return bool(terms) and is_weighted_sum(terms, used) and not is_weighted_sum(terms, fit.weights)
 
 
-def is_weighted_sum(parts: Sequence[tuple[float, Sequence[float]]], weights: Sequence[float]) -> bool:
+def is_weighted_sum(terms: Sequence[tuple[float, Sequence[float]]], weights: Sequence[float]) -> bool:
     """Whether weighted values of the micro-batches add up to the full batch's: losses, or each of their terms."""
 
     def misses(full: float, values: Sequence[float]) -> bool:
         scale = max(abs(full), *map(abs, values))
         return abs(sum(w * value for w, value in zip(weights, values, strict=True)) - full) > SAME_IN_FLOAT32 * scale
 
-    return not any(misses(full, values) for full, values in parts)
+    return not any(misses(full, values) for full, values in terms)
 
 
-def _losses(bench: Bench) -> tuple[float, Sequence[float]]:
+def _read_losses(bench: Bench) -> tuple[float, Sequence[float]]:
     """The loss of the full batch, and those of the micro-batches before their weights."""
     reference = bench.reference
+    # what is neutralised on this bench was not in the earlier pass
     if reference is not None and reference.losses and not bench.experiment.probes:
         return reference.full.loss, reference.losses
     bench.experiment.draws.rewind()
@@ -183,35 +186,37 @@ def fit_jointly(bench: Bench) -> WeightFit:
         with move_weights(weights, [share] * len(weights)) if share else nullcontext():
             moved_bench = replace(bench, experiment=bench.experiment.with_current_state())
             sketches = moved_bench.sketch_micro_batches(moved_bench.experiment.full_batch())[0]
+            # far from the user's parameters a loss may overflow: no weights would fit NaN, whatever they are
             if bool(sketches.full.isfinite().all()) and bool(sketches.columns.isfinite().all()):
                 runs.append(sketches)
     return fit_runs(runs)
 
 
 def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
-    """Fits the weights, and runs something again, which tells whether it repeats: the first micro-batch, if it does."""
+    """Fits the weights, and measures whether a pass repeats: the first micro-batch's, else the full batch's."""
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
     if reference.shares is not None and isinstance(reference.watch, StateWatch):
         fit = fit_runs([reference.shares])
-        # what the micro-batches add up to exactly repeats itself
+        # Micro-batches that add up to the full batch's gradient are a repetition of it: no other run is needed.
         exactly = is_meaningful(bench, facts, fit) and fit.residual <= facts.repeats
-        twice = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
-        if max(twice.forward, twice.backward) <= facts.repeats:
+        repeatability = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
+        if max(repeatability.forward, repeatability.backward) <= facts.repeats:
             watch.absorb(reference.watch)
-            return fit, twice
+            return fit, repeatability
+    # A micro-batch that does not repeat itself may be one that cannot be run again: only the full batch decides.
     full = bench.experiment.full_batch(watch)
     if isinstance(reference.watch, StateWatch):
         watch.absorb(reference.watch)
     second_sketch = sketch(full.gradients.values(), bench.experiment.ranks)
-    twice = Repeatability(
+    repeatability = Repeatability(
         _loss_difference(full.loss, reference.full.loss), _sketch_difference(second_sketch, reference.gradient)
     )
     shares = reference.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
-    return fit_runs([shares]), twice
+    return fit_runs([shares]), repeatability
 
 
 def _repeat_first(bench: Bench, reference: SketchedPass) -> Repeatability:
-    """How far the first micro-batch is from itself; infinitely where it cannot be run again, or has no gradient."""
+    """How much two runs of the first micro-batch differ; infinite where it cannot run again, or has no gradient."""
     assert reference.shares is not None
     experiment = replace(bench.experiment, sizes=bench.experiment.sizes[:1], weighting=[1.0], strategy="accumulate")
     second_pass = bench.possible(lambda: experiment.micro_batches(reference.full))
