@@ -68,9 +68,9 @@ class PinnedValues(PassProbe):
         """Opens what calls `pin` with each value in one pass."""
         raise NotImplementedError
 
-    def rows(self, k: int, kept: Any, own: Any) -> Any:
-        """Returns what replaces a micro-batch's own value."""
-        return take_rows_of_all(kept, own, *self._bounds[k], self._size, self._order)
+    def rows(self, k: int, kept: Any, computed: Any) -> Any:
+        """Returns what replaces the value that a micro-batch computed."""
+        return take_rows_of_all(kept, computed, *self._bounds[k], self._size, self._order)
 
     def _pin(self, k: int | None, name: Hashable, value: Any) -> Any:
         if is_in_functorch_transform():
@@ -79,6 +79,7 @@ class PinnedValues(PassProbe):
             # Both runs get a copy without a graph. With the graph in one run only, that run alone would have a gradient
             # through the value, and the difference would stay.
             if k is None:
+                # with another copy than the one that is kept, because the code may write into it
                 self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
                 return tree_map_only(torch.Tensor, torch.clone, self._kept[name])
             if name in self._kept:
@@ -107,6 +108,7 @@ class PinnedResults(PinnedValues):
             name = key[0]
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 raise ControlFailed(f"the result of `{name}` cannot be held constant")
+            # one underscore at the end is torch's mark of a write in place; `__getitem__` ends in two
             constant, in_place = pin(key, result), name.endswith("_") and not name.endswith("__")
             return _write_in_place(result, constant) if in_place else constant
 
@@ -123,7 +125,7 @@ def _write_in_place(target: Any, value: Any) -> torch.Tensor:
         raise ControlFailed("what a call writes into trained or shared memory cannot be held constant")
     with no_dispatch_modes(), torch.no_grad():
         if target.grad_fn is not None:
-            target.detach_()
+            target.detach_()  # a constant: without this, gradients would go back through the call that wrote it
         return target.copy_(value)
 
 
@@ -148,11 +150,11 @@ class PinnedOutputs(PinnedValues):
         """The pinned outputs, and the live ones at all other positions."""
         if not self._positions:
             return constants
-        (pinned_leaves, form), live, tensor = tree_flatten(constants), tree_leaves(output), -1
+        (pinned_leaves, form), output_leaves, tensor = tree_flatten(constants), tree_leaves(output), -1
         for place, leaf in enumerate(pinned_leaves):
-            tensor += isinstance(leaf, torch.Tensor)
+            tensor += isinstance(leaf, torch.Tensor)  # positions count tensors, and leaves hold numbers as well
             if isinstance(leaf, torch.Tensor) and tensor not in self._positions:
-                pinned_leaves[place] = live[place]
+                pinned_leaves[place] = output_leaves[place]
         return tree_unflatten(pinned_leaves, form)
 
 
@@ -169,7 +171,7 @@ class PinnedDecisions(PinnedValues):
         """Intercepts the reads."""
         return _numbers(pin, lambda frame: frame == self._frame)
 
-    def rows(self, k: int, kept: Any, own: Any) -> Any:
+    def rows(self, k: int, kept: Any, computed: Any) -> Any:
         """The full batch's number."""
         return kept
 
@@ -220,7 +222,7 @@ class PinnedConstants(PinnedValues):
             result = func(*args, **kwargs)
             # Cut out of the graph: an argument has a gradient and the result has none.
             cut = isinstance(result, torch.Tensor) and result.is_floating_point() and not result.requires_grad
-            with without_torch_function():
+            with without_torch_function():  # reading `requires_grad` is a call that a mode would see
                 argument_leaves = tree_leaves((args, kwargs))
                 inside = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in argument_leaves)
             return pin(key, result) if cut and inside and is_wanted(key[1]) else result
@@ -235,11 +237,11 @@ class PinnedConstants(PinnedValues):
             raise ControlFailed("the forward cuts nothing out of the graph")
         super().backward(k, loss, weight)
 
-    def rows(self, k: int, kept: Any, own: Any) -> Any:
+    def rows(self, k: int, kept: Any, computed: Any) -> Any:
         """The full batch's number, or its tensor where that has the same shape."""
         if not isinstance(kept, torch.Tensor):
             return kept
-        return kept.clone() if kept.shape == own.shape else own
+        return kept.clone() if kept.shape == computed.shape else computed
 
 
 class PinnedApplication(PinnedValues):
@@ -287,16 +289,16 @@ class PinnedGradients(PinnedApplication):
                 arg.register_hook(partial(self._replace_gradient, k, place, arg.detach().clone()))
         return call()
 
-    def _replace_gradient(self, k: int | None, place: int, part: torch.Tensor, gradient: torch.Tensor) -> Any:
+    def _replace_gradient(self, k: int | None, place: int, value: torch.Tensor, gradient: torch.Tensor) -> Any:
         if k is None:
-            self._kept[place] = part, gradient.detach().clone()
+            self._kept[place] = value, gradient.detach().clone()
             return None
-        value, full_gradient = self._kept.get(place, (part, gradient))
+        full_value, full_gradient = self._kept.get(place, (value, gradient))
         start, stop = self._bounds[k]
         # A weight has no rows of samples: each micro-batch gets its share of the gradient, and the shares add up to it.
-        if value.shape == part.shape:
+        if full_value.shape == value.shape:
             return full_gradient * ((stop - start) / self._size)
-        return take_rows(value, part, start, stop, self._size, full_gradient)
+        return take_rows(full_value, value, start, stop, self._size, full_gradient)
 
 
 class EvaluationMode(PassProbe):

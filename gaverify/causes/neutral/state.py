@@ -75,7 +75,7 @@ class PrimedState(PassProbe):
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
-        """Runs it where a strategy starts."""
+        """Runs the forward where a strategy starts."""
         if k in (None, 0):
             # Its random draws are not those of the pass: a recorder of its own, and generators put back afterwards.
             restore = generator_states()

@@ -72,6 +72,8 @@ class BoundaryGradients(PassProbe):
         return result
 
     def _listen(self, value: Any, call: int, side: str) -> None:
+        # Modules' own backward hooks would put a node at each boundary, and refuse outputs that are changed in place;
+        # hooks on tensors leave the graph as it is.
         tensors = value if isinstance(value, tuple | list) else (value,)
         for position, tensor in enumerate(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -84,7 +86,7 @@ class BoundaryGradients(PassProbe):
                 return
             full = self._full.get(key)
             if full is None or full.shape == gradient.shape:
-                return  # no rows of its own
+                return  # without a row per sample it is a share of the full batch's gradient, and not the same number
             try:
                 rows = take_rows(full, gradient, *self._bounds[k], self._size)
             except ControlFailed:

@@ -53,7 +53,7 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     restore = generator_states()
     try:
         with torch.no_grad():
-            module(*inputs)
+            module(*inputs)  # fresh statistics may undo those of the batch exactly; after one forward they do not
             output = module(*inputs)
     except Exception:  # it needs more than what it was given by position; then only the pass tells
         return False
@@ -136,10 +136,8 @@ class _Listener(PassProbe):
 
     def _note_output(self, call: Call, output: Any) -> None:
         self.first = self.first or call.args
-        input_tensor, output_tensor = (
-            _first_tensor(call.args),
-            _first_tensor(output),
-        )  # a flow hands out a determinant beside it
+        # the first of several outputs: a flow returns a determinant beside it
+        input_tensor, output_tensor = _first_tensor(call.args), _first_tensor(output)
         with without_torch_function():
             if input_tensor is not None and output_tensor is not None:
                 self.same_shape = self.same_shape or input_tensor.shape == output_tensor.shape

@@ -38,6 +38,7 @@ def watch_writes(
             name = addresses.get(address(target))
             if name is not None:
                 notice(name, operation_name(func), calling_frame())
+        # reading every argument of every operation is slow, and worth it only where some state is no parameter
         for tensor in tree_leaves((args, kwargs)) if kept else ():
             name = kept.get(address(tensor)) if isinstance(tensor, torch.Tensor) else None
             if name is not None and not any(tensor is target for target in written):
@@ -59,7 +60,7 @@ def divert_writes(addresses: Set[int]) -> OperationMode:
             if address(tensor) not in addresses:
                 return tensor
             copy = tensor.clone()
-            originals[id(copy)] = (tensor, copy)
+            originals[id(copy)] = (tensor, copy)  # with the copy, so that nothing else gets its identity meanwhile
             return copy
 
         written = written_arguments(func)
@@ -81,6 +82,6 @@ def address(tensor: Any) -> int:
         return 0
     try:
         with without_torch_function():
-            return int(tensor.untyped_storage()._cdata)
+            return int(tensor.untyped_storage()._cdata)  # of the storage: views and `.data` share it with their base
     except (NotImplementedError, RuntimeError):
         return 0
