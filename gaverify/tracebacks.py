@@ -24,7 +24,7 @@ _STANDARD = tuple(
     {os.path.realpath(path) + os.sep for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key))}
 )
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_ROOMS = tuple(os.path.join(_OWN, room) + os.sep for room in ("passes", "verdict", "causes"))  # run in a pass
+_ROOMS = tuple(os.path.join(_OWN, room) + os.sep for room in ("passes", "verdict", "search"))  # run in a pass
 _PASSES = tuple(os.path.join(_OWN, "passes", name) for name in ("gradients.py", "task.py"))  # call the user's code
 _home: list[str] = []
 _handing_over: set[CodeType] = set()

@@ -24,9 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.causes.confirming import confirm_in_working_precision, confirm_on_batch
-from gaverify.causes.first_samples import FirstSamplesAnswer, examine_first_samples
-from gaverify.causes.investigation import collect_facts, open_control_runs, search_causes, watch_state
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.loading.texts import guessed_parts
@@ -39,6 +36,9 @@ from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
+from gaverify.search.confirming import confirm_in_working_precision, confirm_on_batch
+from gaverify.search.first_samples import FirstSamplesAnswer, examine_first_samples
+from gaverify.search.investigation import collect_facts, open_control_runs, search_causes, watch_state
 from gaverify.sources import with_excerpts
 from gaverify.verdict.decision import Decision, decide, decide_by_tolerance, decide_open, needs_gradients
 from gaverify.verdict.measurement import Measurement, measure_strategies

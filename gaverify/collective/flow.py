@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from gaverify.causes.investigation import collect_facts, investigate
 from gaverify.children.launching import working_folder
 from gaverify.collective.engines import alone
 from gaverify.collective.facts import facts_of_ranks, facts_of_reports, weights_of_strategy, with_shares
@@ -39,6 +38,7 @@ from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine, RankFacts, rounding_of
+from gaverify.search.investigation import collect_facts, investigate
 from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import left_between, measure

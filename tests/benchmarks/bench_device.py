@@ -157,11 +157,11 @@ def _measured(run: Callable[[], object], device: str) -> tuple[float, int]:
 def _asking() -> str:
     """Which question the pass that begins now is made for, told by the functions that are running."""
     names = [(*Path(frame.filename).with_suffix("").parts[-2:], frame.name) for frame in extract_stack()]
-    inside = [(room, module, function) for room, module, function in names if room in ("causes", "verdict")]
+    inside = [(room, module, function) for room, module, function in names if room in ("search", "verdict")]
     asked = [
-        module for room, module, function in inside if room == "causes" and function.startswith(("ask", "confirmed"))
+        module for room, module, function in inside if room == "search" and function.startswith(("ask", "confirmed"))
     ]
-    where = "part: " if ("causes", "first_samples", "examine_first_samples") in inside else "whole: "
+    where = "part: " if ("search", "first_samples", "examine_first_samples") in inside else "whole: "
     control = " in float64" if any(function == "run_in_float64" for _, _, function in inside) else ""
     return where + (asked[-1] if asked else "passes" + control)
 

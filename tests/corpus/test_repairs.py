@@ -14,9 +14,9 @@ from problems_unseen import worst_group
 from torch import nn
 
 import gaverify
-from gaverify.causes import again
 from gaverify.remedies import CachedGradients
 from gaverify.remedies.batch_norm import only_normalises
+from gaverify.search import again
 
 
 class NormAct(nn.BatchNorm1d):

@@ -12,12 +12,12 @@ import gaverify
 from gaverify import thresholds
 
 PACKAGE = Path(gaverify.__file__).parent
-ROOMS = ("verdict", "causes", "rules", "records", "collective", "audit")
+ROOMS = ("verdict", "search", "rules", "records", "collective", "audit")
 DECIDE_NOTHING = {
     "verdict/norms.py": "the norms at which float32 can sum squares",
     "verdict/tracing.py": "learning rates of optimizers, as torch has them",
-    "causes/trace/traces.py": "what values are folded at, and what stands for infinity",
-    "causes/trace/matching.py": "what stands for NaN",
+    "search/trace/traces.py": "what values are folded at, and what stands for infinity",
+    "search/trace/matching.py": "what stands for NaN",
     "collective/flow.py": "seconds",
     "collective/launching.py": "seconds",
     "collective/membership.py": "seconds",

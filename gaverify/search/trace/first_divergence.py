@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.trace.matching import Dependence, Matching
-from gaverify.causes.trace.operations import OperationTracer
-from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import Result, Trace, describe_step, takes_other_branch
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind
 from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward, Weights
+from gaverify.search.bench import Bench
+from gaverify.search.trace.matching import Dependence, Matching
+from gaverify.search.trace.operations import OperationTracer
+from gaverify.search.trace.suspects import Reader
+from gaverify.search.trace.traces import Result, Trace, describe_step, takes_other_branch
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
 
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches

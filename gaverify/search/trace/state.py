@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.trace.traces import Frame, locate_operation
-from gaverify.causes.trace.writes import address, watch_writes
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.devices import widest
 from gaverify.passes.experiment import Experiment
@@ -37,6 +35,8 @@ from gaverify.passes.isolation import (
 )
 from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
+from gaverify.search.trace.traces import Frame, locate_operation
+from gaverify.search.trace.writes import address, watch_writes
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, version_of, without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gaverify.causes import backward, counts, proof, state, weights
-from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.trace.first_divergence import trace_divergences
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, State, Weights
+from gaverify.search import backward, counts, proof, state, weights
+from gaverify.search.bench import FORESEEN, Bench
+from gaverify.search.trace.first_divergence import trace_divergences
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, SAME_IN_FLOAT32, TINY
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement

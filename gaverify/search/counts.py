@@ -20,9 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import intercept_calls
-from gaverify.causes.trace.traces import locate_operation
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
@@ -36,6 +33,9 @@ from gaverify.passes.walks import (
 )
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
+from gaverify.search.bench import Bench
+from gaverify.search.trace.operations import intercept_calls
+from gaverify.search.trace.traces import locate_operation
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, without_torch_function
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gaverify.causes import backward, counts, proof, state, weights
-from gaverify.causes.bench import FORESEEN, Bench, find_needed
-from gaverify.causes.counts import WindowCounts
-from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.pinning import EvaluationMode, PinnedResults
-from gaverify.causes.neutral.state import PinnedState
-from gaverify.causes.proof import SuspectTrial
-from gaverify.causes.trace.first_divergence import find_one_sided_branch, trace_divergences
-from gaverify.causes.trace.normalisation import is_normalisation
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Facts, Forward
+from gaverify.search import backward, counts, proof, state, weights
+from gaverify.search.bench import FORESEEN, Bench, find_needed
+from gaverify.search.counts import WindowCounts
+from gaverify.search.neutral.cached import cached_gradients
+from gaverify.search.neutral.pinning import EvaluationMode, PinnedResults
+from gaverify.search.neutral.state import PinnedState
+from gaverify.search.proof import SuspectTrial
+from gaverify.search.trace.first_divergence import find_one_sided_branch, trace_divergences
+from gaverify.search.trace.normalisation import is_normalisation
 from gaverify.verdict.control import failure_sentence
 
 _ROUNDS = 5  # causes that are looked for one after the other

@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from gaverify.causes import state, weights
-from gaverify.causes.bench import Bench, find_needed
-from gaverify.causes.neutral.pinning import (
+from gaverify.errors import GaverifyError
+from gaverify.passes.gradients import PassProbe
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
+from gaverify.records.facts import BackwardPlace, Facts
+from gaverify.search import state, weights
+from gaverify.search.bench import Bench, find_needed
+from gaverify.search.neutral.pinning import (
     PinnedApplication,
     PinnedConstants,
     PinnedGradients,
@@ -25,12 +29,8 @@ from gaverify.causes.neutral.pinning import (
     WithoutHooks,
     WithoutTensorHooks,
 )
-from gaverify.causes.trace.backward_listening import BoundaryGradients
-from gaverify.causes.trace.traces import Frame, locate_operation
-from gaverify.errors import GaverifyError
-from gaverify.passes.gradients import PassProbe
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import BackwardPlace, Facts
+from gaverify.search.trace.backward_listening import BoundaryGradients
+from gaverify.search.trace.traces import Frame, locate_operation
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.torch_internals import backward_hooks_of, gradient_hooks_of
 from gaverify.tracebacks import display_path

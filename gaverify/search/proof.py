@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gaverify.causes.bench import FORESEEN, Bench
-from gaverify.causes.neutral.cached import cached_gradients
-from gaverify.causes.neutral.pinning import EvaluationMode, PinnedDecisions, PinnedOutputs, PinnedResults, PinnedValues
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
+from gaverify.search.bench import FORESEEN, Bench
+from gaverify.search.neutral.cached import cached_gradients
+from gaverify.search.neutral.pinning import EvaluationMode, PinnedDecisions, PinnedOutputs, PinnedResults, PinnedValues
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence

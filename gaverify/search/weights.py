@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.counts import find_terms_beside_constants
-from gaverify.causes.neutral.state import RestoredGradients
-from gaverify.causes.trace.first_divergence import find_reweighted_operation, has_diverging_branch
-from gaverify.causes.trace.state import StateWatch
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
 from gaverify.records.facts import Facts, Repeatability, State, Weights
+from gaverify.search.bench import Bench
+from gaverify.search.counts import find_terms_beside_constants
+from gaverify.search.neutral.state import RestoredGradients
+from gaverify.search.trace.first_divergence import find_reweighted_operation, has_diverging_branch
+from gaverify.search.trace.state import StateWatch
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
 from gaverify.verdict.sketches import SketchedPass, fit_runs, keep_sketch
 

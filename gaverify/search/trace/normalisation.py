@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.trace.operations import intercept_calls
 from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.nesting import leaves
 from gaverify.records.experiment import FunctionKey
+from gaverify.search.bench import Bench
+from gaverify.search.trace.operations import intercept_calls
 from gaverify.thresholds import SMALL_PART
 from gaverify.torch_internals import without_torch_function
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.causes.trace.matching import Dependence, Matching
-from gaverify.causes.trace.traces import (
+from gaverify.passes.walks import walk_from
+from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
+from gaverify.search.trace.matching import Dependence, Matching
+from gaverify.search.trace.traces import (
     DECISIONS,
     Frame,
     ModuleCall,
@@ -23,8 +25,6 @@ from gaverify.causes.trace.traces import (
     find_strays,
     first_difference,
 )
-from gaverify.passes.walks import walk_from
-from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
 
 
 class Reader:

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from gaverify.causes import weights
-from gaverify.causes.bench import Bench, find_needed
-from gaverify.causes.neutral.state import PinnedState, PrimedState, RestoredState
-from gaverify.causes.trace.state import StateWatch, find_state, take_digests
-from gaverify.causes.trace.traces import Frame
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
+from gaverify.search import weights
+from gaverify.search.bench import Bench, find_needed
+from gaverify.search.neutral.state import PinnedState, PrimedState, RestoredState
+from gaverify.search.trace.state import StateWatch, find_state, take_digests
+from gaverify.search.trace.traces import Frame
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.tracebacks import LineHunt, Owner, Place, display_path
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gaverify.causes.trace.traces import Result, Trace, TracedOperation
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.walks import walk_from
 from gaverify.records.experiment import SuspectKind
+from gaverify.search.trace.traces import Result, Trace, TracedOperation
 from gaverify.thresholds import SAME_ROWS, TINY
 
 _NAN = 1e30  # stands for NaN in a comparison

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gaverify.causes.trace.state import all_parameters, find_owners, find_state, watch_assignments
-from gaverify.causes.trace.writes import address, divert_writes
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
@@ -20,6 +18,8 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.user_code import loss_of
+from gaverify.search.trace.state import all_parameters, find_owners, find_state, watch_assignments
+from gaverify.search.trace.writes import address, divert_writes
 from gaverify.torch_internals import no_dispatch_modes, without_torch_function
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from gaverify.causes import again, backward, counts, coupling, operations, state, weights
-from gaverify.causes.bench import Bench
 from gaverify.passes.experiment import Experiment, TimeUp
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.lifting import has_hooks
@@ -23,6 +21,8 @@ from gaverify.passes.precision import buffers_differ
 from gaverify.records.comparison import Compared
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Repeatability, Weights
+from gaverify.search import again, backward, counts, coupling, operations, state, weights
+from gaverify.search.bench import Bench
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement
@@ -66,7 +66,7 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 
 def watch_state(experiment: Experiment) -> PassProbe:
     """Makes what watches the state through the micro-batches of an experiment."""
-    from gaverify.causes.trace.state import StateWatch  # an equivalent verdict does not wait for this import
+    from gaverify.search.trace.state import StateWatch  # an equivalent verdict does not wait for this import
 
     return StateWatch(experiment)
 

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import torch
 
-from gaverify.causes import counts, operations, proof, state, weights
-from gaverify.causes.bench import Bench
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
 from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
 from gaverify.records.facts import Facts, Weights
+from gaverify.search import counts, operations, proof, state, weights
+from gaverify.search.bench import Bench
 from gaverify.thresholds import MOVED_SHARES
 from gaverify.tracebacks import hands_over
 from gaverify.verdict.sketches import fit_runs, keep_sketch

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from gaverify.causes.trace.traces import Frame
 from gaverify.passes.calls import OperationMode, operation_name
 from gaverify.passes.isolation import written_arguments, written_tensors
+from gaverify.search.trace.traces import Frame
 from gaverify.torch_internals import tree_leaves, tree_map_only, without_torch_function
 from gaverify.tracebacks import calling_frame
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.rows import ControlFailed, take_rows
-from gaverify.causes.trace.state import find_owners
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.nesting import map_leaves
 from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.search.bench import Bench
+from gaverify.search.rows import ControlFailed, take_rows
+from gaverify.search.trace.state import find_owners
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves
 from gaverify.tracebacks import hands_over

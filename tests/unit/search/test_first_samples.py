@@ -25,10 +25,6 @@ from torch.nn.functional import cross_entropy
 
 import gaverify
 from gaverify import Finding, Outcome, Verdict
-from gaverify.causes import confirming, coupling, first_samples, investigation, operations, proof, weights
-from gaverify.causes.bench import Bench, find_needed
-from gaverify.causes.trace import operations as tracing
-from gaverify.causes.trace.traces import describe_tensor
 from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch, terms
@@ -39,6 +35,10 @@ from gaverify.passes.randomness import DrawRecord
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, Weights
+from gaverify.search import confirming, coupling, first_samples, investigation, operations, proof, weights
+from gaverify.search.bench import Bench, find_needed
+from gaverify.search.trace import operations as tracing
+from gaverify.search.trace.traces import describe_tensor
 from gaverify.thresholds import (
     CAPPED_UNITS,
     CORRECT_FLOAT32,

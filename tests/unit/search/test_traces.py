@@ -18,11 +18,14 @@ from torch import nn
 
 import gaverify
 from gaverify import Problem, verify
-from gaverify.causes import state
-from gaverify.causes.bench import Bench
-from gaverify.causes.trace.matching import Dependence, Matching
-from gaverify.causes.trace.suspects import Reader
-from gaverify.causes.trace.traces import (
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.layouts import SampleDimension, SampleLayout
+from gaverify.records.comparison import Method
+from gaverify.search import state
+from gaverify.search.bench import Bench
+from gaverify.search.trace.matching import Dependence, Matching
+from gaverify.search.trace.suspects import Reader
+from gaverify.search.trace.traces import (
     ModuleCall,
     Result,
     Trace,
@@ -30,9 +33,6 @@ from gaverify.causes.trace.traces import (
     describe_tensor,
     takes_other_branch,
 )
-from gaverify.passes.gradients import PassProbe
-from gaverify.passes.layouts import SampleDimension, SampleLayout
-from gaverify.records.comparison import Method
 
 # --- Matching, dependence and suspects on traces made by hand: two micro-batches of two samples each -----------------
 

@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from gaverify.causes.rows import ControlFailed
 from gaverify.errors import GaverifyError
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import (
@@ -25,6 +24,7 @@ from gaverify.passes.gradients import (
 from gaverify.passes.sketches import sketch
 from gaverify.records.comparison import NotCompared, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.search.rows import ControlFailed
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from gaverify.causes.investigation import investigate, watch_state
 from gaverify.passes.experiment import Experiment
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
+from gaverify.search.investigation import investigate, watch_state
 from gaverify.thresholds import FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure

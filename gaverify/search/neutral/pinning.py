@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.causes.rows import ControlFailed, take_rows, take_rows_of_all
-from gaverify.causes.trace.backward_listening import intercept_applications
-from gaverify.causes.trace.operations import intercept_calls
-from gaverify.causes.trace.traces import DECISIONS, Frame
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import FunctionKey
+from gaverify.search.rows import ControlFailed, take_rows, take_rows_of_all
+from gaverify.search.trace.backward_listening import intercept_applications
+from gaverify.search.trace.operations import intercept_calls
+from gaverify.search.trace.traces import DECISIONS, Frame
 from gaverify.torch_internals import (
     is_in_functorch_transform,
     no_dispatch_modes,

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gaverify.causes.trace.traces import (
+from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, SampleLayout
+from gaverify.passes.randomness.operations import draws_unseen, generator_key
+from gaverify.records.experiment import FunctionKey
+from gaverify.search.trace.traces import (
     INPUT,
     Frame,
     ModuleCall,
@@ -26,12 +31,7 @@ from gaverify.causes.trace.traces import (
     describe_tensor,
     find_result,
 )
-from gaverify.causes.trace.writes import address
-from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
-from gaverify.passes.gradients import PassProbe
-from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, SampleLayout
-from gaverify.passes.randomness.operations import draws_unseen, generator_key
-from gaverify.records.experiment import FunctionKey
+from gaverify.search.trace.writes import address
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, parameters_of, without_torch_function
 from gaverify.tracebacks import Owner, calling_frame, hands_over, owner_of
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from gaverify.causes.bench import Bench
-from gaverify.causes.rows import ControlFailed, take_rows
-from gaverify.causes.trace.traces import Frame
 from gaverify.passes.calls import Call, listening
 from gaverify.passes.gradients import PassProbe
+from gaverify.search.bench import Bench
+from gaverify.search.rows import ControlFailed, take_rows
+from gaverify.search.trace.traces import Frame
 from gaverify.tracebacks import calling_frame, hands_over
 
 Key = tuple[int, str, int]  # the call, "outputs" or "inputs", the position of the tensor

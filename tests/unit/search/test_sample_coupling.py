@@ -15,13 +15,13 @@ from problems import Problem, mlp
 from torch import nn
 
 import gaverify
-from gaverify.causes import operations, proof
-from gaverify.causes.neutral.pinning import EvaluationMode, PinnedOutputs, PinnedResults
-from gaverify.causes.rows import ControlFailed, take_rows
-from gaverify.causes.trace.normalisation import per_channel_affine
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.search import operations, proof
+from gaverify.search.neutral.pinning import EvaluationMode, PinnedOutputs, PinnedResults
+from gaverify.search.rows import ControlFailed, take_rows
+from gaverify.search.trace.normalisation import per_channel_affine
 
 # --- The gradient of one sample's outputs with respect to the others: exactly zero, or not ---------------------------
 
