@@ -111,7 +111,7 @@ def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measureme
     experiment = replace(experiment, ranks=RankSum(member.count, member.total)).with_current_state()
     experiment.progress("the whole batch on every rank")
     recorded, full = trained.whole(experiment).record(listener)
-    experiment = replace(experiment, draws=recorded.draws, math_kernels=recorded.math_kernels)
+    experiment = replace(experiment, draws=recorded.draws, reading=recorded.reading, math_kernels=recorded.math_kernels)
     if listener.found:
         raise ProblemError(
             f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "

@@ -34,7 +34,7 @@ from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import PassProbe, PassResult
 from gaverify.passes.problem import Problem
-from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.randomness import DrawLedger, Reading
 from gaverify.passes.sketches import sketch
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.ranks import Engine, Shares, Traffic
@@ -79,7 +79,8 @@ class Window:
     """
 
     built_experiment: Experiment | None
-    record: DrawRecord
+    draws: DrawLedger
+    reading: Reading
     reference: PassResult
     ranks: Ranks
     folder: Path
@@ -110,8 +111,8 @@ class Window:
 def window_of(experiment: Experiment, full: PassResult, ranks: Ranks, folder: Path) -> Window:
     """Returns a window, without what no rank asks for: the full batch's gradients and the sums in them."""
     observed = Observed(target_counts=full.observed[0].target_counts)
-    reference = PassResult({}, full.loss, observed=(observed,), foreign=full.foreign)
-    return Window(experiment, experiment.draws, reference, ranks, folder, experiment.math_kernels)
+    reference = PassResult({}, full.loss, observed=(observed,), foreign=full.foreign, draws=full.draws)
+    return Window(experiment, experiment.draws, experiment.reading, reference, ranks, folder, experiment.math_kernels)
 
 
 def on_ranks(work: Callable[[Window, int], Result], window: Window) -> list[Result]:
@@ -212,7 +213,7 @@ def accumulate_rank(window: Window, experiment: Experiment, own: range, probe: P
         ProblemError: The model or loss raised; the message says what to change where the wrapper is the reason.
     """
     # a state of its own: the parent's would set the parent's number of threads again, which were not forked
-    experiment = replace(experiment, draws=window.record, lift=False).with_current_state()
+    experiment = replace(experiment, draws=window.draws, reading=window.reading, lift=False).with_current_state()
     try:
         return experiment.micro_batches(window.reference, probe, own=own)
     except ProblemError as error:

@@ -30,7 +30,7 @@ from gaverify.passes.gradients import (
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
 from gaverify.passes.precision import convert_weights
 from gaverify.passes.problem import Problem
-from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.randomness import Dealing, DealingReport, DrawLedger, Reading
 from gaverify.passes.reference import Fitting
 from gaverify.passes.user_code import micro_batch_of
 from gaverify.passes.wrappers import RankSum
@@ -104,8 +104,10 @@ class Experiment:
     """Casts inside the model are raised to float64."""
     math_kernels: bool = False
     """Attention and recurrent layers run on unfused kernels, because draws inside a fused one are not seen."""
-    draws: DrawRecord = field(default_factory=DrawRecord)
+    draws: DrawLedger = field(default_factory=DrawLedger)
     """The random draws of the full batch, which every pass uses again."""
+    reading: Reading = field(default_factory=Reading)
+    """How the micro-batches' draws are matched with these."""
     ranks: RankSum | None = None
     """What makes norms and sketches those of all ranks; None: they are this process's own."""
     probes: tuple[PassProbe, ...] = ()
@@ -181,7 +183,7 @@ class Experiment:
         finally:
             if seed is not None:
                 restore()
-        return replace(self, draws=draws), full
+        return replace(self, draws=draws, reading=Reading()), full
 
     def full_batch(self, *probes: PassProbe) -> PassResult:
         """Runs the full batch with the recorded draws."""
@@ -204,9 +206,23 @@ class Experiment:
         """
         return accumulated_gradients(self, full, after_backward=after_backward, probe=self._combine(probes), own=own)
 
-    def forward(self, k: int | None, *probes: PassProbe) -> torch.Tensor:
-        """Runs one forward without a backward, of the full batch where `k` is None, and returns its loss."""
-        return forward_pass(self, k, self._combine(probes))
+    def forward(self, k: int | None, *probes: PassProbe, dealing: Dealing | None = None) -> torch.Tensor:
+        """Runs one forward without a backward, of the full batch where `k` is None, and returns its loss.
+
+        Args:
+            k: The micro-batch.
+            probes: What looks on.
+            dealing: As `deal` returned it, for all forwards of a window; None where this is the only one.
+        """
+        return forward_pass(self, k, self._combine(probes), dealing)
+
+    def deal(self, full: PassResult | None = None) -> Dealing:
+        """Returns the draws on their way to the micro-batches of one pass.
+
+        Args:
+            full: The full batch in the same precision, and with the same weights, where it was run again.
+        """
+        return Dealing(self.draws, self.reading, full.draws.prints if full is not None else None)
 
     def _combine(self, probes: Sequence[PassProbe]) -> PassProbe | None:
         return combine_probes((*self.probes, *probes))
@@ -227,19 +243,19 @@ class Experiment:
 
     def with_constant_draws(self) -> Experiment:
         """The experiment with every draw replaced by one typical value."""
-        return replace(self, draws=replace(self.draws, constant=True, unaligned={}))
+        return replace(self, reading=replace(self.reading, constant=True))
 
     def with_second_reading(self) -> Experiment:
         """The experiment with its draws dealt by place and contents, not in order (`randomness`)."""
-        return replace(self, draws=replace(self.draws, inner=True))
+        return replace(self, reading=replace(self.reading, by_contents=True))
+
+    def with_counts_of(self, first_reading: DealingReport) -> Experiment:
+        """The experiment with what a pass in the first reading counted: the second reading places draws by it."""
+        return replace(self, reading=replace(self.reading, counts=first_reading.counts))
 
     def with_backwards_apart(self) -> Experiment:
         """The experiment with a backward pass per micro-batch: one over their sum would not tell them apart."""
         return replace(self, strategy="accumulate")
-
-    def with_draws_apart(self) -> Experiment:
-        """The experiment with notes of its own on which draws were dealt: what its passes do with them is no fact."""
-        return replace(self, draws=replace(self.draws, used=set(), draw_counts={}))
 
     def with_current_state(self) -> Experiment:
         """The experiment with the state and the weights that the model has now."""
@@ -253,7 +269,7 @@ class Experiment:
         count = sum(sizes)
         batch = micro_batch_of(self, 0, count, "a part of the batch")
         problem = replace(self.problem, batch=batch, batch_size=count)
-        first = replace(self, problem=problem, batch_size=count, sizes=sizes, draws=DrawRecord())
+        first = replace(self, problem=problem, batch_size=count, sizes=sizes, draws=DrawLedger(), reading=Reading())
         return first.with_current_state()
 
     def with_seed(self, seed: int) -> Experiment:

@@ -23,7 +23,15 @@ from gaverify.errors import NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode
 from gaverify.passes.isolation import foreign_generator_states, generator_states, seed_torch
-from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, named_modules
+from gaverify.passes.randomness import (
+    Dealer,
+    Dealing,
+    DealingReport,
+    DrawLedger,
+    Recomputing,
+    Recorder,
+    named_modules,
+)
 from gaverify.passes.reference import fit_memory
 from gaverify.passes.terms import Terms
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, named_parameters
@@ -67,6 +75,7 @@ class PassResult:
     foreign: tuple[Any, ...] = ()
     foreign_draws_differ: bool = False
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    draws: DealingReport = field(default_factory=DealingReport)
 
 
 class ComposedProbe(PassProbe):
@@ -93,7 +102,7 @@ def combine_probes(probes: Sequence[PassProbe]) -> PassProbe | None:
     return ComposedProbe(probes) if len(probes) > 1 else next(iter(probes), None)
 
 
-def record_full_batch(experiment: Experiment, probe: PassProbe | None = None) -> tuple[PassResult, DrawRecord]:
+def record_full_batch(experiment: Experiment, probe: PassProbe | None = None) -> tuple[PassResult, DrawLedger]:
     """Runs the whole batch in one backward pass, and records the random draws that it makes.
 
     Args:
@@ -111,7 +120,7 @@ def record_full_batch(experiment: Experiment, probe: PassProbe | None = None) ->
         return recorders[-1]
 
     result = _fit_full_batch(experiment, record_draws, probe)
-    return result, recorders[-1].record
+    return result, recorders[-1].ledger
 
 
 def full_batch_gradients(experiment: Experiment, probe: PassProbe | None = None) -> PassResult:
@@ -121,8 +130,15 @@ def full_batch_gradients(experiment: Experiment, probe: PassProbe | None = None)
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
         NoMemory: It does not fit.
     """
-    size = experiment.batch_size
-    return _fit_full_batch(experiment, lambda: Dealer(experiment.draws, 0, size, size), probe)
+    dealings: list[Dealing] = []
+
+    def deal_draws() -> Dealer:
+        dealings.append(experiment.deal())
+        return Dealer(dealings[-1], 0, experiment.batch_size, experiment.batch_size)
+
+    result = _fit_full_batch(experiment, deal_draws, probe)
+    result.draws = dealings[-1].report
+    return result
 
 
 def _fit_full_batch(
@@ -196,7 +212,7 @@ def accumulated_gradients(
         probe: What looks on, or changes the pass.
         own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
     """
-    experiment.draws.rewind()
+    dealing = experiment.deal(reference)
     probe = probe or PassProbe()
     losses, weights, observed, dealers, total, foreign = [], [], [], [], None, False
     with one_pass(experiment):
@@ -209,7 +225,7 @@ def accumulated_gradients(
             if experiment.strategy != "accumulate":
                 seed_torch(k)  # each graph its own states, by which its draws are known again in the backward
             where = f"micro-batch {k + 1} of {experiment.steps} (samples {start} to {stop - 1})"
-            dealer = Dealer(experiment.draws, start, stop, experiment.batch_size)
+            dealer = Dealer(dealing, start, stop, experiment.batch_size)
             dealers.append(dealer)
             mode = PassMode(experiment.state, dealer, lift=experiment.lift)
             # A copy: a forward may change its inputs (`batch.pop("labels")`), and the batch is run many times.
@@ -242,25 +258,34 @@ def accumulated_gradients(
     values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
     value = sum(weight * loss for weight, loss in zip(weights, values, strict=True))
     return PassResult(
-        gradients, value, tuple(values), tuple(weights), tuple(observed), foreign_draws_differ=foreign, buffers=buffers
+        gradients,
+        value,
+        tuple(values),
+        tuple(weights),
+        tuple(observed),
+        foreign_draws_differ=foreign,
+        buffers=buffers,
+        draws=dealing.report,
     )
 
 
-def forward_pass(experiment: Experiment, k: int | None, probe: PassProbe | None = None) -> torch.Tensor:
+def forward_pass(
+    experiment: Experiment, k: int | None, probe: PassProbe | None = None, dealing: Dealing | None = None
+) -> torch.Tensor:
     """Runs one forward without a backward, from the restored state, and returns its loss.
 
     Args:
-        experiment: What to run; rewind its draws before the first micro-batch.
+        experiment: What to run.
         k: The micro-batch; None for the full batch.
         probe: What looks on.
+        dealing: The draws on their way to the forwards of one window; None where this is the only one.
     """
     start, stop = (0, experiment.batch_size) if k is None else list(experiment.bounds())[k]
     where = (
         "the full batch" if k is None else f"micro-batch {k + 1} of {experiment.steps} (samples {start} to {stop - 1})"
     )
-    mode = PassMode(
-        experiment.state, Dealer(experiment.draws, start, stop, experiment.batch_size), lift=experiment.lift
-    )
+    dealer = Dealer(dealing or experiment.deal(), start, stop, experiment.batch_size)
+    mode = PassMode(experiment.state, dealer, lift=experiment.lift)
     probe = probe or PassProbe()
     with one_pass(experiment):
         batch = fresh(experiment.problem.batch if k is None else micro_batch_of(experiment, start, stop, where))

@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from gaverify.passes.calls import Call, listening
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
+from gaverify.passes.randomness import Dealing
 from gaverify.passes.walks import (
     addends,
     has_constant_addend,
@@ -181,8 +183,7 @@ class _Divisor:
 def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Divisor]:
     """Every call that averages in all forwards by different numbers; none where all shares are the weights already."""
     bench.experiment.progress("counts of the full batch and of the micro-batches")
-    bench.experiment.draws.rewind()
-    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
+    full_batch, *micro_batches = _listen_to_window(bench)
     divisors = {}
     for key, (count, trained) in full_batch.counts.items():
         if count and all(key in micro_batch.counts for micro_batch in micro_batches):
@@ -197,7 +198,7 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
     # was cut out of the graph) is no count, and no number of the window could stand in for it.
     weights = list(bench.experiment.parameters.values())
     with move_weights(weights, [SAME_NUMBER] * len(weights)):
-        at_moved_parameters = _listen_to_forward(replace(bench, experiment=bench.experiment.with_current_state()), None)
+        at_moved_parameters = _listen_to_forward(bench.experiment.with_current_state(), None)
     unmoved = {
         key: count for key, count in divisors.items() if at_moved_parameters.counts.get(key) == full_batch.counts[key]
     }
@@ -211,8 +212,7 @@ def find_terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[floa
     """
     # A constant has no gradient, so that it may depend on the batch in any way: only the other terms tell whether the
     # losses add up.
-    bench.experiment.draws.rewind()
-    full_batch, *micro_batches = (_listen_to_forward(bench, k) for k in (None, *range(bench.experiment.steps)))
+    full_batch, *micro_batches = _listen_to_window(bench)
     terms = full_batch.beside_constants
     if any(micro_batch.beside_constants.keys() != terms.keys() for micro_batch in micro_batches):
         return []
@@ -235,9 +235,15 @@ def _find_undivided_terms(
     return divisors
 
 
-def _listen_to_forward(bench: Bench, k: int | None) -> _Listener:
-    listener = _Listener(bench.experiment.problem.model)
-    listener.note_terms(bench.experiment.forward(k, listener))
+def _listen_to_window(bench: Bench) -> list[_Listener]:
+    """What is heard in the full batch's forward, and in those of the micro-batches."""
+    dealing = bench.experiment.deal()
+    return [_listen_to_forward(bench.experiment, k, dealing) for k in (None, *range(bench.experiment.steps))]
+
+
+def _listen_to_forward(experiment: Experiment, k: int | None, dealing: Dealing | None = None) -> _Listener:
+    listener = _Listener(experiment.problem.model)
+    listener.note_terms(experiment.forward(k, listener, dealing=dealing))
     return listener
 
 

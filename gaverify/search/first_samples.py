@@ -95,15 +95,17 @@ def _judge_part(
 
     Its draws are dealt in the reading that was right for the whole.
     """
-    whole_draws = measurement.experiment.draws
+    whole = measurement.experiment
     if decision.few is not None:  # below float32, float64 of the part alone tells
         return measure_and_decide(part, exact=True, make_watch=make_watch)
-    recorded = part.record()[0] if whole_draws.count else part
-    if whole_draws.inner:
+    recorded = part.record()[0] if whole.draws.count else part
+    if whole.reading.by_contents:
         recorded = recorded.with_second_reading()
     control = run_in_float64(recorded, make_watch)
     losses = (control.full.loss, *control.accumulated.micro_losses)
-    if recorded.draws.ambiguous > whole_draws.ambiguous or not all(map(math.isfinite, losses)):
+    # the second reading is chosen only where the first one was ambiguous
+    is_ambiguous = whole.reading.by_contents or measurement.accumulated.draws.ambiguous
+    if control.accumulated.draws.ambiguous > is_ambiguous or not all(map(math.isfinite, losses)):
         return measure_and_decide(part, make_watch=make_watch)
     # what working precision makes of the part is worked out from what it makes of the whole
     scale = _norm(control.rows.values()) / max(_norm(measurement.differences.values()), TINY)

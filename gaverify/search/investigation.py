@@ -135,7 +135,7 @@ def _needs_repeats(facts: Facts) -> bool:
 def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     """Returns what the two strategies showed already, without another pass."""
     experiment, accumulated = measurement.experiment, measurement.accumulated
-    draws = experiment.draws
+    draws = accumulated.draws
     counts = [
         max(observation.target_counts, key=lambda c: c[1])
         for observation in accumulated.observed
@@ -150,8 +150,8 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
         compared=Compared(decision.rows, decision.method, decision.float64_failure, precision=decision.precision),
         weights=Weights(accumulated.weights, weighting, experiment.sizes, accumulated.micro_losses, valid, ignored),
         draws=Draws(
-            draws.count,
-            draws.sliced,
+            experiment.draws.count,
+            draws.dealt,
             dict(draws.unaligned),
             dict(draws.places),
             accumulated.foreign_draws_differ,

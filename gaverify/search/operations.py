@@ -150,7 +150,7 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
 def _run_with_draws(explanation: Explanation, live_bench: Bench) -> ControlRun:
     """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
     control_run = explanation.run_again(live_bench)
-    if control_run.rounding or live_bench.experiment.draws.inner:
+    if control_run.rounding or live_bench.experiment.reading.by_contents:
         return control_run
     second_reading = replace(live_bench, experiment=live_bench.experiment.with_second_reading())
     by_contents = explanation.run_again(second_reading)

@@ -167,8 +167,8 @@ def _read_losses(bench: Bench) -> tuple[float, Sequence[float]]:
     # what is neutralised on this bench was not in the earlier pass
     if reference is not None and reference.losses and not bench.experiment.probes:
         return reference.full.loss, reference.losses
-    bench.experiment.draws.rewind()
-    full, *losses = (float(bench.experiment.forward(k).detach()) for k in (None, *range(bench.experiment.steps)))
+    experiment, dealing = bench.experiment, bench.experiment.deal()
+    full, *losses = (float(experiment.forward(k, dealing=dealing).detach()) for k in (None, *range(experiment.steps)))
     return full, losses
 
 

@@ -113,9 +113,10 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
     listens = with_sketch and coarse > U32 and is_worth_a_part(experiment)
     accumulation = _accumulate(experiment, full, listens, find_worst)
     accumulated_at = time.perf_counter()
-    if experiment.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
+    experiment = experiment.with_counts_of(accumulation.result.draws)
+    if accumulation.result.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
-        accumulation = _choose_reading(experiment, full, accumulation, listens, find_worst)
+        experiment, accumulation = _choose_reading(experiment, full, accumulation, listens, find_worst)
     window = (
         window_of(experiment, full, accumulation.result, accumulation.sketches) if accumulation.sketches.taken else None
     )
@@ -169,21 +170,18 @@ def _agree_in_float32(experiment: Experiment, full: PassResult, accumulation: _A
 
 def _choose_reading(
     experiment: Experiment, full: PassResult, first: _Accumulation, listens: bool, find_worst: bool
-) -> _Accumulation:
+) -> tuple[Experiment, _Accumulation]:
     """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
     Only the right reading can make the gradients of an equivalent model agree.
     """
-    draws = experiment.draws
-    unaligned = dict(draws.unaligned)
-    draws.inner = True
+    by_contents = experiment.with_second_reading()
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
-        second = _accumulate(experiment, full, listens, find_worst)
+        second = _accumulate(by_contents, full, listens, find_worst)
         if second.total < first.total:
-            return second
-    draws.inner, draws.unaligned = False, unaligned
-    return first
+            return by_contents, second
+    return experiment, first
 
 
 def _fetch_terms(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:

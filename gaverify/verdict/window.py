@@ -97,12 +97,11 @@ def _measure_few(measurement: Measurement) -> FewSamples | None:
             run_sketches.append(gradient_sketches.columns())
         return run_sketches
 
-    apart = experiment.with_draws_apart()
-    apart.progress(f"{count} samples")
-    at_once, singles = sketch_samples(apart)
+    experiment.progress(f"{count} samples")
+    at_once, singles = sketch_samples(experiment)
     at_once_gradient = at_once[:, 0]
-    apart.progress(f"float64: {count} samples")
-    at_once, exact_singles = _sketch_in_float64(apart, sketch_samples)
+    experiment.progress(f"float64: {count} samples")
+    at_once, exact_singles = _sketch_in_float64(experiment, sketch_samples)
     exact = at_once[:, 0]
     norm = float(torch.linalg.vector_norm(exact))
     if not math.isfinite(norm) or norm == 0.0:
@@ -147,7 +146,7 @@ def rounding_of_two_samples(
 ) -> dict[str, Rounding] | None:
     """Returns how far working precision rounds the gradient of the first two samples, for the parameters `names`.
 
-    None where these samples at once and one by one have not the same gradient in float64.
+    None where these samples at once and one by one have not the same gradient in float64, or may have got other draws.
 
     Args:
         experiment: What to run, of two samples at least.
@@ -161,11 +160,12 @@ def rounding_of_two_samples(
     """
     # The few open parameters alone: forming all gradients would be most of what the two passes cost.
     probes: list[PassProbe] = [_Only([experiment.parameters[name] for name in names])]
+    doubts: list[bool] = []  # of each pass: whether a sample may have got other draws than its own
 
     def gradients(two: Experiment, count: int, weight: float) -> Gradients:
-        part = two.with_cut((2 // count,) * count, weight)
-        sample_gradients = part.micro_batches(full, *probes).gradients
-        return {name: sample_gradients[name] for name in names}
+        part = two.with_cut((2 // count,) * count, weight).micro_batches(full, *probes)
+        doubts.append(part.draws.is_doubtful)
+        return {name: part.gradients[name] for name in names}
 
     experiment.progress("two samples")
     rounded: Gradients = {}
@@ -179,7 +179,7 @@ def rounding_of_two_samples(
         exact.progress("float64: two samples")
         at_once = gradients(exact, 1, 1.0)
         rows = measure(gradients(exact, 2, share), at_once, exact.ranks)
-        if not _agree(rows, zero):
+        if not _agree(rows, zero) or any(doubts):
             return None
         on_device = {name: g if g is None else g.to(exact.parameters[name].device) for name, g in rounded.items()}
         differences = measure(on_device, at_once, exact.ranks)
@@ -202,20 +202,18 @@ def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) 
     norms = [row.reference for row in measurement.differences.values()]
     share = _share(experiment, measurement.accumulated)
     small = math.sqrt(unit) * max(filter(math.isfinite, norms), default=0.0)  # what may be rounding of nothing
-    draws = experiment.draws
-    if share is None or draws.inner or draws.ambiguous or draws.unaligned:
+    if share is None or experiment.reading.by_contents or measurement.accumulated.draws.is_doubtful:
         return None
     if not all(fine(row) or row.scale <= small for row in open_rows):
         return None
-    apart = experiment.with_draws_apart()
     try:
         names, zero = [row.name for row in open_rows], zero_in_float64(norms)
-        rounding = rounding_of_two_samples(apart, measurement.full, names, share, zero)
+        rounding = rounding_of_two_samples(experiment, measurement.full, names, share, zero)
     except Exception as error:  # single samples that the model does not take, a kernel without float64
         if is_own_fault(error):
             raise
         return None
-    if rounding is None or apart.draws.unaligned or apart.draws.ambiguous:
+    if rounding is None:
         return None
     # Of a mean the rounding is that of two samples or less; a sum over B has as many terms as B/2 pairs.
     times = 1.0 if share < 1.0 else experiment.batch_size / 2

@@ -18,7 +18,7 @@ from gaverify.audit.same_data import Matcher
 from gaverify.passes.isolation.generators import torch_generator_states
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.precision import Arithmetic
-from gaverify.passes.randomness import Dealer, Draw, DrawRecord, Recomputing, Recorder, draw_mode
+from gaverify.passes.randomness import Dealer, Dealing, Draw, DrawLedger, Recomputing, Recorder, draw_mode
 from gaverify.records.events import DrawSummary
 
 Shapes = list[tuple[int, ...]]
@@ -94,11 +94,11 @@ class KeptDraws(Draws):
     def __init__(self, arithmetic: Arithmetic, folder: Path) -> None:
         super().__init__(arithmetic)
         self._folder = folder
-        self._forwards: list[tuple[Key, Shapes, DrawRecord]] = []
+        self._forwards: list[tuple[Key, Shapes, Recorder]] = []
 
     def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Recorder:
         recorder = Recorder()
-        self._forwards.append((key, shapes, recorder.record))
+        self._forwards.append((key, shapes, recorder))
         return recorder
 
     @contextmanager
@@ -107,17 +107,18 @@ class KeptDraws(Draws):
         before = torch_generator_states()
         with super().in_forward(module):
             yield
-        if not self._forwards[-1][2].draws and torch_generator_states() != before:
+        if not self._forwards[-1][2].ledger.draws and torch_generator_states() != before:
             self._fused.add(COMPILED)
 
     def close(self, update: int) -> None:
         """Writes the draws of the update that is over."""
         super().close(update)
         written: list[Any] = []
-        for key, shapes, record in self._forwards:
-            self._fused |= record.fused
-            self._count += len(record.draws)
-            written.append((key, shapes, [{**vars(draw), "value": pack_mask(draw.value)} for draw in record.draws]))
+        for key, shapes, recorder in self._forwards:
+            ledger = recorder.ledger
+            self._fused |= ledger.fused
+            self._count += len(ledger.draws)
+            written.append((key, shapes, [{**vars(draw), "value": pack_mask(draw.value)} for draw in ledger.draws]))
         if any(draws for _, _, draws in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
         self._forwards.clear()
@@ -138,7 +139,7 @@ class DealtDraws(Draws):
 
     def _open(self, update: int) -> None:
         """Turns to the draws of update number `update`."""
-        self._entries: list[tuple[Shapes, DrawRecord]] = []
+        self._entries: list[tuple[Shapes, Dealing]] = []
         self._places: dict[Key, list[int]] = {}
         self._seen: Counter[Key] = Counter()
         self._starts: Counter[int] = Counter()
@@ -147,17 +148,17 @@ class DealtDraws(Draws):
             if path.exists():
                 rows += read_rows(path.with_name(f"rows-{update}.pt"))
                 for key, shapes, draws in torch.load(path, weights_only=False):
-                    record = DrawRecord([Draw(**{**draw, "value": unpack_mask(draw["value"])}) for draw in draws])
+                    ledger = DrawLedger(tuple(Draw(**{**draw, "value": unpack_mask(draw["value"])}) for draw in draws))
                     self._places.setdefault(key, []).append(len(self._entries))
-                    self._entries.append((shapes, record))
+                    self._entries.append((shapes, Dealing(ledger)))
         self._matcher = Matcher(rows)
 
     def _close(self) -> None:
         """Adds up what came of dealing."""
         self._finish()
-        for _, record in self._entries:
-            self._dealt += record.sliced
-            self._unaligned |= record.unaligned
+        for _, dealing in self._entries:
+            self._dealt += dealing.report.dealt
+            self._unaligned |= dealing.report.unaligned
         self._entries = []
 
     def _finish(self) -> None:
@@ -173,7 +174,7 @@ class DealtDraws(Draws):
         spot = self._matcher.find(places, prints)
         place = spot.forward if spot is not None else places[self._seen[key] % len(places)]
         self._seen[key] += 1
-        full, record = self._entries[place]
+        full, dealing = self._entries[place]
         rows = _batch_rows(full, shapes)
         if rows is None:
             return None
@@ -184,7 +185,7 @@ class DealtDraws(Draws):
         if start + count > full_count:
             self._unaligned.setdefault("forward", "the window holds more samples than the full batch")
             return None
-        return Dealer(record, start, start + count, full_count, order)
+        return Dealer(dealing, start, start + count, full_count, order)
 
     def leave_forward(self) -> None:
         """Remembers the generators."""

@@ -8,7 +8,7 @@ expects; only its result is replaced.
 
 Which draw of the full batch is this one, and which of its rows are these samples'? The first reading answers by order:
 the i-th draw, the rows at the samples' places. Where an operation reads a tensor, the rows of that tensor must then
-agree with the full batch's (`draws`); where they do not, or counts or shapes do not correspond, the record is
+agree with the full batch's (`draws`); where they do not, or counts or shapes do not correspond, the pass's report is
 `ambiguous` and a second reading can be asked for: draws by the place in the code that made them (`foreign`), rows by
 their contents, folded rows with the batch as inner index. It covers loops over samples, experts that draw for the
 tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
@@ -17,9 +17,20 @@ What is special about an operation stands in one table (`operations`). The draws
 pass's: an audit keeps their values and deals them out by their place in the loop (`audit/recording`).
 """
 
-from gaverify.passes.randomness.dealing import Dealer, Recomputing
-from gaverify.passes.randomness.draws import Draw, DrawRecord, Recorder
+from gaverify.passes.randomness.dealing import Dealer, Dealing, DealingReport, Reading, Recomputing
+from gaverify.passes.randomness.draws import Draw, DrawLedger, Recorder
 from gaverify.passes.randomness.foreign import named_modules
 from gaverify.passes.randomness.operations import draw_mode
 
-__all__ = ["Dealer", "Draw", "DrawRecord", "Recomputing", "Recorder", "draw_mode", "named_modules"]
+__all__ = [
+    "Dealer",
+    "Dealing",
+    "DealingReport",
+    "Draw",
+    "DrawLedger",
+    "Reading",
+    "Recomputing",
+    "Recorder",
+    "draw_mode",
+    "named_modules",
+]

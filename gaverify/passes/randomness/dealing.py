@@ -1,4 +1,4 @@
-"""Deals the full batch's draws out to one micro-batch, and makes again those of Python's and NumPy's generators.
+"""Deals the full batch's draws to the micro-batches of one pass, and repeats those of Python's and NumPy's generators.
 
 Activation checkpointing runs parts of earlier forwards once more: what a backward draws again is dealt out again.
 """
@@ -6,9 +6,9 @@ Activation checkpointing runs parts of earlier forwards once more: what a backwa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from gaverify.passes.randomness import foreign
 from gaverify.passes.randomness.draws import (
     LOOSE,
     Draw,
-    DrawRecord,
+    DrawLedger,
     MicroBatch,
     Recorder,
     fingerprint,
@@ -27,45 +27,196 @@ from gaverify.passes.randomness.draws import (
 from gaverify.passes.randomness.foreign import call_site
 from gaverify.passes.randomness.operations import Drawing, alike, generator_key, same_arguments
 from gaverify.passes.randomness.selection import (
+    GivenRows,
     Rows,
     Selection,
     by_contents,
     by_position,
     doubtful,
-    hand_out,
     taken_from,
-    withdraw,
 )
 from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _NAMES = {"numpy": "numpy.random"}
+_HIDDEN = "it draws inside its kernel, and no kernel that shows its draws took its place"
+_FEWER = "the micro-batch made fewer draws than the full batch"
+_MORE = "the micro-batch made more draws than the full batch"
+_SEARCHED = 64  # draws of one place that are searched for contents
+DrawCounts = Mapping[MicroBatch, Mapping[int, int]]
+"""Micro-batch → call site → how many draws it makes there."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a micro-batch's draws are matched with the full batch's."""
+
+    by_contents: bool = False
+    """The second reading: by place and contents; the batch is the inner index of folded dimensions. Else in order."""
+    constant: bool = False
+    """Every draw is replaced by one typical value (a control run)."""
+    counts: DrawCounts = field(default_factory=dict)
+    """The draws of each micro-batch, as a pass in the first reading counted them; the second reading needs them."""
+
+
+@dataclass
+class DealingReport:
+    """What came of dealing in one pass."""
+
+    unaligned: dict[str, str] = field(default_factory=dict)
+    """Operation → why its draws could not be given to micro-batches."""
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Operation → file and line of a draw that could not be given to micro-batches."""
+    shared: dict[str, tuple[str, int] | None] = field(default_factory=dict)
+    """Operation → file and line of a draw without rows per sample; every micro-batch gets all of it."""
+    dealt: int = 0
+    """How often a micro-batch got rows of a draw, another draw than the next, or a generator's end state."""
+    ambiguous: bool = False
+    """The draws that were dealt may be those of other samples."""
+    counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
+    """Micro-batch → call site → number of draws; empty in the second reading."""
+    prints: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    """Index of a draw → fingerprints of the rows that this run's full batch drew for, and their tolerance."""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a micro-batch may have got other draws than its samples'."""
+        return self.ambiguous or bool(self.unaligned)
+
+    def share(self, name: str) -> None:
+        """Notes a draw without a row per sample, and the line of the user's code that is running."""
+        if name not in self.shared:
+            frame = calling_frame()
+            self.shared[name] = (display_path(frame[0]), frame[1]) if frame is not None else None
+
+    def refuse(self, operation: str, why: str) -> None:
+        """Notes why a draw cannot be dealt, and where it was made; the micro-batch then keeps its own draw."""
+        self.ambiguous = True
+        self.unaligned.setdefault(operation, why)
+        frame = calling_frame()
+        if frame is not None:
+            self.places.setdefault(operation, (display_path(frame[0]), frame[1]))
+
+
+class Dealing:
+    """The draws of a ledger on their way to the micro-batches of one pass; the ledger stays as it is.
+
+    Args:
+        ledger: The full batch's draws.
+        reading: How they are matched.
+        prints: Fingerprints of the rows that the full batch drew for in this precision and state, where it was run
+            again (`DealingReport.prints`).
+    """
+
+    def __init__(
+        self,
+        ledger: DrawLedger,
+        reading: Reading | None = None,
+        prints: Mapping[int, tuple[torch.Tensor, float]] | None = None,
+    ) -> None:
+        self.ledger, self.reading = ledger, reading or Reading()
+        self.report = DealingReport(unaligned=dict.fromkeys(ledger.fused, _HIDDEN), prints=dict(prints or {}))
+        self.used: set[int] = set()  # indices of draws that some micro-batch got
+        self.given: dict[int, GivenRows] = {}  # by the index of a draw
+
+    def draw(self, index: int) -> Draw:
+        """Returns a draw of the full batch, with the fingerprints of this run's full batch where there are any."""
+        draw = self.ledger.draws[index]
+        prints, least = self.report.prints.get(index, (draw.prints, draw.least))
+        return replace(draw, prints=prints, least=least)
+
+    def given_rows(self, index: int) -> GivenRows:
+        """Returns which rows of a draw the micro-batches were given so far."""
+        return self.given.get(index, GivenRows())
+
+
+@dataclass(frozen=True)
+class DealtDraw:
+    """The rows of a full batch's draw that belong to a micro-batch."""
+
+    value: torch.Tensor
+    """What the full batch drew."""
+    selection: Selection
+    """Which rows of it; empty: all of it."""
+    given: GivenRows
+    """What the micro-batches have been given with these."""
+    guessed: bool
+    """Whether the order of folded rows is a guess."""
+    doubt: torch.Tensor | None
+    """Whether the rows were drawn for other contents, on their device; None where there is no way to tell."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a micro-batch gets no rows of a draw."""
+
+    why: str
+
+
+def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRows) -> DealtDraw | Refusal:
+    """Returns the rows of the full batch's draw that are a micro-batch's; changes nothing.
+
+    Args:
+        draw: The full batch's draw.
+        run: What the micro-batch drew itself.
+        rows: The micro-batch's rows.
+        reading: How rows are found.
+        given: Which rows of the draw micro-batches were given before.
+    """
+    if why := _why_not(draw, run, rows.shape):
+        return Refusal(why)
+    rows = replace(rows, least=max(rows.least, draw.least))  # a part may run in another precision than the whole
+    selection, guessed, after = by_position(draw, rows, reading.by_contents, given)
+    doubt = None
+    if reading.by_contents:
+        selection, after = _look_elsewhere(draw, rows, selection, given, after)
+    elif selection is not None:
+        doubt = doubtful(draw, rows, selection)
+    if selection is None:
+        return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not correspond")
+    return DealtDraw(draw.value, selection, after, guessed, doubt)
+
+
+def _look_elsewhere(
+    draw: Draw, rows: Rows, selection: Selection | None, given: GivenRows, after: GivenRows
+) -> tuple[Selection | None, GivenRows]:
+    """The selected rows where their contents are the micro-batch's; else the rows that have its contents, if any."""
+    for level in (rows, replace(rows, least=max(rows.least, LOOSE))):
+        doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True, device="cpu")
+        if doubt is None or not bool(doubt):
+            break
+        found_rows = by_contents(draw, level, given)
+        if found_rows is not None:
+            selection, after = found_rows, after.withdraw(draw, rows)
+            break
+    return selection, after if selection is None else after.take(draw, selection)
 
 
 class ForeignDealer:
     """Counts the draws in the first reading; the second makes each from the state that its sample's was made from.
 
     Args:
-        record: The full batch's draws.
+        dealing: The full batch's draws, and what comes of them in this pass.
         micro_batch: The samples.
         batch_size: B.
         made: How many draws were made at each place so far.
     """
 
-    def __init__(self, record: DrawRecord, micro_batch: MicroBatch, batch_size: int, made: Counter[int]) -> None:
-        self._record, self._micro_batch, self._size, self._made = record, micro_batch, batch_size, made
+    def __init__(self, dealing: Dealing, micro_batch: MicroBatch, batch_size: int, made: Counter[int]) -> None:
+        self._ledger, self._reading, self._report = dealing.ledger, dealing.reading, dealing.report
+        self._micro_batch, self._size, self._made = micro_batch, batch_size, made
         self._at: int | None = None
         self._lost = False
-        self._whole = micro_batch == (0, batch_size)
+        self._is_full_batch = micro_batch == (0, batch_size)
         self._once: dict[int, str] = {}  # places of the draws that gave no row per sample, and what was called there
 
     @property
-    def _active(self) -> bool:
-        return 0 < len(self._record.foreign) < foreign.MOST and not self._record.constant
+    def _is_active(self) -> bool:
+        return 0 < len(self._ledger.foreign) < foreign.MOST and not self._reading.constant
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Sees the draws."""
-        if not self._active:
+        if not self._is_active:
             yield
             return
         with foreign.watch_generators(self._draw):
@@ -73,17 +224,17 @@ class ForeignDealer:
 
     def finish(self) -> None:
         """Leaves the generators where the full batch leaves them, if every draw was found and drew as much."""
-        if not self._active or self._whole:
+        if not self._is_active or self._is_full_batch:
             return
         self._hold_against_full()
         for site, name in self._once.items():  # a loop over samples draws more often in the full batch
-            if self._made[site] != len(self._record.at(site, foreign=True)):
-                self._record.shared.pop(name, None)
-        end = self._record.foreign_end
-        if not self._record.inner:
-            self._record.ambiguous |= not all(foreign.same_state(module, state) for module, state in end.items())
+            if self._made[site] != len(self._ledger.at(site, foreign=True)):
+                self._report.shared.pop(name, None)
+        end = self._ledger.foreign_end
+        if not self._reading.by_contents:
+            self._report.ambiguous |= not all(foreign.same_state(module, state) for module, state in end.items())
         elif not self._lost:
-            self._record.sliced += 1
+            self._report.dealt += 1
             for module, state in end.items():
                 foreign.put(module, state)
 
@@ -93,13 +244,13 @@ class ForeignDealer:
         site = call_site()
         at = self._made[site]
         self._made[site] += 1
-        if not self._whole:
+        if not self._is_full_batch:
             self._note(site, call)
-        if not self._record.inner or self._whole:
+        if not self._reading.by_contents or self._is_full_batch:
             return run()
-        draws = self._record.foreign
-        of_site = self._record.at(site, foreign=True)
-        self._at = place_draw(of_site, site, at, self._micro_batch, self._record.draw_counts)
+        draws = self._ledger.foreign
+        of_site = self._ledger.at(site, foreign=True)
+        self._at = place_draw(of_site, site, at, self._micro_batch, self._reading.counts)
         if self._at is None:  # a draw that follows another one: its generator may be where it has to be
             self._at = next((i for i in of_site if foreign.same_state(call.module, draws[i].state)), None)
         if self._at is None:
@@ -110,33 +261,29 @@ class ForeignDealer:
         rows = foreign.own_rows(draws[self._at], call, result, self._micro_batch, self._size)
         if rows is None:
             return result
-        self._record.shared.pop(self._once.pop(site, ""), None)
-        foreign.put(call.module, foreign.state_after(draws, self._at, self._record.foreign_end))
+        self._report.shared.pop(self._once.pop(site, ""), None)
+        foreign.put(call.module, foreign.state_after(draws, self._at, self._ledger.foreign_end))
         return rows
 
     def _note(self, site: int, call: foreign.Call) -> None:
         """Notes a draw as one for all samples, until it turns out to have rows or to be made once per sample."""
         if site not in self._once:
             self._once[site] = f"{_NAMES.get(call.module, call.module)}.{call.name}"
-            self._record.share(self._once[site])
+            self._report.share(self._once[site])
 
     def _hold_against_full(self) -> None:
         """The draw before this one must have left its generator where the full batch's left it."""
         at, self._at = self._at, None
         if at is not None:
-            after = foreign.state_after(self._record.foreign, at, self._record.foreign_end)
-            self._lost |= not foreign.same_state(self._record.foreign[at].call.module, after)
-
-
-_SEARCHED = 64  # draws of one place that are searched for contents
-_FEWER = "the micro-batch made fewer draws than the full batch"
+            after = foreign.state_after(self._ledger.foreign, at, self._ledger.foreign_end)
+            self._lost |= not foreign.same_state(self._ledger.foreign[at].call.module, after)
 
 
 class Dealer:
     """Handles the random operations of one micro-batch: replaces each result by the rows of its own samples.
 
     Args:
-        record: The full batch's draws.
+        dealing: The full batch's draws, and what comes of them in this pass.
         start: The number of its first sample.
         stop: The number behind its last one.
         batch_size: B.
@@ -144,25 +291,31 @@ class Dealer:
     """
 
     def __init__(
-        self, record: DrawRecord, start: int, stop: int, batch_size: int, order: tuple[int, ...] | None = None
+        self, dealing: Dealing, start: int, stop: int, batch_size: int, order: tuple[int, ...] | None = None
     ) -> None:
-        self.record = record
+        self._dealing, self._reading, self._report = dealing, dealing.reading, dealing.report
+        self._draws = dealing.ledger.draws
         self._micro_batch = (start, stop)
         self._order = order
         self._size = batch_size
         # A repeated draw is dealt the same rows: by the generator's state before it, and the shape that was drawn.
-        self.known: dict[Any, tuple[torch.Size, tuple[torch.Tensor, Selection] | None]] = {}
+        self.known: dict[Any, tuple[torch.Size, DealtDraw | None]] = {}
         self._next = 0
         self._made: Counter[int] = Counter()
         self._doubts: list[torch.Tensor] = []
-        self._foreign = ForeignDealer(record, self._micro_batch, batch_size, self._made)
-        if not record.inner and not self._whole:
-            record.draw_counts[self._micro_batch] = self._made
+        self._foreign = ForeignDealer(dealing, self._micro_batch, batch_size, self._made)
+        if not self._reading.by_contents and not self._is_full_batch:
+            self._report.counts[self._micro_batch] = self._made
 
     @property
-    def _whole(self) -> bool:
+    def _is_full_batch(self) -> bool:
         """Whether this is the full batch again."""
         return self._micro_batch == (0, self._size) and self._order is None
+
+    @property
+    def _searches(self) -> bool:
+        """Whether draws and rows are looked for by place and contents: those of the full batch stand in order."""
+        return self._reading.by_contents and not self._is_full_batch
 
     @hands_over
     def __call__(
@@ -173,7 +326,7 @@ class Dealer:
         drawn = run.drawn
         if drawn is None:
             return run.result
-        if self.record.constant:
+        if self._reading.constant:
             return run.replace_numbers(drawn, run.kind.typical(args, drawn))
         if run.before not in self.known or self.known[run.before][0] != drawn.shape or drawn.numel() == 0:
             if not run.has_moved and drawn.numel() > 0:
@@ -181,7 +334,7 @@ class Dealer:
             rows = self._rows(drawn, run.source)
             self.known[run.before] = drawn.shape, self._deal(self._place(run.operation, rows), run, rows)
         dealt = self.known[run.before][1]
-        return run.result if dealt is None else run.replace_numbers(drawn, taken_from(*dealt))
+        return run.result if dealt is None else run.replace_numbers(drawn, taken_from(dealt.value, dealt.selection))
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns what sees Python's and NumPy's draws."""
@@ -191,26 +344,27 @@ class Dealer:
         """Notes what was left over, and what is open to doubt."""
         if self._micro_batch[1] == self._size:
             self._finish_last()
-        if not self.record.inner:
-            self._miss(range(self._next, len(self.record.draws)))
+        if not self._reading.by_contents:
+            self._miss(range(self._next, len(self._draws)))
         for device in {doubt.device for doubt in self._doubts}:  # one wait per device, not one per draw
             doubts = torch.stack([doubt for doubt in self._doubts if doubt.device == device])
-            self.record.ambiguous = self.record.ambiguous or bool(doubts.any())
+            self._report.ambiguous = self._report.ambiguous or bool(doubts.any())
         self._foreign.finish()
 
     def _finish_last(self) -> None:
-        for draw in self.record.draws:
-            if draw.dealt and draw.dealt not in draw.value.shape:
-                self._refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
-        if self.record.inner:
-            self._miss(index for index in range(len(self.record.draws)) if index not in self.record.used)
+        for index, draw in enumerate(self._draws):
+            count = self._dealing.given_rows(index).count
+            if count and count not in draw.value.shape:
+                self._report.refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
+        if self._reading.by_contents:
+            self._miss(index for index in range(len(self._draws)) if index not in self._dealing.used)
 
     def _miss(self, indices: Iterable[int]) -> None:
         """Notes the first of the full batch's draws that were not asked for."""
         index = next(iter(indices), None)
         if index is not None:
-            self.record.ambiguous = True
-            self.record.unaligned.setdefault(self.record.draws[index].operation, _FEWER)
+            self._report.ambiguous = True
+            self._report.unaligned.setdefault(self._draws[index].operation, _FEWER)
 
     def _rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
         is_same_shape = source is not None and source.shape == drawn.shape
@@ -218,92 +372,69 @@ class Dealer:
         least = tolerance(source) if source is not None else 0.0
         return Rows(self._micro_batch, self._size, drawn.shape, prints, least, self._order)
 
-    def _place(self, operation: str, rows: Rows) -> int:
-        """Which of the full batch's draws this is: the next one, or by place and contents."""
+    def _place(self, operation: str, rows: Rows) -> int | None:
+        """Which of the full batch's draws this is: the next one, or by place and contents; None where it is none."""
         site = call_site()
         index: int | None = self._next
         self._next += 1
-        if self.record.inner and not self._whole:
-            of_site = self.record.at(site)
-            index = place_draw(of_site, site, self._made[site], self._micro_batch, self.record.draw_counts)
+        if self._searches:
+            of_site = self._dealing.ledger.at(site)
+            index = place_draw(of_site, site, self._made[site], self._micro_batch, self._reading.counts)
             if index is None or not self._fits(index, operation, rows):
-                draw_index = self._find_draw(of_site or range(len(self.record.draws)), operation, rows)
+                draw_index = self._find_draw(of_site or range(len(self._draws)), operation, rows)
                 index = draw_index if draw_index is not None else index
-            self.record.sliced += index != self._next - 1
+            self._report.dealt += index != self._next - 1
         self._made[site] += 1
-        if index is None:
-            return len(self.record.draws)
-        self.record.used.add(index)
+        if index is None or index >= len(self._draws):
+            return None
+        self._dealing.used.add(index)
         return index
 
     def _fits(self, index: int, operation: str, rows: Rows) -> bool:
         """Whether a draw may be the one: of the same kind, and for these rows as far as that can be told."""
-        draw = self.record.draws[index]
+        draw = self._dealing.draw(index)
         has_prints = draw.prints is not None and rows.prints is not None
-        return alike(operation, draw.operation) and (not has_prints or by_contents(draw, rows) is not None)
+        has_rows = not has_prints or by_contents(draw, rows, self._dealing.given_rows(index)) is not None
+        return alike(operation, draw.operation) and has_rows
 
-    def _find_draw(self, indices: Any, operation: str, rows: Rows) -> int | None:
+    def _find_draw(self, indices: Iterable[int], operation: str, rows: Rows) -> int | None:
         """The first draw that was made for these contents."""
         if rows.prints is None:
             return None
         near = sorted(indices, key=lambda index: abs(index - self._next))[:_SEARCHED]
-        with_prints = (index for index in near if self.record.draws[index].prints is not None)
+        with_prints = (index for index in near if self._draws[index].prints is not None)
         return next((index for index in with_prints if self._fits(index, operation, rows)), None)
 
-    def _deal(self, index: int, run: Drawing, rows: Rows) -> tuple[torch.Tensor, Selection] | None:
+    def _deal(self, index: int | None, run: Drawing, rows: Rows) -> DealtDraw | None:
         """The full batch's draw and the rows of it that are ours; None where there are none."""
-        draw = self.record.draws[index] if index < len(self.record.draws) else None
-        why = _why_not(draw, run, rows.shape)
-        selection = self._rows_of(draw, rows) if draw is not None and not why else None
-        if draw is None or selection is None:
-            self._refuse(run.operation, why or f"shapes {_shapes(draw, rows)} do not correspond")
+        if index is None:
+            self._report.refuse(run.operation, _MORE)
             return None
-        self.record.sliced += bool(selection)
-        if not selection and not self._whole:
-            self.record.share(run.operation)
-        if self.record.inner and not self._whole:
-            hand_out(draw, selection)
-        return draw.value, selection
+        if self._is_full_batch:
+            self._renew_prints(index, rows)
+        dealt = deal(self._dealing.draw(index), run, rows, self._reading, self._dealing.given_rows(index))
+        if isinstance(dealt, Refusal):
+            self._report.refuse(run.operation, dealt.why)
+            return None
+        self._report.dealt += bool(dealt.selection)
+        self._report.ambiguous = self._report.ambiguous or dealt.guessed
+        if dealt.doubt is not None:
+            self._doubts.append(dealt.doubt)
+        if not self._is_full_batch:
+            self._dealing.given[index] = dealt.given
+            if not dealt.selection:
+                self._report.share(run.operation)
+        return dealt
 
-    def _rows_of(self, draw: Draw, rows: Rows) -> Selection | None:
-        is_comparable = draw.prints is not None and rows.prints is not None and draw.prints.shape == rows.prints.shape
-        if self._whole and is_comparable:
-            draw.prints, draw.least = rows.prints, rows.least  # in the precision of this run
-        rows = replace(rows, least=max(rows.least, draw.least))  # a part may run in another precision than the whole
-        selection, guessed = by_position(draw, rows, self.record.inner)
-        self.record.ambiguous = self.record.ambiguous or guessed
-        return self._check_rows(draw, rows, selection)
-
-    def _check_rows(self, draw: Draw, rows: Rows, selection: Selection | None) -> Selection | None:
-        """Holds the rows' contents against those that were drawn for; the second reading looks for them elsewhere."""
-        if not self.record.inner:
-            doubt = doubtful(draw, rows, selection) if selection is not None else None
-            if doubt is not None:
-                self._doubts.append(doubt)
-            return selection
-        for level in (rows, replace(rows, least=max(rows.least, LOOSE))):
-            doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True, device="cpu")
-            if doubt is None or not bool(doubt):
-                return selection
-            by_content = by_contents(draw, level)
-            if by_content is not None:
-                withdraw(draw, rows)
-                return by_content
-        return selection
-
-    def _refuse(self, operation: str, why: str) -> None:
-        """Notes why a draw cannot be dealt out, and where it was made; the micro-batch then keeps its own draw."""
-        self.record.ambiguous = True
-        self.record.unaligned.setdefault(operation, why)
-        frame = calling_frame()
-        if frame is not None:
-            self.record.places.setdefault(operation, (display_path(frame[0]), frame[1]))
+    def _renew_prints(self, index: int, rows: Rows) -> None:
+        """Takes the fingerprints of this run: micro-batches that follow have the same precision and weights."""
+        recorded = self._draws[index].prints
+        if recorded is not None and rows.prints is not None and recorded.shape == rows.prints.shape:
+            self._report.prints[index] = rows.prints, rows.least
 
 
-def _why_not(draw: Draw | None, run: Drawing, shape: torch.Size) -> str:
+def _why_not(draw: Draw, run: Drawing, shape: torch.Size) -> str:
     """Why a draw of the full batch has no rows for a micro-batch; empty where it has."""
-    if draw is None:
-        return "the micro-batch made more draws than the full batch"
     if not alike(run.operation, draw.operation):
         return f"the full batch drew `{draw.operation}` in its place"
     if run.operation == "randperm" and shape != draw.value.shape:
@@ -314,10 +445,6 @@ def _why_not(draw: Draw | None, run: Drawing, shape: torch.Size) -> str:
     if run.operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != run.args[0].shape[-1]:
         return "it draws samples of the batch itself"
     return ""
-
-
-def _shapes(draw: Draw | None, rows: Rows) -> str:
-    return f"{list(draw.value.shape) if draw is not None else []} and {list(rows.shape)}"
 
 
 class Recomputing:

@@ -1,4 +1,4 @@
-"""The draws of a full-batch pass, their recorder, what came of dealing them out, and fingerprints of their rows.
+"""The draws of a full-batch pass: their ledger, their recorder, and fingerprints of the rows they were made for.
 
 Fingerprints tell whose draw a row of a mask is, wherever the row lies. Shapes: a tensor of shape (*rows, C) has a
 fingerprint of shape (*rows,); a vector is its own. W rows of the full batch's draw, P of the micro-batch's.
@@ -6,10 +6,10 @@ fingerprint of shape (*rows,); a vector is its own. W rows of the full batch's d
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from gaverify.passes.fingerprints import project_rows, real_numbers
 from gaverify.passes.randomness.foreign import ForeignDraw, call_site, record_draws, states, watch_generators
 from gaverify.passes.randomness.operations import Drawing, draws_unseen
-from gaverify.tracebacks import calling_frame, display_path, hands_over
+from gaverify.tracebacks import hands_over
 
 _PAIRS = 50_000_000  # W · P above which rows are not looked for
 # How far fingerprints of one row may lie apart, relative to the largest: the rounding of what came before, in a batch
@@ -47,7 +47,7 @@ def differ(ours: torch.Tensor, full: torch.Tensor, least: float) -> torch.Tensor
 
 
 def matching_rows(
-    full: torch.Tensor, ours: torch.Tensor, dim: int, taken: list[torch.Tensor], least: float
+    full: torch.Tensor, ours: torch.Tensor, dim: int, taken: Sequence[torch.Tensor], least: float
 ) -> torch.Tensor | None:
     """Returns for each of our rows along `dim` the full batch's row of the same contents; None where one has none.
 
@@ -95,98 +95,65 @@ def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:
     return project_rows(prints.movedim(dim, 0).flatten(1) if prints.dim() > 1 else prints.unsqueeze(1))
 
 
-_HIDDEN = "it draws inside its kernel, and no kernel that shows its draws took its place"
 MicroBatch = tuple[int, int]
 """The first sample of a micro-batch, and the first behind it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draw:
     """One random operation of the full batch: its result, and what is needed to tell how the samples lie in it."""
 
     operation: str
+    """Its name without overload or underscore: `randn`, `bernoulli`."""
     value: torch.Tensor
+    """What was drawn; of a dropout the mask."""
     arguments: tuple[Any, ...]
+    """Those on which the distribution depends."""
     input_shape: tuple[int, ...] | None
-    # Fingerprints of the rows that it was drawn for, how exact these are, and the place in the code that drew.
+    """The shape of the tensor that it was drawn for; None where it was drawn for none."""
     prints: torch.Tensor | None = None
+    """Fingerprints of the rows that it was drawn for; None where its input has another shape than its result."""
     least: float = 0.0
+    """How far fingerprints of one row may lie apart, relative to the largest."""
     site: int = 0
-    # Where the rows of the micro-batch that starts at a sample begin, and how many are handed out so far: rows that a
-    # graph's nodes or a selection drew do not lie at a fixed multiple of the sample's number.
-    offsets: dict[int, int] = field(default_factory=dict)
-    dealt: int = 0
-    taken: list[torch.Tensor] = field(default_factory=list)  # rows that were handed out in the second reading
+    """The place in the code that drew (`foreign.call_site`)."""
 
 
-@dataclass
-class DrawRecord:
-    """Every draw of a full-batch pass, in order, and what came of dealing them out."""
+@dataclass(frozen=True)
+class DrawLedger:
+    """Every draw of a full-batch pass, in order. Dealing them to micro-batches changes nothing here."""
 
-    draws: list[Draw] = field(default_factory=list)
-    """The full batch's draws from torch's generators, in order."""
-    fused: set[str] = field(default_factory=set)
+    draws: tuple[Draw, ...] = ()
+    """The draws from torch's generators."""
+    fused: frozenset[str] = frozenset()
     """Operations that draw inside a kernel, so that their draws were not seen."""
-    unaligned: dict[str, str] = field(default_factory=dict)
-    """Operation → why its draws could not be given to micro-batches."""
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Operation → file and line of a draw that could not be given to micro-batches."""
-    shared: dict[str, tuple[str, int] | None] = field(default_factory=dict)
-    """Operation → file and line of a draw without rows per sample; every micro-batch gets all of it."""
-    sliced: int = 0
-    """How often a micro-batch got rows of a draw, another draw than the next, or a generator's end state."""
-    ambiguous: bool = False
-    """The first reading, draws matched in order, may be wrong."""
-    inner: bool = False
-    """Use the second reading: match by place and contents; the batch is the inner index of folded dimensions."""
-    constant: bool = False
-    """Replace every draw by one typical value (a control run)."""
-    foreign: list[ForeignDraw] = field(default_factory=list)
-    """The full batch's draws from Python's and NumPy's global generators, in order."""
-    foreign_end: dict[str, Any] = field(default_factory=dict)
+    foreign: tuple[ForeignDraw, ...] = ()
+    """The draws from Python's and NumPy's global generators."""
+    foreign_end: Mapping[str, Any] = field(default_factory=dict)
     """Generator's module → its state after the full batch; empty where `foreign` is."""
-    used: set[int] = field(default_factory=set)
-    """Indices into `draws` of draws that some micro-batch got."""
-    draw_counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
-    """Micro-batch → call site → number of draws in the first reading."""
-    _sites: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
-    """Call site → indices into `draws`; complement of a call site → indices into `foreign`. Empty until first used."""
-
-    def at(self, site: int, *, foreign: bool = False) -> list[int]:
-        """Returns the indices of the draws that were made at a place, in order."""
-        if not self._sites:
-            for index, draw in enumerate(self.draws):
-                self._sites.setdefault(draw.site, []).append(index)
-            for index, drawn in enumerate(self.foreign):
-                self._sites.setdefault(~drawn.site, []).append(index)
-        return self._sites.get(~site if foreign else site, [])
 
     @property
     def count(self) -> int:
         """How many draws the full batch made."""
         return len(self.draws) + len(self.foreign)
 
-    def share(self, name: str) -> None:
-        """Notes a draw without a row per sample, and the line of the user's code that is running."""
-        if name not in self.shared:
-            frame = calling_frame()
-            self.shared[name] = (display_path(frame[0]), frame[1]) if frame is not None else None
+    def at(self, site: int, *, foreign: bool = False) -> list[int]:
+        """Returns the indices of the draws that were made at a place, in order."""
+        return self._sites.get(~site if foreign else site, [])
 
-    def rewind(self) -> None:
-        """Starts dealing anew, for another pass over the micro-batches."""
-        self.sliced = 0
-        self.used.clear()
-        self.unaligned.clear()
-        self.unaligned.update(dict.fromkeys(self.fused, _HIDDEN))
-        self.shared.clear()
-        for draw in self.draws:
-            draw.dealt = 0
-            draw.offsets.clear()
-            draw.taken.clear()
+    @cached_property
+    def _sites(self) -> dict[int, list[int]]:
+        """Call site → indices into `draws`; complement of a call site → indices into `foreign`."""
+        sites: dict[int, list[int]] = {}
+        for index, draw in enumerate(self.draws):
+            sites.setdefault(draw.site, []).append(index)
+        for index, foreign_draw in enumerate(self.foreign):
+            sites.setdefault(~foreign_draw.site, []).append(index)
+        return sites
 
 
 def place_draw(
-    indices: Sequence[int], site: int, at: int, micro_batch: MicroBatch, made: Mapping[MicroBatch, Counter[int]]
+    indices: Sequence[int], site: int, at: int, micro_batch: MicroBatch, made: Mapping[MicroBatch, Mapping[int, int]]
 ) -> int | None:
     """Returns which of the full batch's draws of one place a micro-batch's draw number `at` of that place is.
 
@@ -203,7 +170,7 @@ def place_draw(
     Returns:
         The draw's index; None where neither holds.
     """
-    counts = {micro: numbers[site] for micro, numbers in made.items()}
+    counts = {micro: numbers.get(site, 0) for micro, numbers in made.items()}
     if all(count in (0, len(indices)) for count in counts.values()):
         return indices[at] if at < len(indices) else None
     if sum(counts.values()) == len(indices):
@@ -216,8 +183,16 @@ class Recorder:
     """Handles the random operations of the full batch: keeps each result."""
 
     def __init__(self) -> None:
-        self.record = DrawRecord()
         self.known: dict[Any, torch.Size] = {}  # by the generator's state before the draw: what shape was drawn
+        self._draws: list[Draw] = []
+        self._fused: set[str] = set()
+        self._foreign: list[ForeignDraw] = []
+        self._foreign_end: dict[str, Any] = {}
+
+    @property
+    def ledger(self) -> DrawLedger:
+        """The draws so far."""
+        return DrawLedger(tuple(self._draws), frozenset(self._fused), tuple(self._foreign), dict(self._foreign_end))
 
     @hands_over
     def __call__(
@@ -227,21 +202,20 @@ class Recorder:
         run = Drawing(func, args, kwargs, like)
         if run.drawn is None:
             if run.has_moved or draws_unseen(func, args, kwargs):
-                self.record.fused.add(run.operation)
+                self._fused.add(run.operation)
         elif self.known.get(run.before) != run.drawn.shape and (run.has_moved or run.drawn.numel() == 0):
             self.known[run.before] = run.drawn.shape
             shape = tuple(run.source.shape) if run.source is not None else None
             prints = fingerprint(run.source) if run.source is not None and shape == run.drawn.shape else None
             least = tolerance(run.source) if run.source is not None else 0.0
             value = run.drawn.detach().to(torch.bool if run.kind.mask else run.drawn.dtype, copy=True)
-            draw = Draw(run.operation, value, run.kind.asked(args), shape, prints, least, call_site())
-            self.record.draws.append(draw)
+            self._draws.append(Draw(run.operation, value, run.kind.asked(args), shape, prints, least, call_site()))
         return run.result
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keeps Python's and NumPy's draws, and where the pass leaves their generators."""
-        with watch_generators(record_draws(self.record.foreign)):
+        with watch_generators(record_draws(self._foreign)):
             yield
-        if self.record.foreign:
-            self.record.foreign_end = states()
+        if self._foreign:
+            self._foreign_end = states()

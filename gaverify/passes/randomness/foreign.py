@@ -214,7 +214,7 @@ def _asks_alike(full: Call, ours: Call) -> bool:
     return repr((fixed, named)) == repr((fixed_ours, named_ours))
 
 
-def state_after(draws: list[ForeignDraw], at: int, end: Mapping[str, Any]) -> Any:
+def state_after(draws: Sequence[ForeignDraw], at: int, end: Mapping[str, Any]) -> Any:
     """Returns the state in which the full batch's draw number `at` left its generator."""
     module = draws[at].call.module
     return next((draw.state for draw in draws[at + 1 :] if draw.call.module == module), end[module])

@@ -6,7 +6,9 @@ rows are folded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -43,18 +45,76 @@ class Rows:
         return dimension.entries_of(samples, self.batch_size, device)
 
 
-def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, bool]:
-    """Returns the rows at the samples' places, and whether that was a guess; None where shapes do not correspond."""
+@dataclass(frozen=True)
+class GivenRows:
+    """Which rows of one draw the micro-batches of a pass were given so far.
+
+    Rows that a graph's nodes or a selection drew do not lie at a fixed multiple of the sample's number: those of one
+    micro-batch follow those of the micro-batch before.
+    """
+
+    starts: Mapping[int, int] = field(default_factory=dict)
+    """First sample of a micro-batch → where its rows begin; a repeated draw keeps its own."""
+    count: int = 0
+    """How many rows were given at such a running offset."""
+    taken: tuple[torch.Tensor, ...] = ()
+    """Rows that were given in the second reading: of rows with equal contents, each is given once."""
+
+    def begin(self, micro_batch: MicroBatch, count: int) -> tuple[int, GivenRows]:
+        """Returns where a micro-batch's rows begin, and what is given once it has them."""
+        start = micro_batch[0]
+        if start in self.starts:
+            return self.starts[start], self
+        return self.count, replace(self, starts={**self.starts, start: self.count}, count=self.count + count)
+
+    def withdraw(self, draw: Draw, rows: Rows) -> GivenRows:
+        """Returns it without the rows at a running offset: others were found by their contents."""
+        start = rows.micro_batch[0]
+        if start not in self.starts:
+            return self
+        changed = changed_dimensions(draw.value.shape, rows.shape)
+        starts = {first: row for first, row in self.starts.items() if first != start}
+        return replace(self, starts=starts, count=self.count - rows.shape[changed[0]])
+
+    def take(self, draw: Draw, selection: Selection) -> GivenRows:
+        """Returns it with rows that are given away."""
+        if len(selection) != 1:
+            return self
+        _, rows = selection[0]
+        device = draw.value.device
+        entries = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, range) else rows
+        return replace(self, taken=(*self.taken, entries))
+
+
+class Position(NamedTuple):
+    """The rows at the samples' places; None where shapes do not correspond."""
+
+    selection: Selection | None
+    guessed: bool
+    """Whether the order of folded rows is a guess."""
+    given: GivenRows
+    """What the micro-batches have been given afterwards."""
+
+
+def by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) -> Position:
+    """Returns the rows at the samples' places.
+
+    Args:
+        draw: The full batch's draw.
+        rows: The micro-batch's rows.
+        inner: Whether the batch is the inner index of a folded dimension, where contents do not tell.
+        given: What micro-batches were given before.
+    """
     full, micro = draw.value.shape, rows.shape
     start, stop = rows.micro_batch
     layout = SampleLayout.find(full, micro, rows.batch_size, stop - start)
     if layout is None:
-        return None, False
+        return Position(None, False, given)
     guessed, selection, device = False, Selection(), draw.value.device
     changed = layout.dimensions
     for dimension in changed:
         dim, fold = dimension.at, dimension.fold
-        whole, part = full[dim], micro[dim]
+        full_size, size = full[dim], micro[dim]
         is_inner, unsure = _batch_is_inner(draw, rows, dimension, inner) if fold > 1 else (False, False)
         guessed = guessed or unsure
         if is_inner:
@@ -62,17 +122,21 @@ def by_position(draw: Draw, rows: Rows, inner: bool) -> tuple[Selection | None, 
         elif fold == 1 or (fold and (len(changed) > 1 or rows.order is not None)):
             selection.append((dim, rows.entries_in(dimension, device)))
         elif len(changed) == 1 and rows.order is not None:  # a selection of the samples: nobody knows whose rows
-            return None, guessed
-        elif len(changed) == 1 and (at := _offset(draw, start, part)) + part <= whole:
-            selection.append((dim, range(at, at + part)))
-        elif part < whole:
-            selection.append((dim, range(part)))  # padded to the longest row of a shorter micro-batch
+            return Position(None, guessed, given)
         else:
-            return None, guessed
-    return selection, guessed
+            at = full_size  # several dimensions follow the batch: no running offset in one of them
+            if len(changed) == 1:
+                at, given = given.begin(rows.micro_batch, size)
+            if at + size <= full_size:
+                selection.append((dim, range(at, at + size)))
+            elif size < full_size:
+                selection.append((dim, range(size)))  # padded to the longest row of a shorter micro-batch
+            else:
+                return Position(None, guessed, given)
+    return Position(selection, guessed, given)
 
 
-def by_contents(draw: Draw, rows: Rows) -> Selection | None:
+def by_contents(draw: Draw, rows: Rows, given: GivenRows) -> Selection | None:
     """Returns the rows with the same contents, wherever they lie; None where there are none, or no way to tell."""
     full, micro = draw.value.shape, rows.shape
     if draw.prints is None or rows.prints is None or len(full) != len(micro):
@@ -83,16 +147,8 @@ def by_contents(draw: Draw, rows: Rows) -> Selection | None:
     if len(changed) > 1 or any(dim >= draw.prints.dim() for dim in changed):
         return None
     dim = changed[0] if changed else 0
-    matches = matching_rows(draw.prints, rows.prints, dim, draw.taken, rows.least)
+    matches = matching_rows(draw.prints, rows.prints, dim, given.taken, rows.least)
     return [(dim, matches)] if matches is not None else None
-
-
-def hand_out(draw: Draw, selection: Selection) -> None:
-    """Notes that rows are given away: of rows with equal contents, each is handed out once."""
-    if len(selection) == 1:
-        _, rows = selection[0]
-        device = draw.value.device
-        draw.taken.append(torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, range) else rows)
 
 
 def doubtful(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
@@ -110,21 +166,6 @@ def taken_from(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
     for dim, rows in selection:
         tensor = take_entries(tensor, dim, rows)
     return tensor
-
-
-def _offset(draw: Draw, start: int, part: int) -> int:
-    """The first row of rows that were selected out of the batch in its order; a repeated draw keeps its own."""
-    if start not in draw.offsets:
-        draw.offsets[start] = draw.dealt
-        draw.dealt += part
-    return draw.offsets[start]
-
-
-def withdraw(draw: Draw, rows: Rows) -> None:
-    """Takes back the rows at a running offset: others were found by their contents."""
-    if draw.offsets.pop(rows.micro_batch[0], None) is not None:
-        changed = changed_dimensions(draw.value.shape, rows.shape)
-        draw.dealt -= rows.shape[changed[0]]
 
 
 def _batch_is_inner(draw: Draw, rows: Rows, dimension: SampleDimension, inner: bool) -> tuple[bool, bool]:

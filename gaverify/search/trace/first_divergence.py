@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind
+from gaverify.passes.randomness import Dealing
 from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward, Weights
 from gaverify.search.bench import Bench
@@ -94,19 +95,20 @@ def _traces(
     bench: Bench, layouts: Collection[LayoutKind] = LAYOUT_KINDS
 ) -> tuple[Trace, list[Trace], float, list[float]]:
     """Traces the full batch and every micro-batch, with fingerprints of results in some layouts; and their losses."""
-    experiment, record = bench.experiment, bench.experiment.draws
+    experiment = bench.experiment
     names = {module: name for name, module in experiment.named_modules()}
 
     def trace_forward(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
         tracer = OperationTracer(names, experiment.batch_size, experiment.sizes[0], template, plan, layouts)
-        loss = bench.experiment.forward(k, tracer).detach()
+        loss = experiment.forward(k, tracer, dealing=dealing).detach()
         return tracer.finish(loss), float(loss)
 
     experiment.progress("tracing the full batch")
-    record.rewind()
+    dealing = experiment.deal()
     shapes, _ = trace_forward(0)
     full, full_loss = trace_forward(None, template=shapes)
-    record.rewind()
+    # dealt anew: the first micro-batch was given its rows already, when its shapes were read
+    dealing = Dealing(experiment.draws, experiment.reading, dealing.report.prints)
     parts, losses = [], []
     for k in range(experiment.steps):
         experiment.progress(f"tracing micro-batch {k + 1} of {experiment.steps}")

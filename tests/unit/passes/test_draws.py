@@ -20,38 +20,38 @@ from torch import nn
 import gaverify
 from gaverify import Outcome, Problem
 from gaverify.passes.experiment import TimeLimit
-from gaverify.passes.randomness import Dealer, DrawRecord, Recomputing, Recorder, draw_mode
+from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
+from gaverify.passes.randomness.dealing import DrawCounts
 from gaverify.passes.randomness.draws import LOOSE, Draw, differ, fingerprint, matching_rows, tolerance
 from gaverify.passes.randomness.selection import (
+    GivenRows,
     Rows,
     by_contents,
     by_position,
     doubtful,
-    hand_out,
     taken_from,
-    withdraw,
 )
 from gaverify.passes.user_code import loss_of
 
 
-def recorded(work: Callable[[], Any], size: int = 4) -> DrawRecord:
+def recorded(work: Callable[[], Any], size: int = 4) -> DrawLedger:
     """The draws of `work`, which is the full batch of `size` samples."""
     recorder = Recorder()
     with recorder.watching(), draw_mode(recorder):
         _in_a_loss(work)
-    return recorder.record
+    return recorder.ledger
 
 
 def dealt(
-    record: DrawRecord,
+    dealing: Dealing,
     work: Callable[[], Any],
     start: int,
     stop: int,
     size: int = 4,
     order: tuple[int, ...] | None = None,
 ) -> Any:
-    """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the record's, or `order`."""
-    dealer = Dealer(record, start, stop, size, order)
+    """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the ledger's, or `order`."""
+    dealer = Dealer(dealing, start, stop, size, order)
     with dealer.watching(), draw_mode(dealer):
         result = _in_a_loss(work)
     dealer.finish()
@@ -92,14 +92,14 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
 def test_each_micro_batch_gets_the_rows_of_its_samples(draw) -> None:
     whole = []
     torch.manual_seed(0)
-    record = recorded(lambda: whole.append(draw(4)))
+    dealing = Dealing(recorded(lambda: whole.append(draw(4))))
     dim = next(dim for dim, size in enumerate(whole[0].shape) if size == 4)
     for start, stop in ((0, 1), (1, 4)):
         torch.manual_seed(99)  # what the micro-batch would draw itself is something else
-        part = dealt(record, lambda n=stop - start: draw(n), start, stop)
+        part = dealt(dealing, lambda n=stop - start: draw(n), start, stop)
         assert torch.equal(part, whole[0].narrow(dim, start, stop - start))
-    assert not record.unaligned and not record.ambiguous
-    assert record.sliced
+    assert not dealing.report.is_doubtful
+    assert dealing.report.dealt
 
 
 @pytest.mark.parametrize(
@@ -112,28 +112,28 @@ def test_each_micro_batch_gets_the_rows_of_its_samples(draw) -> None:
 )
 def test_ranks_that_take_turns_get_the_rows_of_their_samples(draw, dim: int, fold: int) -> None:
     whole = []
-    record = recorded(lambda: whole.append(draw(4)))
+    dealing = Dealing(recorded(lambda: whole.append(draw(4))))
     for at, order in enumerate(((0, 2), (3, 1))):
         torch.manual_seed(99)
-        part = dealt(record, lambda: draw(2), 2 * at, 2 * at + 2, order=order)
+        part = dealt(dealing, lambda: draw(2), 2 * at, 2 * at + 2, order=order)
         rows = [sample * fold + row for sample in order for row in range(fold)]
         assert torch.equal(part, whole[0].index_select(dim, torch.tensor(rows)))
-    assert not record.unaligned and record.ambiguous == (fold > 1)
+    assert not dealing.report.unaligned and dealing.report.ambiguous == (fold > 1)
 
 
 def test_selected_rows_of_scattered_samples_cannot_be_dealt() -> None:
-    record = recorded(lambda: torch.rand(3))  # of the rows of 4 samples: which ones, nobody knows
-    dealt(record, lambda: torch.rand(1), 0, 2, order=(0, 2))
-    assert "do not correspond" in record.unaligned["rand"]
+    dealing = Dealing(recorded(lambda: torch.rand(3)))  # of the rows of 4 samples: which ones, nobody knows
+    dealt(dealing, lambda: torch.rand(1), 0, 2, order=(0, 2))
+    assert "do not correspond" in dealing.report.unaligned["rand"]
 
 
 def test_the_generator_moves_as_the_users_code_expects() -> None:
-    record = recorded(lambda: torch.rand(4))
+    dealing = Dealing(recorded(lambda: torch.rand(4)))
     torch.manual_seed(7)
     torch.rand(2)
     expected = torch.get_rng_state()
     torch.manual_seed(7)
-    dealt(record, lambda: torch.rand(2), 0, 2)
+    dealt(dealing, lambda: torch.rand(2), 0, 2)
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -149,16 +149,16 @@ def test_the_generator_moves_as_the_users_code_expects() -> None:
     ],
 )
 def test_what_cannot_be_dealt_is_said(full, micro, reason: str) -> None:
-    record = recorded(full)
-    dealt(record, micro, 0, 2)
-    assert record.ambiguous
-    assert any(reason in why for why in record.unaligned.values()), record.unaligned
+    dealing = Dealing(recorded(full))
+    dealt(dealing, micro, 0, 2)
+    assert dealing.report.ambiguous
+    assert any(reason in why for why in dealing.report.unaligned.values()), dealing.report.unaligned
 
 
 def test_a_refused_draw_names_its_line() -> None:
-    record = recorded(lambda: torch.rand(4))
-    dealt(record, lambda: torch.randn(2), 0, 2)
-    file, line = record.places["randn"]
+    dealing = Dealing(recorded(lambda: torch.rand(4)))
+    dealt(dealing, lambda: torch.randn(2), 0, 2)
+    file, line = dealing.report.places["randn"]
     assert file.endswith("test_draws.py") and line > 0
 
 
@@ -169,20 +169,20 @@ def test_the_second_reading_deals_a_loop_over_samples_by_its_place() -> None:
         whole.extend(numbers := [float(torch.rand(())) for _ in range(n)])
         return numbers
 
-    record = recorded(partial(loop, 4))
+    ledger = recorded(partial(loop, 4))
+    first_reading = Dealing(ledger)
     for start, stop in ((0, 2), (2, 4)):
-        dealt(record, partial(loop, 2), start, stop)
-    assert record.ambiguous, "by order, the second micro-batch was dealt the first one's numbers"
-    record.rewind()
-    record.inner = True
-    parts = [dealt(record, partial(loop, 2), start, stop) for start, stop in ((0, 2), (2, 4))]
+        dealt(first_reading, partial(loop, 2), start, stop)
+    assert first_reading.report.ambiguous, "by order, the second micro-batch was dealt the first one's numbers"
+    second_reading = Dealing(ledger, Reading(by_contents=True, counts=first_reading.report.counts))
+    parts = [dealt(second_reading, partial(loop, 2), start, stop) for start, stop in ((0, 2), (2, 4))]
     assert [*parts[0], *parts[1]] == whole[:4]
 
 
 def test_a_recomputation_is_dealt_the_same_rows_again() -> None:
     whole = []
-    record = recorded(lambda: whole.append(torch.rand(4)))
-    dealer = Dealer(record, 2, 4, 4)
+    ledger = recorded(lambda: whole.append(torch.rand(4)))
+    dealer = Dealer(Dealing(ledger), 2, 4, 4)
 
     state = torch.get_rng_state()
     with draw_mode(dealer):
@@ -194,9 +194,8 @@ def test_a_recomputation_is_dealt_the_same_rows_again() -> None:
 
 
 def test_a_constant_draw_is_the_same_for_every_sample() -> None:
-    record = recorded(lambda: torch.randn(4))
-    record.constant = True
-    assert dealt(record, lambda: torch.randn(2), 0, 2).tolist() == [1.0, 1.0]
+    dealing = Dealing(recorded(lambda: torch.randn(4)), Reading(constant=True))
+    assert dealt(dealing, lambda: torch.randn(2), 0, 2).tolist() == [1.0, 1.0]
 
 
 def test_the_second_reading_makes_pythons_draws_from_their_samples_states() -> None:
@@ -206,16 +205,17 @@ def test_the_second_reading_makes_pythons_draws_from_their_samples_states() -> N
 
     whole: list[float] = []
     random.seed(5)
-    record = recorded(partial(loop, 4))
-    for inner in (False, True):
-        record.rewind()
-        record.inner = inner
+    ledger = recorded(partial(loop, 4))
+    counts: DrawCounts = {}
+    for searches in (False, True):
+        dealing = Dealing(ledger, Reading(by_contents=searches, counts=counts))
         parts = []
         for start, stop in ((0, 2), (2, 4)):
             random.seed(5)  # every micro-batch starts from the state that the full batch started from
-            parts += dealt(record, partial(loop, 2), start, stop)
-        assert (parts == whole[:4]) is inner
-    assert record.sliced
+            parts += dealt(dealing, partial(loop, 2), start, stop)
+        assert (parts == whole[:4]) is searches
+        counts = dealing.report.counts
+    assert dealing.report.dealt
 
 
 # --- The full batch's draws are kept: which, how often, and with what they were drawn for ----------------------------
@@ -237,8 +237,7 @@ def test_the_second_reading_makes_pythons_draws_from_their_samples_states() -> N
 def test_a_draw_is_kept_with_its_result(draw, operation, shape) -> None:
     results = []
     torch.manual_seed(0)
-    record = recorded(lambda: results.append(draw()))
-    (kept,) = record.draws
+    (kept,) = recorded(lambda: results.append(draw())).draws
     assert kept.operation == operation
     assert tuple(kept.value.shape) == shape
     assert torch.equal(kept.value.to(results[0].dtype), results[0])
@@ -246,15 +245,15 @@ def test_a_draw_is_kept_with_its_result(draw, operation, shape) -> None:
 
 def test_a_kept_draw_does_not_change_with_the_tensor_it_was_drawn_into() -> None:
     noise = torch.empty(4)
-    record = recorded(lambda: noise.normal_().mul_(0))
+    ledger = recorded(lambda: noise.normal_().mul_(0))
     assert not noise.any()
-    assert record.draws[0].value.any()
+    assert ledger.draws[0].value.any()
 
 
 def test_what_draws_nothing_is_not_kept() -> None:
-    assert recorded(lambda: torch.ones(4, 3).exp()).draws == []
-    assert recorded(lambda: nn.Dropout(0.0)(torch.ones(4, 3))).draws == []
-    assert recorded(lambda: nn.Dropout(0.5).eval()(torch.ones(4, 3))).draws == []
+    assert recorded(lambda: torch.ones(4, 3).exp()).draws == ()
+    assert recorded(lambda: nn.Dropout(0.0)(torch.ones(4, 3))).draws == ()
+    assert recorded(lambda: nn.Dropout(0.5).eval()(torch.ones(4, 3))).draws == ()
 
 
 def test_a_draw_that_a_recomputation_repeats_is_one_draw() -> None:
@@ -277,10 +276,10 @@ def test_a_dropout_is_kept_with_the_rows_it_was_drawn_for() -> None:
 
 def test_draws_of_python_are_kept_with_their_state() -> None:
     random.seed(3)
-    record = recorded(lambda: [random.random(), random.gauss(0, 1)])
-    assert [draw.call.name for draw in record.foreign] == ["random", "gauss"]
-    assert set(record.foreign_end) >= {"random"}
-    assert recorded(lambda: None).foreign == []
+    ledger = recorded(lambda: [random.random(), random.gauss(0, 1)])
+    assert [draw.call.name for draw in ledger.foreign] == ["random", "gauss"]
+    assert set(ledger.foreign_end) >= {"random"}
+    assert recorded(lambda: None).foreign == ()
     assert random.random.__name__ == "random" and random.random.__self__ is random._inst  # put back
 
 
@@ -298,7 +297,7 @@ def rows(micro_batch: tuple[int, int], size: int, *shape: int, source: torch.Ten
 
 
 def taken(draw: Draw, wanted: Rows, inner: bool = False) -> list | None:
-    selection, _ = by_position(draw, wanted, inner)
+    selection = by_position(draw, wanted, inner, GivenRows()).selection
     return None if selection is None else taken_from(draw.value, selection).tolist()
 
 
@@ -312,10 +311,11 @@ def test_a_draw_of_the_same_shape_is_repeated() -> None:
 
 
 def test_folded_rows_are_read_with_the_batch_outside_or_inside() -> None:
-    draw = drawn(12)
-    assert [taken(draw, rows((start, start + 2), 6, 4)) for start in (0, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first = by_position(drawn(12), rows((0, 2), 6, 4), False, GivenRows())
+    second = by_position(drawn(12), rows((2, 4), 6, 4), False, first.given)
+    assert [position.selection for position in (first, second)] == [[(0, range(4))], [(0, range(4, 8))]]
     assert taken(drawn(12), rows((2, 4), 6, 4), inner=True) == [2, 3, 8, 9]
-    assert by_position(drawn(12), rows((2, 4), 6, 4), False)[1], "without contents the fold's order is a guess"
+    assert first.guessed, "without contents the fold's order is a guess"
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -324,46 +324,47 @@ def test_contents_tell_how_rows_are_folded(inner: bool) -> None:
     order = (lambda t: t.transpose(0, 1).reshape(-1, 7)) if inner else (lambda t: t.reshape(-1, 7))
     draw = drawn(12, 7, source=order(samples))
     wanted = rows((2, 4), 6, 4, 7, source=order(samples[2:4]))
-    by_position(draw, rows((0, 2), 6, 4, 7, source=order(samples[:2])), not inner)  # the micro-batches come in order
-    selection, guessed = by_position(draw, wanted, not inner)
+    first = by_position(draw, rows((0, 2), 6, 4, 7, source=order(samples[:2])), not inner, GivenRows())
+    selection, guessed, _ = by_position(draw, wanted, not inner, first.given)
     assert not guessed
     assert doubtful(draw, wanted, selection).item() is False
 
 
 def test_shapes_that_do_not_correspond_have_no_rows() -> None:
-    assert by_position(drawn(6, 2), rows((2, 4), 6, 2), False)[0] is None
-    assert by_position(drawn(6), rows((2, 4), 6, 9), False)[0] is None
+    assert by_position(drawn(6, 2), rows((2, 4), 6, 2), False, GivenRows()).selection is None
+    assert by_position(drawn(6), rows((2, 4), 6, 9), False, GivenRows()).selection is None
 
 
 def test_selected_rows_follow_each_other_and_can_be_withdrawn() -> None:
     """Five of six samples passed a mask: the micro-batches' rows lie one behind the other."""
     draw = drawn(5)
     first, second = rows((0, 3), 6, 2), rows((3, 6), 6, 3)
-    assert taken(draw, first) == [0, 1]
-    assert taken(draw, second) == [2, 3, 4]
-    assert draw.dealt == 5
-    withdraw(draw, second)
-    assert draw.dealt == 2
+    selection, _, given = by_position(draw, first, False, GivenRows())
+    assert selection == [(0, range(2))]
+    selection, _, given = by_position(draw, second, False, given)
+    assert selection == [(0, range(2, 5))]
+    assert given.count == 5
+    assert given.withdraw(draw, second).count == 2
 
 
 def test_rows_are_found_by_contents_wherever_they_lie() -> None:
     source = torch.randn(6, 9)
     draw = drawn(6, 9, source=source)
     order = torch.tensor([5, 1, 3])
-    selection = by_contents(draw, rows((0, 3), 6, 3, 9, source=source[order]))
+    selection = by_contents(draw, rows((0, 3), 6, 3, 9, source=source[order]), GivenRows())
     assert selection is not None and selection[0][1].tolist() == [5, 1, 3]
-    assert by_contents(draw, rows((0, 3), 6, 3, 9, source=torch.randn(3, 9))) is None
-    assert by_contents(drawn(6, 9), rows((0, 3), 6, 3, 9, source=source[order])) is None
+    assert by_contents(draw, rows((0, 3), 6, 3, 9, source=torch.randn(3, 9)), GivenRows()) is None
+    assert by_contents(drawn(6, 9), rows((0, 3), 6, 3, 9, source=source[order]), GivenRows()) is None
 
 
 def test_equal_rows_are_handed_out_once_each() -> None:
     source = torch.ones(4, 5)
     draw = drawn(4, 5, source=source)
-    found = []
+    found, given = [], GivenRows()
     for micro_batch in ((0, 2), (2, 4)):
-        selection = by_contents(draw, rows(micro_batch, 4, 2, 5, source=source[:2]))
+        selection = by_contents(draw, rows(micro_batch, 4, 2, 5, source=source[:2]), given)
         assert selection is not None
-        hand_out(draw, selection)
+        given = given.take(draw, selection)
         found += selection[0][1].tolist()
     assert found == [0, 1, 2, 3]
 

@@ -31,7 +31,7 @@ from gaverify.passes import dispatch, terms
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.layouts import SampleDimension, SampleLayout
-from gaverify.passes.randomness import DrawRecord
+from gaverify.passes.randomness import DealingReport, DrawLedger, Reading
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, Weights
@@ -180,55 +180,74 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
     assert first_samples._decide_by_part(*whole, *of_part) is None, "float64 did not run"
 
 
+DRAWN = DrawLedger(draws=(object(),))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("drawn", "doubts", "loss", "alone"),
+    ("drawn", "reading", "whole_doubts", "doubts", "loss", "alone"),
     [
-        (DrawRecord(), False, 1.0, True),
-        (DrawRecord(draws=[object()], inner=True), False, 1.0, True),
-        (DrawRecord(draws=[object()], ambiguous=True), True, 1.0, True),
-        (DrawRecord(draws=[object()]), True, 1.0, False),
-        (DrawRecord(), False, math.nan, False),
+        (DrawLedger(), Reading(), False, False, 1.0, True),
+        (DRAWN, Reading(by_contents=True), False, False, 1.0, True),
+        (DRAWN, Reading(by_contents=True), False, True, 1.0, True),
+        (DRAWN, Reading(), True, True, 1.0, True),
+        (DRAWN, Reading(), False, True, 1.0, False),
+        (DrawLedger(), Reading(), False, False, math.nan, False),
     ],
-    ids=["nothing drawn", "in the whole's reading", "open to doubt in both", "in the part alone", "no target in it"],
+    ids=[
+        "nothing drawn",
+        "in the whole's reading",
+        "in doubt in the second reading",
+        "open to doubt in both",
+        "in the part alone",
+        "no target in it",
+    ],
 )
 def test_a_part_in_float32_is_judged_by_float64_alone(
-    monkeypatch: pytest.MonkeyPatch, drawn: Any, doubts: bool, loss: float, alone: bool
+    monkeypatch: pytest.MonkeyPatch,
+    drawn: DrawLedger,
+    reading: Reading,
+    whole_doubts: bool,
+    doubts: bool,
+    loss: float,
+    alone: bool,
 ) -> None:
     """Its differences in working precision are the whole's, to scale: half of them here."""
-    given: list[DrawRecord] = []
+    given: list[Any] = []
     rows = {"w": difference(0.3, 0.3), "b": difference(0.4, 0.4)}
-    passes = SimpleNamespace(loss=loss), SimpleNamespace(micro_losses=(1.0, loss))
+    accumulated = SimpleNamespace(micro_losses=(1.0, loss), draws=DealingReport(ambiguous=doubts))
+    passes = SimpleNamespace(loss=loss), accumulated
 
     def control(experiment: Any, make_watch: Any) -> Any:
-        given.append(experiment.draws)
-        experiment.draws.ambiguous = doubts
+        given.append(experiment)
         return SimpleNamespace(rows=rows, full=passes[0], accumulated=passes[1])
 
     class First:
         """The first samples as an experiment."""
 
-        def __init__(self, draws: DrawRecord) -> None:
-            self.draws = draws
+        def __init__(self, draws: DrawLedger, reading: Reading) -> None:
+            self.draws, self.reading = draws, reading
 
         def record(self) -> Any:
-            return First(DrawRecord(draws=[object()])), None  # type: ignore[list-item]
+            return First(DRAWN, Reading()), None
 
         def with_second_reading(self) -> Any:
-            return First(replace(self.draws, inner=True))
+            return First(self.draws, Reading(by_contents=True))
 
     monkeypatch.setattr(first_samples, "run_in_float64", control)
     monkeypatch.setattr(first_samples, "measure_and_decide", lambda *_, **__: "in both")
     working = {"w": difference(1.0, 0.6), "b": difference(0.0, 0.8)}
     whole: Any = SimpleNamespace(
-        experiment=SimpleNamespace(draws=drawn),
+        experiment=SimpleNamespace(draws=drawn, reading=reading),
+        accumulated=SimpleNamespace(draws=DealingReport(ambiguous=whole_doubts)),
         differences=working,
         plain_terms={"w": 0.0, "b": 8.0},
         coarse_unit=U32,
     )
-    first: Any = First(DrawRecord())
+    first: Any = First(DrawLedger(), Reading())
     decision: Any = SimpleNamespace(few=None)
     found: Any = first_samples._judge_part(first, whole, decision, None)
-    assert bool(given[0].count) is bool(drawn.count) and given[0].inner is drawn.inner
+    assert bool(given[0].draws.count) is bool(drawn.count)
+    assert given[0].reading.by_contents is reading.by_contents
     if not alone:
         assert found == "in both"
         return

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
 from gaverify import Outcome, ProblemError
-from gaverify.passes.randomness import DrawRecord
 from gaverify.records.comparison import Method, NotCompared
 from gaverify.thresholds import U32, U64
 from gaverify.verdict import control, measurement
@@ -397,7 +396,7 @@ def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.Monkey
 def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer(
     other: float | None, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers that were not meant for these samples may raise; what is not kept leaves the record as it was."""
+    """Numbers that were not meant for these samples may raise; what is not kept leaves the experiment as it was."""
 
     def read(difference: float | None) -> Any:
         if difference is None:
@@ -405,16 +404,12 @@ def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_close
         rows = [Difference("w", (3,), 1.0, 1.0, each, None, None) for each in (difference, math.nan)]
         return measurement._Accumulation(None, None, rows)  # type: ignore[arg-type]
 
-    def again(*_: Any) -> Any:
-        record.unaligned["randint"] = "read otherwise"
-        return read(other)
-
-    first, record = read(1.0), DrawRecord(unaligned={"rand": "no rows"})
-    monkeypatch.setattr(measurement, "_accumulate", again)
-    experiment: Any = SimpleNamespace(draws=record)
-    found = measurement._choose_reading(experiment, None, first, False, False)  # type: ignore[arg-type]
-    assert (found is not first, record.inner) == (kept, kept)
-    assert ("randint" in record.unaligned) is kept
+    first = read(1.0)
+    monkeypatch.setattr(measurement, "_accumulate", lambda *_: read(other))
+    experiment: Any = SimpleNamespace(with_second_reading=lambda: "by contents")
+    chosen, found = measurement._choose_reading(experiment, None, first, False, False)  # type: ignore[arg-type]
+    assert (found is not first, chosen == "by contents") == (kept, kept)
+    assert kept or chosen is experiment
 
 
 def test_a_first_reading_that_makes_the_gradients_agree_is_not_doubted() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import problems_small
@@ -211,22 +212,38 @@ def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made
 
 @pytest.mark.usefixtures("open_rows")
 @pytest.mark.parametrize("doubt", [{"ambiguous": True}, {"inner": True}, {"unaligned": {"rand": "no rows"}}], ids=str)
-@pytest.mark.parametrize("of_two", [False, True], ids=["of the batch", "of two samples"])
-def test_draws_that_are_open_to_doubt_are_settled_by_no_part(
-    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any], of_two: bool
+def test_draws_of_the_batch_that_are_open_to_doubt_are_settled_by_no_part(
+    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any]
 ) -> None:
-    where, name = (window, "rounding_of_two_samples") if of_two else (decision, "decide_open_rows")
-    asked = getattr(where, name)
+    asked = decision.decide_open_rows
 
-    def doubted(*given: Any) -> Any:
-        answer = asked(*given) if of_two else None
-        vars(given[0].draws if of_two else given[0].experiment.draws).update(copy.deepcopy(doubt))
-        return answer if of_two else asked(*given)
+    def doubted(taken: Any, open_rows: Any) -> Any:
+        if "inner" in doubt:
+            return asked(replace(taken, experiment=taken.experiment.with_second_reading()), open_rows)
+        vars(taken.accumulated.draws).update(doubt)
+        return asked(taken, open_rows)
 
-    monkeypatch.setattr(where, name, doubted)
-    settles = of_two and "inner" in doubt  # which is known before two samples are run
+    monkeypatch.setattr(decision, "decide_open_rows", doubted)
     verdict = gaverify.verify(quiet(), steps=4)
-    assert (verdict.method == Method.TWO_SAMPLES) is settles and verdict.outcome is Outcome.EQUIVALENT
+    assert verdict.method != Method.TWO_SAMPLES and verdict.outcome is Outcome.EQUIVALENT
+
+
+@pytest.mark.usefixtures("open_rows")
+@pytest.mark.parametrize("doubt", [{"ambiguous": True}, {"unaligned": {"rand": "no rows"}}], ids=str)
+def test_draws_of_two_samples_that_are_open_to_doubt_settle_nothing(
+    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any]
+) -> None:
+    micro_batches = Experiment.micro_batches
+
+    def doubted(experiment: Experiment, *given: Any, **named: Any) -> Any:
+        accumulated = micro_batches(experiment, *given, **named)
+        if sum(experiment.sizes) == 2:
+            vars(accumulated.draws).update(copy.deepcopy(doubt))
+        return accumulated
+
+    monkeypatch.setattr(Experiment, "micro_batches", doubted)
+    verdict = gaverify.verify(quiet(), steps=4)
+    assert verdict.method != Method.TWO_SAMPLES and verdict.outcome is Outcome.EQUIVALENT
 
 
 @pytest.mark.usefixtures("open_rows")
@@ -252,14 +269,14 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
 def test_a_first_reading_of_draws_that_makes_the_gradients_agree_is_not_doubted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    record = Experiment.record
+    micro_batches = Experiment.micro_batches
 
-    def doubtful(*given: Any) -> Any:
-        recorded, full = record(*given)
-        recorded.draws.ambiguous = True
-        return recorded, full
+    def doubtful(*given: Any, **named: Any) -> Any:
+        accumulated = micro_batches(*given, **named)
+        accumulated.draws.ambiguous = True
+        return accumulated
 
-    monkeypatch.setattr(Experiment, "record", doubtful)
+    monkeypatch.setattr(Experiment, "micro_batches", doubtful)
     monkeypatch.delattr(measurement, "_choose_reading")
     assert gaverify.verify(quiet(), steps=4).outcome is Outcome.EQUIVALENT
     with pytest.raises(NameError):
