@@ -29,7 +29,7 @@ class FrozenBatchNorm(nn.Module):
 
         y = γ (x − running_mean) / sqrt(running_var + ε) + β
 
-    γ and β stay the parameters that they were, and the names in the `state_dict` are BatchNorm's own.
+    γ and β stay the same parameters, and the names in the `state_dict` are those of BatchNorm.
 
     Shapes: (B, C, …) to the same.
     """
@@ -41,6 +41,7 @@ class FrozenBatchNorm(nn.Module):
         super().__init__()
         self.num_features, self.eps = layer.num_features, layer.eps
         self.weight, self.bias = layer.weight, layer.bias
+        # with `num_batches_tracked`, which nothing reads here, so that checkpoints of BatchNorm load
         for name, buffer in buffers_of(layer).items():
             self.register_buffer(name, buffer, persistent=name not in layer._non_persistent_buffers_set)
 
@@ -58,10 +59,9 @@ def convert_batch_norm(
 ) -> Module:
     """Returns the model with every BatchNorm1d, 2d, 3d and SyncBatchNorm replaced.
 
-    Scale and shift (γ, β) are taken over as the very parameters that they were, so that an optimizer and tied weights
-    keep them; a layer that stands in several places is replaced by one layer. GroupNorm has no running statistics:
-    those of the layer are dropped, and a pretrained network has to be trained further. Hooks of a replaced layer are
-    lost.
+    Scale and shift (γ, β) stay the same parameters, so that an optimizer and tied weights keep them; a layer that is
+    used in several places is replaced by one layer. GroupNorm has no running statistics: those of the layer are
+    dropped, and a pretrained network has to be trained further. Hooks of a replaced layer are lost.
 
     Args:
         model: The model, left as it is.
@@ -91,6 +91,7 @@ def convert_batch_norm(
     for layer in layers:
         replacements[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
         replacements[id(layer)].train(layer.training)
+    # through the parents and not by name: `named_modules` shows a layer that is used twice under one name only
     for parent in list(result.modules()):
         for name, child in submodules_of(parent).items():
             if child is not None and id(child) in replacements:
@@ -99,44 +100,43 @@ def convert_batch_norm(
 
 
 def only_normalises(layer: _BatchNorm) -> bool:
-    """Returns whether a BatchNorm does what torch's does and no more, so that another normalisation can stand for it.
-
-    A subclass may add an activation, a mask or a residual. One with a `forward` of its own is asked: in training its
-    output on random numbers has to be that of `F.batch_norm`. A layer with hooks does what its hooks do as well.
-    """
-    if has_forward_hooks(layer):
+    """Returns whether a BatchNorm does what torch's does and no more, so that another normalisation can replace it."""
+    if has_forward_hooks(layer):  # a hook may change the output
         return False
     if type(layer).forward is _BatchNorm.forward or type(layer) in KINDS:
         return True
-    alone = copy.deepcopy(layer).train()
-    generator = torch.Generator().manual_seed(0)
+    # A subclass with its own `forward` may add an activation, a mask or a residual. It is run: in training its output
+    # on random numbers has to be that of `F.batch_norm`. On a copy, because the run changes its statistics.
+    layer_copy = copy.deepcopy(layer).train()
+    generator = torch.Generator().manual_seed(0)  # its own, because the user's draws must not move
     for inner in ((), (3,), (3, 3), (3, 3, 3)):
         x = torch.randn(4, layer.num_features, *inner, generator=generator, device="cpu")
         x = x.to(next((value for value in (layer.weight, layer.running_mean) if value is not None), x))
         try:
             with torch.no_grad():
-                done = alone(x)
-        except Exception:  # not of this many dimensions
+                output = layer_copy(x)
+        except Exception:  # the layer takes another number of dimensions
             continue
         plain = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
-        return isinstance(done, torch.Tensor) and done.shape == plain.shape and torch.allclose(done, plain, atol=1e-5)
+        is_same_shape = isinstance(output, torch.Tensor) and output.shape == plain.shape
+        return is_same_shape and torch.allclose(output, plain, atol=1e-5)
     return False
 
 
 def group_norm_for(layer: _BatchNorm, groups: int | None = None) -> nn.GroupNorm:
     """Returns a GroupNorm over as many channels as a BatchNorm, with its ε, scale and shift.
 
-    Where `groups` is not given they are the largest number up to 32 that leaves at least four channels in a group (two,
-    where four do not fit).
+    Without `groups`, their number is the largest up to 32 that leaves at least four channels in a group (two, where
+    four do not fit).
     """
-    groups = groups or _groups_for(layer.num_features)
+    groups = groups or _choose_groups(layer.num_features)
     norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         norm.weight, norm.bias = layer.weight, layer.bias
     return norm
 
 
-def _groups_for(channels: int) -> int:
+def _choose_groups(channels: int) -> int:
     dividing = [groups for groups in range(1, min(_MOST_GROUPS, channels) + 1) if channels % groups == 0]
     for least in (_LEAST_CHANNELS, 2):
         fitting = [groups for groups in dividing if channels // groups >= least]
@@ -149,7 +149,7 @@ def _problem(layer: _BatchNorm, to: str, groups: int | None) -> str | None:
     """Why a layer cannot be converted; None where it can."""
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         return "is lazy and has not seen a batch; run the model once before"
-    if type(layer) not in KINDS:
+    if type(layer) not in KINDS:  # and not `isinstance`: a subclass may do more
         return "is a class of its own that may do more than normalise; replace it by hand"
     if to == "frozen" and layer.running_mean is None:
         return "keeps no running statistics (track_running_stats=False); there is nothing to freeze"

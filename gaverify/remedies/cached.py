@@ -33,7 +33,7 @@ _PLAIN = (int, float, str, type(None))
 
 
 class CachedGradients:
-    """A training step whose gradient is that of the full batch, for losses with in-batch negatives.
+    """Computes the gradient of the full batch at a micro-batch's memory, for losses with in-batch negatives.
 
         cached = CachedGradients(model, embed, loss, steps=8)
         for batch in loader:
@@ -84,28 +84,31 @@ class CachedGradients:
             ProblemError: The batch cannot be cut, the outputs cannot be put together, or the second forward gives other
                 representations than the first.
         """
-        micro_batches = list(self._micro_batches(batch))
+        micro_batches = self._cut(batch)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        passed = [self._embed_without_graph(micro_batch) for micro_batch in micro_batches]
+        first_passes = [self._embed_without_graph(micro_batch) for micro_batch in micro_batches]
         torch.clear_autocast_cache()  # older versions of torch would use casts made without a graph again
-        joined = _Joined([leaves for leaves, _, _ in passed], [spec for _, spec, _ in passed])
+        joined = _Joined([leaves for leaves, _, _ in first_passes], [spec for _, spec, _ in first_passes])
         with torch.enable_grad():
             loss = self._loss(joined.representations, batch)
         _check_loss(loss)
         with _outside_autocast(loss):
             (scale(loss) if scale is not None else loss).backward()
-        at_end = generator_states()
+        restore_generators = generator_states()
+        # The second forwards start from the same buffers and draws as the first: else their gradients would belong to
+        # other representations than those that the loss has seen.
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for k, micro_batch in enumerate(micro_batches):
-            passed[k][2]()
+            restore_draws = first_passes[k][2]
+            restore_draws()
             self._backward(k, micro_batch, joined)
-        at_end()
+        restore_generators()  # the training goes on with the numbers that follow the first forwards and the loss
         self._checked = True
         return loss.detach()
 
-    def _micro_batches(self, batch: Any) -> list[Any]:
+    def _cut(self, batch: Any) -> list[Any]:
         size = batch_size_of(batch, self._steps, self._batch_size, self._split)
         parts, start = [], 0
         for length in micro_batch_sizes(size, self._steps):
@@ -114,7 +117,7 @@ class CachedGradients:
         return parts
 
     def _embed_without_graph(self, micro_batch: Any) -> tuple[list[Any], TreeSpec, Callable[[], None]]:
-        """Returns the representations, their structure, and what puts the generators back to before them."""
+        """Returns the representations, their structure, and a function that restores the generators to before them."""
         restore = generator_states()
         with torch.no_grad():
             leaves, spec = tree_flatten(self._embed(self._model, micro_batch))
@@ -125,6 +128,7 @@ class CachedGradients:
     def _backward(self, k: int, micro_batch: Any, joined: _Joined) -> None:
         with torch.enable_grad():
             outputs, _ = tree_flatten(self._embed(self._model, micro_batch))
+        # once is enough, and the comparison would wait for the device in every step
         pairs = joined.cotangents(k, outputs, check=not self._checked)
         if pairs:
             with _outside_autocast(pairs[0][0]):
@@ -132,35 +136,36 @@ class CachedGradients:
 
 
 class _Joined:
-    """The representations of all micro-batches, put together as leaves of the loss's graph.
+    """The representations of all micro-batches, concatenated as leaves of the loss's graph.
 
     Args:
-        passed: Per micro-batch the entries of its output.
+        outputs: Per micro-batch the entries of its output.
         specs: Their structures.
     """
 
-    def __init__(self, passed: list[list[Any]], specs: list[TreeSpec]) -> None:
+    def __init__(self, outputs: list[list[Any]], specs: list[TreeSpec]) -> None:
         if any(spec != specs[0] for spec in specs):
             raise ProblemError("CachedGradients: `embed` returned another structure for another micro-batch")
-        self._passed = passed
-        self._leaves = [self._join([entries[at] for entries in passed]) for at in range(len(passed[0]))]
+        self._outputs = outputs
+        self._leaves = [self._join([entries[at] for entries in outputs]) for at in range(len(outputs[0]))]
         self.representations = tree_unflatten(self._leaves, specs[0])
 
     def cotangents(self, k: int, outputs: list[Any], *, check: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns micro-batch k's outputs that have a graph, each with the loss's gradient for it.
-
-        A scalar is one value of the loss, so that its gradient goes back through the first micro-batch alone.
-        """
+        """Returns micro-batch k's outputs that have a graph, each with the loss's gradient for it."""
         pairs = []
         for at, (leaf, output) in enumerate(zip(self._leaves, outputs, strict=True)):
             if not isinstance(output, torch.Tensor) or not output.requires_grad:
                 continue
             if check:
-                _check_repeated(k, self._passed[k][at], output.detach())
-            gradient = leaf.grad if output.dim() else leaf.grad if k == 0 else None
-            if gradient is not None:
-                start = sum(len(entries[at]) for entries in self._passed[:k]) if output.dim() else 0
-                pairs.append((output, gradient[start : start + len(output)] if output.dim() else gradient))
+                _check_repeated(k, self._outputs[k][at], output.detach())
+            gradient = leaf.grad
+            # A scalar is one value of the loss and not one per micro-batch: its gradient counts once, with the first.
+            if gradient is None or (output.dim() == 0 and k > 0):
+                continue
+            if output.dim():
+                start = sum(len(entries[at]) for entries in self._outputs[:k])
+                gradient = gradient[start : start + len(output)]
+            pairs.append((output, gradient))
         return pairs
 
     @staticmethod
@@ -193,11 +198,12 @@ def _check_loss(loss: Any) -> None:
         raise ProblemError("CachedGradients: the loss has no graph; compute it from the representations it is given")
 
 
-def _check_repeated(k: int, before: torch.Tensor, again: torch.Tensor) -> None:
-    """Raises unless two forwards of a micro-batch agree to half of the digits; kernels may differ without a graph."""
-    if before.shape == again.shape:
+def _check_repeated(k: int, before: torch.Tensor, repeated: torch.Tensor) -> None:
+    """Raises unless two forwards of a micro-batch agree to half of the digits."""
+    if before.shape == repeated.shape:
         scale = float(before.abs().max()) if before.numel() else 0.0
-        difference = float((before - again).abs().max()) if before.numel() else 0.0
+        difference = float((before - repeated).abs().max()) if before.numel() else 0.0
+        # not to the last digit: torch may choose other kernels without a graph
         if difference <= torch.finfo(before.dtype).eps ** 0.5 * scale:
             return
     raise ProblemError(
@@ -207,6 +213,6 @@ def _check_repeated(k: int, before: torch.Tensor, again: torch.Tensor) -> None:
 
 
 def _outside_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Switches autocast off for a backward pass, whose operations follow the dtypes of the forward by themselves."""
+    """Switches autocast off: backward operations use the dtypes of their forward, as torch advises."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -53,8 +53,8 @@ def token_weights(
         ProblemError: There are no targets, or none of them is valid.
     """
     options: dict[str, Any] = {"ignore_index": ignore_index, "shifted": shifted, "class_weights": class_weights}
-    parts = batch if isinstance(batch, list) else [batch]
-    window_targets = sum(valid_targets(part, **options) for part in parts)
+    window = batch if isinstance(batch, list) else [batch]
+    window_targets = sum(valid_targets(each, **options) for each in window)
     if not window_targets > 0:
         raise ProblemError("token_weights: the batch has no valid target at all; there is no mean to take shares of")
     return valid_targets(micro_batch, **options) / window_targets
@@ -71,7 +71,7 @@ def valid_targets(
     if targets is None:
         raise ProblemError("valid_targets found no integer targets in the batch; pass the tensor of targets itself")
     if shifted:
-        targets = targets[..., 1:]
+        targets = targets[..., 1:]  # nothing predicts the first token
     counted = targets[targets != ignore_index]
     if class_weights is None:
         return float(counted.numel())
@@ -79,9 +79,9 @@ def valid_targets(
 
 
 def all_gather(tensor: torch.Tensor, group: Any = None) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of all ranks; the backward brings each what all losses say about its own.
+    """Returns the tensors of all ranks; the backward gives each rank the gradients of all losses for its own tensor.
 
-    Torch's own function of this kind has moved and been renamed between its versions, and under gloo that of some loses
+    Torch's function of this kind has moved and been renamed between its versions, and under gloo some versions lose
     gradients that are not contiguous.
 
     Args:
@@ -94,14 +94,15 @@ def all_gather(tensor: torch.Tensor, group: Any = None) -> tuple[torch.Tensor, .
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        own_tensor = tensor.detach().contiguous()
-        parts = [torch.empty_like(own_tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own_tensor, group=group)
+        rank_tensor = tensor.detach().contiguous()
+        gathered = [torch.empty_like(rank_tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, rank_tensor, group=group)
         ctx.group = group
-        return torch.stack(parts)
+        return torch.stack(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = gradients[0].contiguous()
+        # every rank's loss read every rank's tensor: only the sum over ranks is the whole gradient
+        total = gradients[0].contiguous()  # it may come transposed (GAV705)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
