@@ -1,8 +1,8 @@
 """The whole audit: three runs of the script, their comparison, the rules, the report.
 
-A first audit watches. Where its runs did not see the same samples, or drew numbers outside the model's forwards, the
-runs are made again: the full-batch run keeps what its loaders gave and what its loop drew, and the others are given the
-rows of the same samples.
+The first runs only record. If they did not see the same samples, or drew random numbers outside the model's forwards,
+they are made again with a replay: the full-batch run stores the samples of its loaders and the draws of its loop, and
+the other runs are given the rows of the same samples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,47 +44,46 @@ if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun
 
 
-def replay_helps(record: Record, full: ClosingRecord, accumulated: ClosingRecord) -> bool:
-    """Whether a comparison may have failed for what lies outside the model's forwards.
+def needs_replay(record: Record, full: ClosingRecord, accumulated: ClosingRecord) -> bool:
+    """Whether a comparison may have failed for samples or draws outside the model's forwards.
 
     Args:
         record: The comparison.
         full: The closing record of the full-batch run.
         accumulated: That of the accumulated run.
     """
-    draws = full.draws.in_loop or accumulated.draws.in_loop
-    if not (draws or full.loaders) or not _may_see_the_same(record):
+    has_draws = full.draws.in_loop or accumulated.draws.in_loop
+    if not (has_draws or full.loaders) or not _may_see_same_samples(record):
         return False
     if not all(update.data.same for update in record.updates):
         return True
-    unrepeatable = bool(record.updates[0].unrepeatable)
-    return draws and (bool(record.unaligned) or record.divergent is not None or unrepeatable)
+    is_unrepeatable = bool(record.updates[0].unrepeatable)
+    return has_draws and (bool(record.unaligned) or record.divergent is not None or is_unrepeatable)
 
 
-def inputs_help(record: Record, full: ClosingRecord) -> bool:
-    """Whether the runs may be given the same inputs where loaders and draws do not make them the same.
-
-    That is right only where the forwards return their losses: else the script holds targets that would be others'.
+def can_replay_inputs(record: Record, full: ClosingRecord) -> bool:
+    """Whether the runs may be given the same inputs of forwards, if a replay of loaders and draws does not suffice.
 
     Args:
         record: The comparison.
         full: The closing record of the full-batch run.
     """
-    if not full.models.returns_loss or not _may_see_the_same(record):
+    # a script that computes losses outside the model has targets there, which would belong to other samples
+    if not full.models.returns_loss or not _may_see_same_samples(record):
         return False
     return record.updates[0].data.checked and not record.updates[0].data.same
 
 
-def _may_see_the_same(record: Record) -> bool:
-    """Whether both runs began with the same weights, and were fed as many rows as a batch and its micro-batches are."""
+def _may_see_same_samples(record: Record) -> bool:
+    """Whether both runs began with the same weights, and their models were given about as many rows."""
     if not record.updates or record.same_pieces or record.updates[0].started_apart > STARTED_APART:
         return False
     data = record.updates[0].data
     return not data.checked or max(data.full, data.accumulated) < CUT * min(data.full, data.accumulated)
 
 
-def hidden_below_float32(record: Record) -> bool:
-    """Whether runs below float32 leave open, or without a name, what they could compare."""
+def is_hidden_below_float32(record: Record) -> bool:
+    """Whether rounding below float32 hides the outcome, or the cause of a difference."""
     if record.unit <= U32:
         return False
     if record.divergent is not None:
@@ -92,17 +91,15 @@ def hidden_below_float32(record: Record) -> bool:
     return any(update.data.same and update.outcome is Outcome.INCONCLUSIVE for update in record.updates)
 
 
-def parts_of(record: Record) -> int:
-    """Micro-batches per batch of the full-batch run; 0 where that is not known.
-
-    Backward passes count them, unless the window holds some of another optimizer's loss (of a generator's through its
-    critic): then the rows of the first forwards do.
-    """
+def micro_batches_per_batch(record: Record) -> int:
+    """Returns how many micro-batches have the samples of one batch of the full-batch run; 0 if that is not known."""
     first = record.first
     if first is not None and any(set(backward.optimizers) - set(first.optimizers) for backward in first.of(Backward)):
+        # The window has backward passes of another optimizer's loss (a generator's, through its critic), which are not
+        # those of its micro-batches: the rows of the first forwards tell.
         forwards = [windows[0].of(Forward) if windows else () for windows in (record.full_windows, record.windows)]
-        whole_rows, rows = ((calls[0].rows or 0) if calls else 0 for calls in forwards)
-        return whole_rows // rows if rows and whole_rows % rows == 0 else 0
+        full_rows, micro_rows = ((calls[0].rows or 0) if calls else 0 for calls in forwards)
+        return full_rows // micro_rows if micro_rows and full_rows % micro_rows == 0 else 0
     full_backwards = next(
         (window.backwards for window in record.full_windows if first and window.number == first.number), 0
     )
@@ -110,18 +107,17 @@ def parts_of(record: Record) -> int:
     return steps // full_backwards if full_backwards and steps % full_backwards == 0 else 0
 
 
-def orders(full: RecordedRun, accumulated: RecordedRun, *, alike: bool) -> tuple[Order, ...]:
+def possible_orders(full: RecordedRun, accumulated: RecordedRun, *, has_same_rows: bool) -> tuple[Order, ...]:
     """Returns the orders in which ranks may share the samples of a batch, the likelier first.
 
     Args:
         full: The full-batch run.
         accumulated: That of the ranks.
-        alike: Both fed the same rows to their models, so that the rows tell the order. Else the draws are among them,
-            and a replay in the wrong order will have other rows.
+        has_same_rows: Whether both gave the same rows to their models.
     """
     from gaverify.audit.same_data import Matcher  # which needs torch
 
-    if not alike:
+    if not has_same_rows:  # draws are added to them: a replay in the wrong order will have other rows
         return "turns", "blocks"
     last, rows = getattr(accumulated, "ranks", (accumulated,))[-1].rows(1), full.rows(1)
     spot = Matcher(rows).find(range(len(rows)), last[0]) if last else None
@@ -130,7 +126,7 @@ def orders(full: RecordedRun, accumulated: RecordedRun, *, alike: bool) -> tuple
     return ("turns",) if spot.is_scattered else ("blocks",)
 
 
-_NUMBER = re.compile(r"(?<![\w.])\d{1,6}(?![\w.])")
+_NUMBER = re.compile(r"(?<![\w.])\d{1,6}(?![\w.])")  # such as the K that a script is given
 
 
 def audit(request: Request, progress: Progress | None = None) -> AuditReport:
@@ -163,15 +159,16 @@ def audit_again(folder: str) -> AuditReport:
 def _report(request: Request, runner: Runner) -> AuditReport:
     started = time.monotonic()
     audited = _Audit(request, runner)
-    record = audited.events_only() if request.events_only else audited.compare()
-    findings = with_excerpts(findings_for(facts_of_loop(record)))
+    comparison = audited.record_events() if request.events_only else audited.compare()
+    findings = with_excerpts(findings_for(facts_of_loop(comparison.record)))
     timings = {**runner.timings, "total": time.monotonic() - started}
-    return report_of(request, record, findings, runner.summaries, audited.main.closing, timings)
+    closing = comparison.accumulated.closing
+    return report_of(request, comparison.record, findings, runner.summaries, closing, timings)
 
 
 @contextmanager
 def _folder(request: Request) -> Iterator[Path]:
-    """Where the runs write: a folder that goes with the audit, or one that is kept if the audit comes to its end."""
+    """Gives the folder of the runs' records: it is removed with the audit, or kept if that ends without an error."""
     if request.keep is None:
         with working_folder("gaverify-audit-") as folder:
             yield folder
@@ -193,106 +190,119 @@ def _folder(request: Request) -> Iterator[Path]:
         raise
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """A full-batch run, the accumulated run that was compared with it, and what that shows."""
+
+    record: Record
+    full: RecordedRun
+    accumulated: RecordedRun
+    changes: Changes = ()
+    """Of both runs."""
+
+    @property
+    def has_same_samples(self) -> bool:
+        """Whether both runs saw the same samples in their first update."""
+        return bool(self.record.updates) and self.record.updates[0].data.same
+
+    @property
+    def way(self) -> Replay | None:
+        """What both runs replayed; None: nothing."""
+        return next((change.way for change in self.changes if isinstance(change, ReplayData)), None)
+
+
 class _Audit:
-    """The runs of one audit, and what their comparison says."""
+    """Makes the runs of one audit and compares them, again with more changes if that may decide more."""
 
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
-        self._replay: Replay = "samples"
-        self._changes: Changes = ()  # of the runs that are judged
 
-    def events_only(self) -> Record:
-        """One run, its calls alone."""
-        self.main, _ = self._runner.first("events")
-        windows = windows_of(self.main.events)
-        return Record(windows, ledger_of(self.main.events), steps=self._request.steps)
+    def record_events(self) -> _Comparison:
+        """Makes one run, of which only the calls count."""
+        run, changes = self._runner.first("events")
+        record = Record(windows_of(run.events), ledger_of(run.events), steps=self._request.steps)
+        return _Comparison(record, run, run, changes)
 
-    def compare(self) -> Record:
-        """Full batch first, because its draws are dealt to the accumulated run; then the other two side by side."""
+    def compare(self) -> _Comparison:
+        """Compares the runs: as they are, with a replay, in float32, and with a short last window if that is asked for.
+
+        The full-batch run comes first: the others are given its random draws.
+        """
         full, changes = self._runner.first("full")
-        record = self._in_float32(self._compare_with_replay(full, changes))
-        return self._with_tail(record, changes) if self._request.tail else replace(record, epochs=self._epochs())
+        comparison = self._replay(self._compare(full, changes))
+        comparison = self._lift(comparison)
+        if self._request.tail:
+            return self._shorten_epochs(comparison, changes)
+        return replace(comparison, record=replace(comparison.record, epochs=_epochs_text(comparison)))
 
-    def _compare_with_replay(self, full: RecordedRun, changes: Changes) -> Record:
-        """Compares, and again with the data of the full-batch run where that may help."""
-        first = self._against(full, changes)
-        self._changes = changes
-        main, unaligned = self.main, dict(first.unaligned)
-        for way in self._ways(first, full):
-            replaying = (ReplayData(way, parts_of(first)), *changes)
-            record = self._against(self._runner.run("full", *replaying), replaying)
-            if record.updates and record.updates[0].data.same:
-                self._replay, self._changes = way, replaying
-                return record
-            unaligned |= record.unaligned
-        self.main = main
-        return replace(first, unaligned=unaligned)
-
-    def _in_float32(self, record: Record) -> Record:
-        """The same in float32, where rounding below it hides what the loop does; a script may not run so."""
-        if not hidden_below_float32(record):
-            return record
-        main, changes = self.main, merge_changes(self._changes, [ComputeInFloat32(), DisableCompilation()])
-        with suppress(ProblemError):
-            full = self._runner.run("full", *changes, shown_as="float32")
-            float32_record = self._against(full, changes, "float32")
-            if float32_record.updates and not hidden_below_float32(float32_record):
-                record = replace(float32_record, float32=True)
-        self.main = main
-        return record
-
-    def _ways(self, record: Record, full: RecordedRun) -> list[Replay]:
-        """How the runs may be given the same data, what changes least first."""
-        helps, ways = replay_helps(record, full.closing, self.main.closing), list[Replay]()
-        if self._request.has_ranks:  # what their loops draw is dealt to them; their loaders hand out samples as they do
-            if not helps or not (full.closing.draws.in_loop or self.main.closing.draws.in_loop):
-                return []
-            alike = record.updates[0].data.same
-            return [*orders(full, self.main, alike=alike)]
-        if helps:
-            ways.append("samples")
-            if full.closing.loaders:  # their collation may draw, which would be other draws for micro-batches
-                ways.append("batches")
-        if inputs_help(record, full.closing):
-            ways.append("inputs")
-        return ways
-
-    def _epochs(self) -> str:
-        unseen = self.main.closing.loaders and not self.main.closing.epochs
-        cut = "; micro-batches were rows of the full batch's batches, and padded like those"
-        return cut * (self._replay == "batches") + (
-            "; no epoch's end was reached (`--tail` makes one)" if unseen else ""
-        )
-
-    def _with_tail(self, record: Record, changes: Changes) -> Record:
-        """The same runs on epochs that end with a short window, where nothing was found without."""
-        if record.divergent is not None or is_explained(record):
-            return record
-        parts, loaders = parts_of(record), self.main.closing.loaders
-        if parts < 2 or not loaders or self._request.has_ranks:
-            why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
-            why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
-            return replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}")
-        # A whole window, the short one, and the first of the next epoch:
-        self._runner.updates = max(self._request.updates, 3)
-        replay = ReplayData("batches" if self._replay == "batches" else "samples", parts, parts // 2)
-        record = self._against(self._runner.run("full", replay, *changes), (replay, *changes))
-        return replace(record, epochs=f"; with epochs whose last window has {parts // 2} of {parts} micro-batches")
-
-    def _against(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> Record:
-        """Makes the runs that are held against a full-batch run, and compares."""
+    def _compare(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> _Comparison:
+        """Makes the runs that follow a full-batch run, compares, and runs the controls."""
         trial = Trial(self._runner, full, changes, shown_as)
-        self.main = trial.accumulated
         self._runner.progress("comparing", self._runner.done, 3)
         from gaverify.audit.controls import run_controls
 
-        return run_controls(trial, self._record(trial), ranked=self._request.has_ranks)
+        record = run_controls(trial, self._record_of(trial), ranked=self._request.has_ranks)
+        return _Comparison(record, full, trial.accumulated, changes)
 
-    def _record(self, trial: Trial) -> Record:
-        """What the runs show without any control."""
+    def _replay(self, first: _Comparison) -> _Comparison:
+        """Compares again with the data of the full-batch run, if the runs may have seen other samples or draws."""
+        unaligned = dict(first.record.unaligned)
+        for way in self._ways(first):
+            changes = (ReplayData(way, micro_batches_per_batch(first.record)), *first.changes)
+            comparison = self._compare(self._runner.run("full", *changes), changes)
+            if comparison.has_same_samples:
+                return comparison
+            unaligned |= comparison.record.unaligned
+        return replace(first, record=replace(first.record, unaligned=unaligned))
+
+    def _ways(self, first: _Comparison) -> list[Replay]:
+        """Returns what a replay may give, the smallest change first."""
+        record, full, accumulated = first.record, first.full.closing, first.accumulated.closing
+        helps = needs_replay(record, full, accumulated)
+        if self._request.has_ranks:
+            # Only draws of their loops are given to ranks: their own loaders share the samples.
+            if not helps or not (full.draws.in_loop or accumulated.draws.in_loop):
+                return []
+            return [*possible_orders(first.full, first.accumulated, has_same_rows=first.has_same_samples)]
+        ways: list[Replay] = ["samples"] if helps else []
+        if helps and full.loaders:
+            ways.append("batches")  # where the collation draws, micro-batches that are collated anew would draw anew
+        if can_replay_inputs(record, full):
+            ways.append("inputs")
+        return ways
+
+    def _lift(self, comparison: _Comparison) -> _Comparison:
+        """Compares in float32, if rounding below it hides the outcome or the cause; the report is of the first runs."""
+        if not is_hidden_below_float32(comparison.record):
+            return comparison
+        changes = merge_changes(comparison.changes, [ComputeInFloat32(), DisableCompilation()])
+        with suppress(ProblemError):  # a script may not run in float32
+            record = self._compare(self._runner.run("full", *changes, shown_as="float32"), changes, "float32").record
+            if record.updates and not is_hidden_below_float32(record):
+                return replace(comparison, record=replace(record, float32=True))
+        return comparison
+
+    def _shorten_epochs(self, comparison: _Comparison, changes: Changes) -> _Comparison:
+        """Compares on epochs that end with a short window, if nothing was found without."""
+        record, loaders = comparison.record, comparison.accumulated.closing.loaders
+        if record.divergent is not None or is_explained(record):
+            return comparison
+        parts = micro_batches_per_batch(record)
+        if parts < 2 or not loaders or self._request.has_ranks:
+            why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
+            why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
+            return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
+        self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
+        replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
+        tail = self._compare(self._runner.run("full", replay, *changes), (replay, *changes))
+        epochs = f"; with epochs whose last window has {parts // 2} of {parts} micro-batches"
+        return replace(tail, record=replace(tail.record, epochs=epochs))
+
+    def _record_of(self, trial: Trial) -> Record:
+        """Returns what the runs show without any control."""
         from gaverify.audit.judgement import windows_skipped_alike, working_unit  # the first to need torch
 
-        begun = time.monotonic()
+        started = time.monotonic()
         full, accumulated, numbers = trial.full, trial.accumulated, trial.numbers
         record = Record(
             windows_of(accumulated.events, numbers),
@@ -311,5 +321,13 @@ class _Audit:
                 int(word) for argument in self._request.accumulated or () for word in _NUMBER.findall(argument)
             ),
         )
-        self._runner.timings["comparison"] = time.monotonic() - begun
+        self._runner.timings["comparison"] = time.monotonic() - started
         return record
+
+
+def _epochs_text(comparison: _Comparison) -> str:
+    """Returns what the report adds about epochs and padding."""
+    closing = comparison.accumulated.closing
+    padded = "; micro-batches were rows of the full batch's batches, and padded like those"
+    unseen = "; no epoch's end was reached (`--tail` makes one)"
+    return padded * (comparison.way == "batches") + unseen * bool(closing.loaders and not closing.epochs)

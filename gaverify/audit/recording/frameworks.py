@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
 from gaverify.records.frameworks import Framework, FrameworkLoop
+
+Locals = Mapping[str, Any]
+"""The local variables of a function that is running."""
 
 
 class _Loop(NamedTuple):
@@ -15,10 +18,10 @@ class _Loop(NamedTuple):
 
     module: str
     function: str
-    read: Callable[[dict[str, Any]], FrameworkLoop]
+    read: Callable[[Locals], FrameworkLoop]
 
 
-def _of_trainer(local: dict[str, Any]) -> FrameworkLoop:
+def _of_trainer(local: Locals) -> FrameworkLoop:
     trainer, items = local["self"], local.get("num_items_in_batch")
     accepts = getattr(trainer, "model_accepts_loss_kwargs", False) or getattr(trainer, "compute_loss_func", None)
     return FrameworkLoop(
@@ -29,11 +32,11 @@ def _of_trainer(local: dict[str, Any]) -> FrameworkLoop:
     )
 
 
-def _of_accelerator(local: dict[str, Any]) -> FrameworkLoop:
+def _of_accelerator(local: Locals) -> FrameworkLoop:
     return FrameworkLoop(Framework.ACCELERATE, local["self"].gradient_accumulation_steps)
 
 
-def _of_lightning(local: dict[str, Any]) -> FrameworkLoop:
+def _of_lightning(local: Locals) -> FrameworkLoop:
     return FrameworkLoop(Framework.LIGHTNING, local["self"].trainer.accumulate_grad_batches)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gaverify.audit.flow import parts_of
+from gaverify.audit.flow import micro_batches_per_batch
 from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording import graph
@@ -225,12 +225,12 @@ def window(passes: list[list[int]], rows: int) -> Window:
 )
 def test_parts(whole: list[list[int]], part: list[list[int]]) -> None:
     record = Record((window(part, 4),), Ledger((), ()), (window(whole, 16),))
-    assert parts_of(record) == 4
+    assert micro_batches_per_batch(record) == 4
 
 
 def test_rows_that_do_not_divide_tell_nothing() -> None:
     record = Record((window([[CRITIC, GENERATOR]], 5),), Ledger((), ()), (window([[CRITIC]], 16),))
-    assert parts_of(record) == 0
+    assert micro_batches_per_batch(record) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from gaverify.audit.flow import orders
+from gaverify.audit.flow import possible_orders
 from gaverify.audit.recording.graph import ends_in_parameters
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import Inputs, has_loss
@@ -160,11 +160,11 @@ class Fed:
 )
 def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> None:
     ranks = Fed([SAMPLES_ORDERING[:2]]), Fed([second])
-    assert orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), alike=True) == order  # type: ignore[arg-type]
+    assert possible_orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), has_same_rows=True) == order  # type: ignore[arg-type]
 
 
 def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
-    assert orders(Fed([]), Fed([]), alike=False) == ("turns", "blocks")  # type: ignore[arg-type]
+    assert possible_orders(Fed([]), Fed([]), has_same_rows=False) == ("turns", "blocks")  # type: ignore[arg-type]
 
 
 class TestGiven:
