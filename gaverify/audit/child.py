@@ -1,7 +1,7 @@
 """The processes that run the user's script: as `python script.py` would, with the recorder in place.
 
-A process that a launcher started enters as soon as it has imported torch. It may be a rank, the launcher's own agent, a
-parent of ranks, a worker of a data loader: all are recorded alike, and only those that step leave a closing record.
+A process that a launcher starts is recorded from the moment it has imported torch. It may be a rank, the launcher's own
+agent, a parent of ranks, or a worker of a data loader. Only processes that step leave a closing record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(path: str) -> NoReturn:
     if job.world is not None:
         os.environ |= torchrun_variables(*job.world)
     try:
-        _keep_from_others(job, folder)
+        _protect_files(job, folder)  # before torch starts threads: a private view needs a process with one
     except BaseException as error:
         _give_up(error, folder)
     if job.command.launcher:
@@ -64,31 +64,31 @@ def main(path: str) -> NoReturn:
             status = SCRIPT_FAILED
             _write_error(folder, f"it left Python with sys.exit({error.code!r})")
     except BaseException as error:
-        _note(error, folder)
+        _write_failure(error, folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED
     recorder.finish(reason, status, code)
     raise AssertionError("the recorder ends the process")
 
 
-def _keep_from_others(job: Job, folder: Path) -> None:
-    """Sees to it that the run changes no file of the user's or of another run; before torch starts its threads."""
+def _protect_files(job: Job, folder: Path) -> None:
+    """Keeps the run from changing files of the user or of another run."""
     from gaverify.audit.outputs import IMPOSSIBLE, enter, shared_folders
 
     if job.files == "view":
         command = job.command
         needed = [Path.cwd()] if command.module else [Path.cwd(), Path(command.script).resolve().parent]
-        together = [] if command.launcher else _meeting(job)  # the processes of a launcher share this view
-        reason = enter(folder, [*shared_folders(), *together], needed)
+        meeting = [] if command.launcher else _meeting_folder(job)  # the processes of a launcher share this view
+        reason = enter(folder, [*shared_folders(), *meeting], needed)
         if reason:
             with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
                 (folder / "no-view.txt").write_text(reason, encoding="utf-8")
             os._exit(IMPOSSIBLE)
     elif job.files == "guard" and not job.command.launcher:
-        _keep_under_guard(job, folder)
+        _guard_files(job, folder)
 
 
-def _keep_under_guard(job: Job, folder: Path) -> None:
-    """Ends this process, whose folder is given, before it changes a file that was there before the run."""
+def _guard_files(job: Job, folder: Path) -> None:
+    """Ends this process, which writes to a folder, before it changes a file that was there before the run."""
     from gaverify.audit.outputs import Guard, shared_folders, tell_of_saving
 
     def note_refusal(name: str) -> None:
@@ -97,16 +97,16 @@ def _keep_under_guard(job: Job, folder: Path) -> None:
         (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
 
     tell_of_saving()
-    Guard(folder, [*shared_folders(), *_meeting(job)], note_refusal).install()
+    Guard(folder, [*shared_folders(), *_meeting_folder(job)], note_refusal).install()
 
 
-def _meeting(job: Job) -> list[Path]:
-    """The folder that the ranks of a run see alike, where there are several."""
+def _meeting_folder(job: Job) -> list[Path]:
+    """Returns the folder that all ranks of a run see; none for a single process."""
     return [job.meeting] if job.meeting is not None else []
 
 
 def _launch(job: Job, path: Path) -> NoReturn:
-    """Becomes the launcher, all of whose Python processes enter the recorder."""
+    """Replaces this process by the launcher; every Python that it starts records itself."""
     command, (first, *words) = job.command, job.command.launcher
     words = [find_program(first), *words, *(["-m"] if command.module else []), command.script, *command.arguments]
     os.environ |= entry_variables(path, os.environ)
@@ -114,26 +114,24 @@ def _launch(job: Job, path: Path) -> NoReturn:
 
 
 def _give_up(error: BaseException, folder: Path) -> NoReturn:
-    """Ends this process for a fault of ours, or for a full disk."""
+    """Ends this process for a fault of gaverify, or for a full disk."""
     os._exit(note_fault(error, folder))
 
 
 def _write_error(folder: Path, text: str) -> None:
-    """Notes how the script failed; ends this process where the disk has no room for that."""
+    """Writes how the script failed; ends this process if the disk has no room for that."""
     try:
         (folder / ERROR).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         _give_up(error, folder)
 
 
-def _note(error: BaseException, folder: Path) -> None:
-    """Notes why the script failed; ends this process where the recorder did.
-
-    What torch or the script raise in a recorded call ends in their own frames, as does the syntax of a source that was
-    compiled here.
-    """
+def _write_failure(error: BaseException, folder: Path) -> None:
+    """Writes why the script failed; ends this process if the recorder failed."""
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    # The last frame tells who raised: torch and the script, called by the recorder, have frames of their own. A source
+    # with wrong syntax has none, and is compiled in this file.
     last = frames[-1].filename if frames and not isinstance(error, SyntaxError) else ""
     if last.startswith(package) and last != __file__:
         _give_up(error, folder)
@@ -141,14 +139,14 @@ def _note(error: BaseException, folder: Path) -> None:
 
 
 def install_recorder(job: Job, folder: Path) -> Recorder:
-    """Returns the recorder of this process, in its place between the script and torch."""
+    """Puts a recorder with the run's changes between the script and torch, and returns it."""
     from gaverify.audit.recording.patches import install
     from gaverify.audit.recording.recorder import Recorder
     from gaverify.audit.recording.storage import Storage
     from gaverify.tracebacks import set_home
 
     recorder, command = Recorder(job, Storage(folder)), job.command
-    for change in job.changes:
+    for change in job.changes:  # before the patches, which ask the recorder what they replace
         change.install(recorder)
     install(recorder)
     set_home(os.getcwd() if command.module else os.path.dirname(os.path.abspath(command.script)))
@@ -156,7 +154,7 @@ def install_recorder(job: Job, folder: Path) -> Recorder:
 
 
 def _seed(seed: int | None) -> None:
-    """Seeds what a script seeds that wants to be repeated: Python's generator, NumPy's and torch's."""
+    """Seeds Python's generator, NumPy's and torch's, as scripts do to be repeatable; None: seeds none."""
     if seed is None:
         return
     import importlib.util
@@ -184,7 +182,7 @@ def _run(command: Command, edits: Edits) -> None:
     if os.path.isdir(script):
         runpy.run_path(script, run_name="__main__")
         return
-    # Not runpy.run_path: it takes the module away again, and pickled functions of the script could not be found.
+    # Not runpy.run_path: it removes the module in the end, and functions of the script could not be pickled.
     main = types.ModuleType("__main__")
     main.__file__ = script
     main.__dict__["__builtins__"] = __builtins__
@@ -201,7 +199,7 @@ def _first_on_path(folder: str) -> None:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """The traceback without the frames that led to the script and, if it has any of its own, without libraries'."""
+    """Returns the traceback without frames before the script, and without libraries' if the script has frames."""
     from gaverify.tracebacks import Owner, owner_of
 
     trace = traceback.TracebackException.from_exception(error)
@@ -215,7 +213,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def enter(path: str) -> None:
-    """Records this process, which a launcher started, from here on; given the file of its run's job."""
+    """Records this process from here on, which a launcher has started; `path` is the file of the launcher's job."""
     run_job = Job.read(Path(path))
     try:
         folder = folder_for(Path(run_job.folder), os.getpid())
@@ -224,23 +222,23 @@ def enter(path: str) -> None:
     job = replace(run_job, folder=str(folder))
     try:
         if job.files == "guard":
-            _keep_under_guard(job, folder)
+            _guard_files(job, folder)
         recorder = install_recorder(job, folder)
         _seed(job.command.seed)
     except BaseException as error:
         _give_up(error, folder)
-    _tell_of_failures(folder)
+    _report_failures(folder)
     atexit.register(_close_record, recorder, os.getpid())
 
 
-def _tell_of_failures(folder: Path) -> None:
+def _report_failures(folder: Path) -> None:
     original, process = sys.excepthook, os.getpid()
 
     def note_failure(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() == process and not isinstance(error, KeyboardInterrupt):
             from gaverify.audit.recording.values import place_in_group
 
-            _note(error, folder)
+            _write_failure(error, folder)
             rank, ranks = place_in_group()
             if ranks > 1:
                 (folder / RANK).write_text(str(rank), encoding="ascii")
@@ -250,7 +248,7 @@ def _tell_of_failures(folder: Path) -> None:
 
 
 def _close_record(recorder: Recorder, process: int) -> None:
-    """Writes the closing record of a process that ends before all updates are made; its exit status stays its own."""
+    """Writes the closing record of a process that ends before all updates are made; its exit status stays."""
     if os.getpid() == process and recorder.steps and not (recorder.storage.folder / ERROR).exists():
         try:
             recorder.close(Ending.SCRIPT)

@@ -167,7 +167,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
     losses.
     """
     update, right = record.divergent, multipliers_of(record)
-    shares = trial.shares(record, right)
+    shares = trial.factors_of_passes(record, right)
     has_control = record.overwritten is not None or record.weighed is not None
     if update is None or not shares or has_control or record.ranks > 1:
         return record

@@ -379,7 +379,7 @@ class CouplingBench:
     def run_weighted(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
         """Makes the accumulated run with the weights that fit the difference left, and the same pins."""
         # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
-        shares = self._trial.shares(self.record, fit.multipliers) if self.record.ranks == 1 else ()
+        shares = self._trial.factors_of_passes(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
             control_run = self._run_accumulated(runs.full, runs.pins, first, WeightMicroBatches(shares))
             self.weighed = compare_weighed_run(runs.full, control_run, self.record)

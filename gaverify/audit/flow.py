@@ -219,7 +219,7 @@ class _Audit:
 
     def record_events(self) -> _Comparison:
         """Makes one run, of which only the calls count."""
-        run, changes = self._runner.first("events")
+        run, changes = self._runner.make_first("events")
         record = Record(windows_of(run.events), ledger_of(run.events), steps=self._request.steps)
         return _Comparison(record, run, run, changes)
 
@@ -228,7 +228,7 @@ class _Audit:
 
         The full-batch run comes first: the others are given its random draws.
         """
-        full, changes = self._runner.first("full")
+        full, changes = self._runner.make_first("full")
         comparison = self._replay(self._compare(full, changes))
         comparison = self._lift(comparison)
         if self._request.tail:

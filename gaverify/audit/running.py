@@ -1,4 +1,7 @@
-"""Runs of the script for one audit: their jobs, the processes, and what they left."""
+"""Makes the runs of one audit: plans them, gives each process its job, and reads what they recorded.
+
+A `Runner` makes runs. A `Trial` is a full-batch run with the runs that follow it, and plans their controls.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Runner:
-    """Runs the script as an audit asks for it, and keeps account of it.
+    """Runs the script with what the user asked for, and keeps a summary of every run.
 
     Args:
         request: What the user asked for.
         folder: Where the runs write.
-        progress: Told what runs now, how many runs are over, and how many there are as a rule.
-        again: The runs were made before: only read what they left.
+        progress: Called with what runs now, how many runs are over, and how many there are as a rule.
+        reuse_records: Make no runs, and read those that an earlier audit made in the folder.
     """
 
     request: Request
@@ -57,14 +60,14 @@ class Runner:
         self.summaries: list[RunSummary] = []
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
-        self.done, self._last = 0, -1  # how many processes have ended, and the number of the last run
+        self.done, self._last = 0, -1  # processes that have ended, and the number of the last run
         self._files: Files = "in-place" if self.request.in_place else "view"
 
-    def first(self, role: Role) -> tuple[RecordedRun, Changes]:
-        """Returns the run that all others are held against, and the changes with which it could be recorded.
+    def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
+        """Makes the first run of an audit, and returns it with the changes that were needed to record it.
 
-        A script whose steps were not seen is run again: without compilation where it compiles, else by the change of
-        its weights. So is one whose random draws were out of sight, in a way that shows them.
+        It is made again if its steps were not seen: without compilation, or with changed weights as steps. So it is if
+        kernels or compiled graphs made random draws, which cannot be replayed.
 
         Raises:
             ProblemError: It failed, or trained in several processes without being asked to.
@@ -86,7 +89,7 @@ class Runner:
         return run, changes
 
     def run(self, role: Role, *changes: Change, shown_as: str = "") -> RecordedRun:
-        """Makes a run that follows no other.
+        """Makes one run that follows no other.
 
         Raises:
             ProblemError: It failed, or did not train.
@@ -106,8 +109,8 @@ class Runner:
         Args:
             role: Its role.
             changes: What it does otherwise.
-            source: The full-batch run that it follows; where that has ranks, each of its own follows one of them and
-                is dealt the draws of all.
+            source: The full-batch run that it follows; if that has ranks, each rank follows one of them, and is given
+                the draws of all.
             updates: Updates to record; None: as many as the audit compares.
             shown_as: How the report calls it.
         """
@@ -169,22 +172,23 @@ class Runner:
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
     def _children(self, groups: Sequence[list[Job]]) -> list[Child]:
-        """Two runs side by side, or one after the other where they would write into the same folder."""
+        """Returns the processes of all jobs, which have ended."""
         if self.reuse_records:
             return [Child.read(Path(job.folder)) for jobs in groups for job in jobs]
+        # Runs without a private view of files may write into the same folder: one after the other.
         children, at_once = list[Child](), 2 if self._files == "view" else 1
         try:
             for at in range(0, len(groups), at_once):
                 jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
                 children += run_jobs(jobs, self.request.timeout, lambda what: self.progress(what, self.done, 3))
             return children
-        except NoView:
+        except NoView:  # this system has none: all runs of the audit are guarded
             self._files = "guard"
             return self._children([[replace(job, files="guard") for job in jobs] for jobs in groups])
 
 
 class Trial:
-    """A full-batch run and what is held against it: the same with moved weights, and the accumulated run.
+    """A full-batch run and the runs that follow it: the accumulated run, and the full batch with perturbed weights.
 
     Args:
         runner: Makes the runs.
@@ -233,11 +237,12 @@ class Trial:
 
     def full_batch_control(self, *changes: Change, updates: int | None = None, shown_as: str = "") -> Run:
         """Returns a full-batch run that follows the trial's: it is given the same samples, and is led."""
+        # `parts` is the accumulated run's: a full-batch run is given whole batches
         whole_batches = [replace(change, parts=1) for change in self.changes if isinstance(change, ReplayData)]
         return self.control("full", *whole_batches, *changes, source=self.full, updates=updates, shown_as=shown_as)
 
     def perturbed_control(self, seed: int = 0, *changes: Change) -> Run:
-        """Returns a full-batch run with moved weights, in directions that the seed gives."""
+        """Returns a full-batch run with weights moved by their roundoff, in directions that the seed gives."""
         unit, has_modules = self.full.closing.arithmetic.unit, bool(self.full.closing.models.classes)
         perturbation = PerturbWeights(unit, seed, at_optimizer=not has_modules)
         return self.full_batch_control(perturbation, *changes)
@@ -250,18 +255,18 @@ class Trial:
         """
         return self.runner.record(control)[0]
 
-    def shares(self, record: Record, right: Sequence[float]) -> Shares:
-        """Returns what each backward pass multiplies its loss by, for weights in the first update that differs.
+    def factors_of_passes(self, record: Record, weights: Sequence[float]) -> Shares:
+        """Returns the factor on the loss of every backward pass: `weights` in the first update that differs, else 1.
 
-        Empty where its passes are not those that the weights are of.
+        Empty if the update has another number of passes.
         """
         window = record.window_of(record.divergent.number) if record.divergent is not None else None
         passes = [id(event) for event in self.accumulated.events if isinstance(event, Backward)]
-        own_passes = [id(event) for event in window.of(Backward)] if window is not None else []
-        if not right or len(own_passes) != len(right) or not set(own_passes) <= set(passes):
+        passes_of_update = [id(event) for event in window.of(Backward)] if window is not None else []
+        if not weights or len(passes_of_update) != len(weights) or not set(passes_of_update) <= set(passes):
             return ()
-        times = dict(zip(own_passes, right, strict=True))
-        return (tuple(times.get(event, 1.0) for event in passes),)
+        factors = dict(zip(passes_of_update, weights, strict=True))
+        return (tuple(factors.get(event, 1.0) for event in passes),)
 
     def repeat_with(self, *changes: Change, shown_as: str) -> Trial:
         """Makes all three runs again, with more changes."""
@@ -275,7 +280,13 @@ class Trial:
         unclipped: bool = False,
         extra_perturbed: Sequence[tuple[RecordedRun, float]] = (),
     ) -> tuple[UpdateComparison, ...]:
-        """Compares every update of the runs; `own_run` takes the place of the accumulated one."""
+        """Compares every update of the runs.
+
+        Args:
+            own_run: Stands for the accumulated run, if given.
+            unclipped: Compare gradients as they are before they are clipped.
+            extra_perturbed: More runs with perturbed weights, and the factors on their losses.
+        """
         from gaverify.audit.judgement import compare_updates
 
         runs = self.full, self.perturbed, own_run or self.accumulated
@@ -286,9 +297,8 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     replay = job.find(ReplayData)
-    replayed = {"inputs": "inputs", "batches": "batches and draws"}.get(
-        replay.way if replay else "", "samples and draws"
-    )
+    words = {"inputs": "inputs", "batches": "batches and draws"}
+    replayed = words.get(replay.way, "samples and draws") if replay else ""
     ended = " ".join(filter(None, (run.closing.ending.value, run.closing.exit_code)))
     notes = {
         "without compilation": job.find(DisableCompilation),

@@ -98,7 +98,7 @@ class _StateBench:
 
     def run_weighted(self, state: State, fit: WeightFit) -> ControlRun | None:
         """Returns the control with the blamed values restored and the weights that fit then on the losses."""
-        shares = self._trial.shares(self._record, fit.multipliers)
+        shares = self._trial.factors_of_passes(self._record, fit.multipliers)
         names = tuple(change.name for change in state.blamed)
         if not shares:
             return None

@@ -47,7 +47,7 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     first_half = update.backwards // 2
     second_half = update.backwards - first_half
     factors = [(a,) * first_half + (b,) * second_half for a, b in ((_FACTOR, 1.0), (1.0, _FACTOR), (_FACTOR, _FACTOR))]
-    shares = [trial.shares(record, each) for each in factors]
+    shares = [trial.factors_of_passes(record, each) for each in factors]
     if not difference_of_sums <= record.tolerance or not all(shares):
         return record
     runs = trial.runner.record(
