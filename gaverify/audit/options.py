@@ -41,6 +41,10 @@ class Kind:
         """Returns the value of a request's field; a sentence about words that spell none goes to `problems`."""
         return words
 
+    def check(self, flag: str, value: Any) -> str:
+        """Returns what is wrong with a field's value; empty: nothing."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Flag(Kind):
@@ -60,13 +64,19 @@ class Flag(Kind):
         return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Number(Kind):
     """A number."""
 
+    example: int
+    """A right number, which messages offer."""
+    accepts: Callable[[float], bool]
+    """Whether a number is right."""
+    limits: str
+    """What is wrong with a number that is not."""
     convert: Callable[[str], int | float] = int
     wanted: str = "a whole number"
-    example: int = 1
+    """What is wanted in place of a word that is no number."""
 
     def read(self, flag: str, words: Any, problems: list[str]) -> Any:
         """Returns the number."""
@@ -75,6 +85,12 @@ class Number(Kind):
         except ValueError:
             problems.append(f"{flag} {words!r} is not {self.wanted}; write `{flag} {self.example}`")
             return None
+
+    def check(self, flag: str, value: Any) -> str:
+        """Returns what is wrong with a number that was given; empty: nothing."""
+        if value is None or self.accepts(value):
+            return ""
+        return f"{flag} {f'{value:g}' if isinstance(value, float) else value}: {self.limits}"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ _EVENTS = (
     "One run, the order of its calls alone: exit code 0 where no fault is found in it, 1 where one is, 3 where no "
     "update was seen. With --updates 0 to the script's end."
 )
+_SEED = "give a whole number from 0 to 2^32 - 1, as NumPy takes it"
+_RANKS = "one process is what an audit runs without it; write 2 or more"
 _VARIABLES = Assignments("K=V", example="CUDA_VISIBLE_DEVICES=0")
 _VALUES = Assignments("NAME=VALUE", example="BATCH_SIZE=4")
 _LAUNCHER = Quoted('"WORDS"', empty='write a command, such as {flag} "torchrun --nproc-per-node 2"')
@@ -69,28 +71,46 @@ class Request:
     both_set: tuple[tuple[str, str], ...] = option(_VALUES, "The same for every run.", "--set", default=())
     """(name, replacement) pairs for values in every run's source."""
     seed: int | None = option(
-        Number("N", example=0), "Seed Python, NumPy and torch before the script starts.", "--seed"
+        Number("N", example=0, accepts=lambda seed: 0 <= seed < 2**32, limits=_SEED),
+        "Seed Python, NumPy and torch before the script starts.",
+        "--seed",
     )
     """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
     updates: int = option(
-        Number("M", example=2), f"Optimizer updates to record.  [{_UPDATES}]", "--updates", default=_UPDATES
+        Number("M", example=2, accepts=lambda updates: updates >= 1, limits="record at least one update"),
+        f"Optimizer updates to record.  [{_UPDATES}]",
+        "--updates",
+        default=_UPDATES,
     )
     """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
-    steps: int | None = option(Number("K"), "Backward passes that each update should have.  [found out]", "--steps")
+    steps: int | None = option(
+        Number("K", example=1, accepts=lambda steps: steps >= 1, limits="K is at least 1"),
+        "Backward passes that each update should have.  [found out]",
+        "--steps",
+    )
     """K, the backward passes that each update should have; None: the user did not say."""
     events_only: bool = option(Flag(), _EVENTS, "--events-only", default=False)
     """Make one run with the common arguments; check its calls, compare no gradients."""
     tail: bool = option(Flag(), "Also audit epochs that end with a short window.", "--tail", default=False)
     """Also audit an epoch that ends with a short window."""
     timeout: float = option(
-        Number("S", convert=float, wanted="a number of seconds", example=600),
+        Number(
+            "S",
+            example=600,
+            accepts=lambda seconds: seconds > 0,
+            limits="give a positive number of seconds",
+            convert=float,
+            wanted="a number of seconds",
+        ),
         f"Seconds until a run is ended.  [{_TIMEOUT:g}]",
         "--timeout",
         default=_TIMEOUT,
     )
     """Seconds until a run is ended."""
     ranks: int | None = option(
-        Number("R", example=2), "Run the accumulated run in R processes, as torchrun would.", "--ranks"
+        Number("R", example=2, accepts=lambda ranks: ranks >= 2, limits=_RANKS),
+        "Run the accumulated run in R processes, as torchrun would.",
+        "--ranks",
     )
     """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""
     launcher: tuple[str, ...] = option(
@@ -172,14 +192,9 @@ class Request:
         problems = [*self._conflicts(), *self.problems, *self._script_problems(self.target)]
         if self.full_script is not None:
             problems += self._script_problems(self.full_script)
-        if self.updates < (0 if self.events_only else 1):
-            problems.append(phrase("request.updates", updates=self.updates))
-        if self.steps is not None and self.steps < 1:
-            problems.append(phrase("request.steps", steps=self.steps))
-        if not self.timeout > 0:
-            problems.append(phrase("request.timeout", timeout=self.timeout))
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            problems.append(phrase("request.seed", seed=self.seed))
+        # without gradients an audit may watch the script to its end
+        values = {**vars(self), "updates": self.updates or 1} if self.events_only else vars(self)
+        problems += filter(None, (entry.kind.check(entry.flag, values[name]) for name, entry in OPTIONS.items()))
         if self.keep is not None and os.path.lexists(self.keep):
             if not os.path.isdir(self.keep):
                 problems.append(phrase("request.keep-file", keep=self.keep))
@@ -209,8 +224,6 @@ class Request:
     def _rank_problems(self) -> list[str]:
         option = "--launcher" if self.launcher else "--ranks"
         problems = []
-        if self.ranks is not None and self.ranks < 2:
-            problems.append(phrase("request.ranks", ranks=self.ranks))
         world = os.environ.get("WORLD_SIZE", "1")
         if not self.has_ranks and world.isdigit() and int(world) > 1:
             problems.append(phrase("request.world", world=world, others=int(world) - 1))

@@ -16,6 +16,7 @@ import torch
 
 from gaverify import checkup
 from gaverify.cli import COMMANDS, cli, main
+from gaverify.cli.auditing import audit
 from gaverify.cli.options import HELP_GROUPS
 from gaverify.cli.streams import pause_collector
 from gaverify.records.comparison import Outcome
@@ -110,6 +111,12 @@ def test_completion(words: str, offered: list[str]) -> None:
         env={**os.environ, **variables, "_GAVERIFY_COMPLETE": "bash_complete", "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout.split()) == (0, [f"plain,{word}" for word in offered])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("script", "file"), ("full_script", "file"), ("keep", "dir")])
+def test_the_shell_completes_paths_of_an_audit(name: str, kind: str) -> None:
+    (parameter,) = [parameter for parameter in audit.params if parameter.name == name]
+    assert [item.type for item in parameter.shell_complete(click.Context(audit), "t")] == [kind]
 
 
 def test_completion_offers_every_loss() -> None:
