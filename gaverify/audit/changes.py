@@ -188,21 +188,21 @@ class DifferentiateGathers(Change):
 
 
 @dataclass(frozen=True)
-class FreezeBuffers(Change):
+class UseEvaluationMode(Change):
     """Runs the modules that hold these buffers in evaluation mode, with their current statistics."""
 
-    names: tuple[str, ...]
-    """Of the buffers, each `model:name`."""
+    buffers: tuple[str, ...]
+    """Names of the buffers, each `model:name`."""
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
         from gaverify.audit.recording.control import use_evaluation_mode
 
-        def freeze(_: nn.Module) -> AbstractContextManager[None]:
-            buffers = [value for name, value in recorder.names.buffers().items() if name in self.names]
+        def evaluate(_: nn.Module) -> AbstractContextManager[None]:
+            buffers = [value for name, value in recorder.names.buffers().items() if name in self.buffers]
             return use_evaluation_mode(buffers, recorder.names.models)
 
-        recorder.control.forwards.append(freeze)
+        recorder.control.forwards.append(evaluate)
 
 
 @dataclass(frozen=True)

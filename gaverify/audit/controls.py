@@ -20,10 +20,10 @@ from gaverify.audit.changes import (
     ClearGradients,
     DifferentiateGathers,
     DifferentiateTerm,
-    FreezeBuffers,
     ScaleLosses,
     SynchroniseGradients,
     UndoSteps,
+    UseEvaluationMode,
     WeightMicroBatches,
 )
 from gaverify.audit.coupling_controls import find_coupling
@@ -188,8 +188,8 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
     steps = record.expected(first) if first is not None else None
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_UNDONE:
         return record
-    frozen_run = trial.run(trial.control("accumulated", UndoSteps(), updates=steps, led=False))
-    samples = [frozen_run.samples(round_) for round_ in rounds_of(frozen_run.events)[:steps]]
+    run_undone = trial.run(trial.control("accumulated", UndoSteps(), updates=steps, led=False))
+    samples = [run_undone.samples(round_) for round_ in rounds_of(run_undone.events)[:steps]]
     increments_by_step = [
         # a step inside the backward pass may clear gradients before they are seen: then those that it used count
         sample.increments if _has_increments(sample) else [sample.of("final")]
@@ -340,7 +340,7 @@ def control_ranks(trial: Trial, record: Record) -> Record:
     elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients()))
     elif ranks.at_fault and ranks.buffers_apart:
-        ranks = replace(ranks, frozen_control=difference_left(FreezeBuffers(ranks.buffers_apart), also_full=True))
+        ranks = replace(ranks, frozen_control=difference_left(UseEvaluationMode(ranks.buffers_apart), also_full=True))
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
         ranks = replace(ranks, gather_control=difference_left(DifferentiateGathers()))
     elif ranks.at_fault:

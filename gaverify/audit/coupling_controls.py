@@ -20,8 +20,8 @@ import torch
 from gaverify.audit.changes import (
     Change,
     DisableCompilation,
-    FreezeBuffers,
     PinModules,
+    UseEvaluationMode,
     WatchModules,
     WeightMicroBatches,
 )
@@ -330,7 +330,7 @@ PairsOfRanks = Sequence[Sequence[Pair | None]]
 class Pins:
     """What both runs of a control do as the full batch did."""
 
-    frozen: tuple[str, ...] = ()
+    evaluated: tuple[str, ...] = ()
     """Buffers whose modules run in evaluation mode."""
     modules: tuple[str, ...] = ()
     """Paths of code whose outputs and input gradients are the full batch's."""
@@ -407,7 +407,7 @@ class CouplingBench:
 
     def depends_on_other_rows(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
         """Whether a loss gives half of the rows other gradients when the values of the other half change."""
-        moved = self._run("full", Pins(runs.pins.frozen), WatchModules(level))
+        moved = self._run("full", Pins(runs.pins.evaluated), WatchModules(level))
         return depends_on_other_rows(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
 
     def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
@@ -434,7 +434,7 @@ class CouplingBench:
         self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
     ) -> RecordedRun:
         every_change = [DisableCompilation(), WatchModules()]
-        every_change += [FreezeBuffers(pins.frozen)] if pins.frozen else []
+        every_change += [UseEvaluationMode(pins.evaluated)] if pins.evaluated else []
         every_change += [PinModules(pins.modules, rows, self._factor_of_gradients)] if pins.modules else []
         every_change += changes
         number = self.update.number
@@ -467,7 +467,7 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
             runs = bench.run_both(pins, first)
         control = bench.control(runs, what, kind)
         statistics = suspect.statistics or kind is ControlKind.FROZEN
-        control = replace(control, modules=_owners(pins.frozen) if kind is ControlKind.FROZEN else ())
+        control = replace(control, modules=_owners(pins.evaluated) if kind is ControlKind.FROZEN else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
             bench.run_weighted(runs, control.fit, first)
@@ -515,19 +515,19 @@ def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]
         writers = {at: names for at, names in writers.items() if kinds[at] in {kinds[path], *_WITH_STATISTICS}}
         names = {f"{path}.{name}" if path else name for path, members in writers.items() for name in members}
         steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
-        frozen = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
-        if frozen:
-            return replace(pins, frozen=frozen), _describe_modules(frozen), ControlKind.FROZEN
+        buffers = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
+        if buffers:
+            return replace(pins, evaluated=buffers), _describe_modules(buffers), ControlKind.FROZEN
     what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
     return replace(pins, modules=(*pins.modules, path)), what, ControlKind.FULL_BATCH
 
 
-def _owners(frozen: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in frozen))
+def _owners(buffers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in buffers))
 
 
-def _describe_modules(frozen: tuple[str, ...]) -> str:
-    owners = _owners(frozen)
+def _describe_modules(buffers: tuple[str, ...]) -> str:
+    owners = _owners(buffers)
     if len(owners) > 3:
         return f"`{owners[0]}` and {len(owners) - 1} other modules with statistics in evaluation mode"
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"

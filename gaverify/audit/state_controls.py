@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gaverify.audit.changes import Change, DisableCompilation, FreezeBuffers, RestoreState, WeightMicroBatches
+from gaverify.audit.changes import Change, DisableCompilation, RestoreState, UseEvaluationMode, WeightMicroBatches
 from gaverify.audit.job import Role
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
@@ -50,7 +50,7 @@ def control_state(trial: Trial, record: Record) -> Record:
         if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
             lines = {value.name: value.line for value in changed_values}
             blamed = tuple(replace(each, writer=_writer_of(each.name, lines.get(each.name))) for each in suspects)
-            is_repair = suspect_control.rounding and not bench.frozen
+            is_repair = suspect_control.rounding and not bench.evaluated
             state = State(
                 changes,
                 suspect_control,
@@ -59,7 +59,7 @@ def control_state(trial: Trial, record: Record) -> Record:
                 math.nan if is_repair else bench.difference_of_state,
             )
             weighed = record.weighed if suspect_control.fit is None else bench.run_weighted(state, suspect_control.fit)
-            return replace(record, state=state, coupling=record.coupling if bench.frozen else (), weighed=weighed)
+            return replace(record, state=state, coupling=record.coupling if bench.evaluated else (), weighed=weighed)
     return record
 
 
@@ -68,8 +68,8 @@ class _StateBench:
 
     def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
         self._trial, self._record, self._update = trial, record, update
-        self.frozen = self._buffers_to_freeze()
-        self._full = self._run("full") if self.frozen else trial.full
+        self.evaluated = self._buffers_to_evaluate()
+        self._full = self._run("full") if self.evaluated else trial.full
 
     @property
     def _coupling_control(self) -> ControlRun | None:
@@ -77,7 +77,7 @@ class _StateBench:
         control = self._record.coupling[-1].control if self._record.coupling else None
         return control if control is not None and control.kind is ControlKind.FROZEN else None
 
-    def _buffers_to_freeze(self) -> tuple[str, ...]:
+    def _buffers_to_evaluate(self) -> tuple[str, ...]:
         """Returns the buffers of the layers whose evaluation mode removes a part of the difference."""
         control = self._coupling_control
         if control is None:
@@ -90,8 +90,8 @@ class _StateBench:
         return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
 
     def _run(self, role: Role, *changes: Change, source: RecordedRun | None = None) -> RecordedRun:
-        frozen = [FreezeBuffers(self.frozen)] if self.frozen else []
-        every_change = (*frozen, DisableCompilation(), *changes)
+        evaluation = [UseEvaluationMode(self.evaluated)] if self.evaluated else []
+        every_change = (*evaluation, DisableCompilation(), *changes)
         number = self._update.number
         control = self._trial.control(role, *every_change, source=source, updates=number, shown_as="state")
         return self._trial.run(control)
@@ -108,7 +108,7 @@ class _StateBench:
     @property
     def difference_of_state(self) -> float:
         """The difference that is left without other causes: with layers in evaluation mode, or the best weights."""
-        control = self._coupling_control if self.frozen else None
+        control = self._coupling_control if self.evaluated else None
         if control is not None:
             return control.left
         fit = self._update.fit
@@ -125,12 +125,12 @@ class _StateBench:
         difference = gradient_difference(self._full, run, update=number)
         is_rounding = difference <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)
         fit = None
-        if not is_rounding and not self.frozen:
+        if not is_rounding and not self.evaluated:
             round_ = rounds_of(run.events)[number - 1]
             fit = fit_of(self._full.samples(round_), run.samples(round_))
             fit = fit if fit is not None and _explains_more(fit, self._update.fit, tolerance) else None
         what = "state restored before each micro-batch"
-        coupling_control = self._coupling_control if self.frozen else None
+        coupling_control = self._coupling_control if self.evaluated else None
         if coupling_control is not None:
             what += f", and with {coupling_control.what}"
         control = ControlRun(what, difference, is_rounding, fit, ControlKind.STATE_RESTORED)
