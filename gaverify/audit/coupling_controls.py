@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,6 +72,7 @@ def pairs_of(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> li
     counts: Counter[frozenset[str]] = Counter()
     for prints, forward in zip(accumulated.rows(update), micro_forwards, strict=False):
         names = _names(forward)
+        # the same model, by its modules: addresses differ between the runs
         among = [at for at, full_forward in enumerate(full_forwards) if _names(full_forward) == names]
         counts[names] += 1
         if not among:
@@ -111,6 +112,15 @@ def outputs_of(run: RecordedRun) -> list[Forward]:
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
 
 
+class _CallDifference(NamedTuple):
+    """How the outputs of one call of a module differ, over all micro-batches."""
+
+    largest: float
+    samples: int
+    full_call: ModuleCall
+    micro_call: ModuleCall
+
+
 def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     """Returns the first call whose inputs agree row by row and whose outputs do not; None if there is none.
 
@@ -118,7 +128,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
     micro-batches differ, the cause is state from earlier ones, not the other samples.
     """
     allowed = difference_allowed(unit)
-    differing: dict[tuple[int, CallKey], tuple[float, int, ModuleCall, ModuleCall]] = {}
+    differing: dict[tuple[int, CallKey], _CallDifference] = {}
     agree_at_first: set[tuple[int, CallKey]] = set()
     differ_at_first: set[tuple[int, CallKey]] = set()
     models_seen: set[tuple[int, int]] = set()
@@ -131,19 +141,20 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
             inputs = _row_differences(pair, full_call["inputs"], micro_call["inputs"])
             outputs = _row_differences(pair, full_call["outputs"], micro_call["outputs"])
             if outputs is None or (inputs is not None and float(inputs.max()) > allowed):
-                continue
-            difference = float(outputs.max())
-            if difference <= allowed:
-                agree_at_first |= {key} if first else set()
-                continue
-            differ_at_first |= {key} if first else set()
-            most, samples, _, _ = differing.get(key, (0.0, 0, full_call, micro_call))
-            differing[key] = max(most, difference), samples + int((outputs > allowed).sum()), full_call, micro_call
-    for key, (difference, samples, call, counterpart) in differing.items():
+                continue  # other inputs: an earlier call is at fault
+            largest, samples = float(outputs.max()), int((outputs > allowed).sum())
+            if first:
+                (agree_at_first if largest <= allowed else differ_at_first).add(key)
+            if largest > allowed:
+                before = differing.get(key, _CallDifference(0.0, 0, full_call, micro_call))
+                differing[key] = _CallDifference(
+                    max(before.largest, largest), before.samples + samples, full_call, micro_call
+                )
+    for key, (largest, samples, call, counterpart) in differing.items():
         if key not in agree_at_first - differ_at_first:
             file, line = first_meeting(call["meetings"], counterpart["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
-            return Suspect("rows", operation, None, difference, samples, True, bool(call["scales"]))
+            return Suspect("rows", operation, None, largest, samples, True, bool(call["scales"]))
     return None
 
 
