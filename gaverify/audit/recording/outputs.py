@@ -100,9 +100,9 @@ class Outputs:
     """Listens to all modules inside the forwards of one update, in the order in which their calls end.
 
     Args:
-        work: What to run the recorder's own code in.
-        moved: Paths of modules, or `SCRIPT`: what the calls that these make hand them gets other values in the second
-            half of the rows, to see whether the first half feels it.
+        work: Surrounds the recorder's own code.
+        moved: Paths of modules, or `SCRIPT`, whose calls return changed values for the second half of the rows. If the
+            gradients of the first half change, too, the rows interact.
         small: The forwards are those of micro-batches, whose few rows may be as many as a layer has features.
     """
 
@@ -111,8 +111,8 @@ class Outputs:
     ) -> None:
         self._work, self._moved, self._small = work, moved, small
         self.forwards: list[Forward] = []
-        self._handed_out: set[Any] = set()  # the operations that made what models hand the script
-        self._taken: dict[Any, str] = {}  # those that made what any call gave, with whose code took it
+        self._model_outputs: set[Any] = set()  # operations that made the outputs of models
+        self._takers: dict[Any, str] = {}  # operations that made outputs of calls → path of the code that takes them
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -128,34 +128,36 @@ class Outputs:
             yield
 
     def meetings(self, roots: Any) -> list[Place]:
-        """Returns the lines between the models and what is differentiated in which rows meet."""
+        """Returns the lines of the loss, behind the models, in which rows interact."""
         with self._work():
+            # sizes that tell of rows: 0, 1 and 2 are sizes of many other things
             counts = {forward["rows"] * times for forward in self.forwards for times in (1, 2)} - {0, 1, 2}
             return meetings(
-                [tensor.grad_fn for tensor in tensors_in(roots)], self._handed_out, counts, may_meet=self._small
+                [tensor.grad_fn for tensor in tensors_in(roots)], self._model_outputs, counts, may_meet=self._small
             )
 
     def custom_functions(self, roots: Any) -> list[Place]:
-        """Returns the lines between the models and the loss that call a function with a backward of its own."""
+        """Returns the lines of the loss, behind the models, that call a function with a backward of its own."""
         with self._work():
-            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._handed_out)
+            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._model_outputs)
             custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
             return [place for node in custom if (place := line_of(node)) is not None]
 
     def inside(self, roots: Any) -> list[str]:
-        """Returns the modules from whose own code something flows into a loss that they hand out to nobody."""
+        """Returns the modules whose own code makes a tensor that flows into a loss and that no call returns."""
         with self._work():
-            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._taken)
-            under = (self._taken.get(child) for node in nodes for child, _ in node.next_functions)
+            nodes = behind((tensor.grad_fn for tensor in tensors_in(roots)), self._takers)
+            under = (self._takers.get(child) for node in nodes for child, _ in node.next_functions)
             return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
     def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with self._work():
             tensors = _tensors((args, kwargs))
             first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
-            alone = not any(True for _ in call.module.children())
+            is_leaf = not any(True for _ in call.module.children())
             call.kept["inputs"], call.kept["state"] = _rows(tensors), _state(call.module)
-            call.kept["first"] = first.clone() if alone and first is not None else None
+            # a copy: the module may work in place
+            call.kept["first"] = first.clone() if is_leaf and first is not None else None
             inner[call.path] = _Inner({tensor.grad_fn for _, tensor in tensors})
             if call.under in inner:
                 inner[call.under].roots |= {tensor.grad_fn for _, tensor in tensors}
@@ -187,21 +189,21 @@ class Outputs:
             if call.under in inner:
                 inner[call.under].ends |= nodes
             if call.under == SCRIPT:
-                self._handed_out |= nodes
+                self._model_outputs |= nodes
         if call.under in self._moved and forward["rows"] > 1:
             output = rebuilt(output, partial(_move_second_half, forward["rows"]))
         return map_leaves(output, partial(self._watch_output, gradients, call.under))
 
     def _watch_output(self, gradients: Summaries, under: str, path: str, leaf: Any) -> Any:
-        """Returns what a call gives as a view: what flows back to it from inside the call is not the caller's."""
+        """Returns an output as a view, whose gradient comes from the caller only, not from inside the call."""
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
         view = leaf.view_as(leaf)
-        self._taken[view.grad_fn] = under
-        view.register_hook(partial(self._came_back, gradients, path))
+        self._takers[view.grad_fn] = under
+        view.register_hook(partial(self._note_gradient, gradients, path))
         return view
 
-    def _came_back(self, gradients: Summaries, path: str, gradient: torch.Tensor) -> None:
+    def _note_gradient(self, gradients: Summaries, path: str, gradient: torch.Tensor) -> None:
         with self._work():
             summary = _summarise(gradient)
             if summary is None:
@@ -213,10 +215,13 @@ class Outputs:
 
 
 class _Inner:
-    """The operations at the borders of a module's own code: what it is given, and what the calls in it are given."""
+    """The operations at the borders of a module's own code.
 
-    def __init__(self, given: set[Any]) -> None:
-        self.ends, self.roots = given, set[Any]()
+    `ends` made the module's inputs and the outputs of the calls in it; `roots` made the inputs of those calls.
+    """
+
+    def __init__(self, inputs: set[Any]) -> None:
+        self.ends, self.roots = inputs, set[Any]()
 
 
 def _tensors(nested: Any) -> list[tuple[str, torch.Tensor]]:
