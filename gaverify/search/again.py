@@ -27,15 +27,15 @@ from gaverify.verdict.sketches import fit_runs, keep_sketch
 
 T = TypeVar("T")
 
-_SEEDS = (1, 2, 3, 4, 5)  # of the second batch's rows and draws, and of those behind it
+_SEEDS = (1, 2, 3, 4, 5)  # of the rows and draws of the second batch, and of further ones
 _FIXED = ("uniform", "samples", "none")  # weightings that are the same for every batch of these sizes
-_TRIED = 3  # batches on which weights without a meaning of their own have to hold
+_TRIED = 3  # batches on which weights without a meaning have to be right
 
 
 def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
     """Marks the repairs that leave something on a second batch; where none can be made, they stay as they are.
 
-    Of several causes none is repaired alone: their repairs are tried together (`operations`).
+    With several causes nothing is marked: no single repair would leave nothing.
 
     Args:
         bench: Where to run.
@@ -65,11 +65,9 @@ def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
 
 
 def _mark_weights(bench: Bench, facts: Facts) -> Facts:
-    """Marks weights that do not hold on a second batch.
-
-    They stand for a number of the window, whose rule is looked for; or the loss picks samples, and picked the same in
-    every micro-batch by chance (a worst group): then another batch shows what couples them.
-    """
+    """Marks weights that are wrong on a second batch, and looks for the cause that they stand for."""
+    # Such weights are a number of this window, and its rule is looked for first. Or the loss picks samples and happened
+    # to pick alike in all micro-batches (a worst group): another batch then shows the operation that couples samples.
     weight_facts = facts.weights
     has_meaning = _has_meaning(weight_facts)
     seeds = _SEEDS[: 1 if has_meaning else _TRIED]
@@ -105,7 +103,7 @@ def _has_meaning(weight_facts: Weights) -> bool:
 
 
 def _ask_on_another_batch(bench: Bench, seed: int, ask: Callable[[Bench], T]) -> T | None:
-    """Asks on a second batch; from the second seed on at weights far from these, where a loss picks other samples."""
+    """Asks on a second batch; from the second seed on with parameters far away, where a loss picks other samples."""
     parameters = list(bench.experiment.parameters.values())
     with move_weights(parameters, [MOVED_SHARES[-1]] * len(parameters), seed) if seed > _SEEDS[0] else nullcontext():
         moved_bench = replace(bench, experiment=bench.experiment.with_current_state())
@@ -113,13 +111,13 @@ def _ask_on_another_batch(bench: Bench, seed: int, ask: Callable[[Bench], T]) ->
 
 
 def _find_failed_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
-    """What the repair leaves on a second batch, where that is more than rounding."""
+    """The run of the repair on a second batch, if it leaves more than rounding."""
     run = _run_weights_repair(second, weight_facts)
     return run if run is not None and not run.rounding and math.isfinite(run.left) else None
 
 
 def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts:
-    """Names a cause in the place of weights, where its control leaves nothing of this batch's difference either."""
+    """Replaces weights by a cause, if its control leaves nothing of this batch's difference either."""
     proven = bench.possible(partial(proof.rerun_cause, bench, cause))
     if proven is None or proven.control is None or not proven.control.rounding:
         return facts

@@ -39,7 +39,7 @@ FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where control runs happen: an experiment in the deciding precision, and what its runs are held against."""
+    """Where control runs happen: an experiment in the deciding precision, and what its runs are compared with."""
 
     experiment: Experiment
     """What is run; its probes are what is neutralised in every run."""
@@ -79,7 +79,7 @@ class Bench:
 
     @property
     def rounding(self) -> float:
-        """The relative difference that rounding explains: of a small difference no more than a small part of it."""
+        """The relative difference that rounding explains; at most a small share of a small difference."""
         if self.experiment.is_float64:
             return CAPPED_UNITS * U32
         if self.floor:

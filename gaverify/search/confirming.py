@@ -1,7 +1,7 @@
-"""A cause that was found in a part of the batch, confirmed on all of it: its control and its repairs run once there.
+"""Confirms on the full batch a cause that the first samples showed: its control and its repairs run once there.
 
-In working precision first, where the difference has to fall to what correct models show there; else in float64, whose
-control of all of the batch decides then. What is not confirmed there either, the whole search looks for.
+In working precision first, where the difference has to fall to what correct models show; else in float64, whose control
+of the full batch then decides. Without a confirmation the whole search runs on the full batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Confirm = Callable[[Bench, Facts, Facts], Facts]
 def confirm_in_working_precision(
     measurement: Measurement, decision: Decision, facts: Facts, part_facts: Facts
 ) -> Facts | None:
-    """Returns the facts of the whole batch with the cause that its part showed; None where it is not confirmed there.
+    """Returns the facts of the full batch with the cause that the first samples showed; None without confirmation.
 
     Args:
         measurement: Of the whole batch.
@@ -36,7 +36,7 @@ def confirm_in_working_precision(
         facts: What they showed.
         part_facts: What the search showed in the part.
     """
-    if _confirm_of(part_facts) is None or measurement.experiment.batch_size > _MANY:
+    if _choose_confirmation(part_facts) is None or measurement.experiment.batch_size > _MANY:
         return None
     few, total = decision.few, facts.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
@@ -45,14 +45,14 @@ def confirm_in_working_precision(
 
 
 def confirm_on_batch(bench: Bench, facts: Facts, part_facts: Facts) -> Facts | None:
-    """Returns the facts of the bench's batch with the cause that a part of it showed; None where it is not confirmed.
+    """Returns the facts of the bench's batch with the cause that its first samples showed; None without confirmation.
 
     Args:
         bench: With the pass of the full batch that was made before.
         facts: What is known of its batch.
         part_facts: What the search showed in the part.
     """
-    confirm = _confirm_of(part_facts)
+    confirm = _choose_confirmation(part_facts)
     if confirm is None:
         return None
     try:
@@ -60,16 +60,16 @@ def confirm_on_batch(bench: Bench, facts: Facts, part_facts: Facts) -> Facts | N
         facts = confirm(bench, facts, part_facts)
     except FORESEEN:
         return None
-    return facts if facts.cleared and facts.left <= _most(bench) else None
+    return facts if facts.cleared and facts.left <= _largest_rest(bench) else None
 
 
-def _most(bench: Bench) -> float:
+def _largest_rest(bench: Bench) -> float:
     """The relative difference that a control may leave on the whole batch."""
     return bench.floor or min(CORRECT_FLOAT32, bench.rounding)
 
 
-def _confirm_of(part_facts: Facts) -> _Confirm | None:
-    """How the one thing that explains everything in the part is confirmed; None where several do, or nothing."""
+def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
+    """How to confirm the one cause that explains everything in the first samples; None without exactly one."""
     twice = part_facts.repeatability
     still = twice is not None and max(twice.forward, twice.backward) < AGREE_FLOAT64
     if (
@@ -92,7 +92,10 @@ def _confirm_of(part_facts: Facts) -> _Confirm | None:
 
 
 def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
-    """The micro-batches' own gradients as sketches, and the weights that fit; of the part where none are to blame."""
+    """The bench with sketches of the micro-batches' gradients, and the facts with the weights that fit.
+
+    Where weights are not to blame, their fit is that of the first samples, which saves a pass.
+    """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
     shares = reference.shares
     if shares is None and part_facts.weights.blamed:
@@ -101,9 +104,7 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     changes = State(part_facts.state.changes) if part_facts.state is not None else None
     facts = replace(
         facts,
-        weights=replace(
-            facts.weights, fit=fit_runs([shares]) if shares is not None else _fit_of_part(facts, part_facts)
-        ),
+        weights=replace(facts.weights, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),
         state=changes,
         repeatability=part_facts.repeatability,
         failures=part_facts.failures,
@@ -112,13 +113,11 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     return bench, facts
 
 
-def _fit_of_part(facts: Facts, part_facts: Facts) -> WeightFit | None:
-    """What weights leave of the part, without those weights: it has other micro-batches.
-
-    The sampling noise falls with the square root of the number of samples.
-    """
+def _scale_fit(facts: Facts, part_facts: Facts) -> WeightFit | None:
+    """The fit of the first samples without its weights, which belong to other micro-batches."""
     fit = part_facts.weights.fit
     norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_facts, facts)]
+    # sampling noise falls with the square root of the number of samples
     share = math.sqrt(part_facts.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
     return fit and replace(fit, weights=(), noise=fit.noise * share, samples=part_facts.batch_size)
 
@@ -126,10 +125,9 @@ def _fit_of_part(facts: Facts, part_facts: Facts) -> WeightFit | None:
 def _translate_fit(
     fit: WeightFit, sketches: Sketches | None, weight_facts: Weights, part_weights: Weights, floor: float
 ) -> WeightFit | None:
-    """The weights that mean here what those of the part, exact in float64, mean there; None where none explain all.
-
-    In working precision a fit tells its weights' first digits: enough to choose among what has a meaning.
-    """
+    """The weights with the meaning that those of the first samples have; None where none explain everything."""
+    # In working precision only the first digits of fitted weights are right: enough to choose between candidates that
+    # have a meaning. Those of the first samples were fitted in float64 and are exact.
     if sketches is None or part_weights.fit is None:
         return None
     before = part_weights.fit.weights
@@ -159,7 +157,8 @@ def _shares(amounts: Sequence[float]) -> tuple[float, ...]:
 def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Accumulates with the weights that fit all micro-batches.
 
-    They have a meaning; or, where those of the part had none and held for moved parameters, too, they leave nothing.
+    They need a meaning. Where those of the first samples had none and fitted at moved parameters too, it is enough that
+    they leave nothing.
     """
     fit, before = facts.weights.fit, part_facts.weights.fit
     if part_facts.weights.counts:
@@ -167,14 +166,16 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         if window_counts is None:
             return facts
         weight_facts = replace(
-            facts.weights, counts=window_counts.counts, remedy=_as_in(part_facts.weights.remedy, window_counts.control)
+            facts.weights,
+            counts=window_counts.counts,
+            remedy=_mark_as_before(part_facts.weights.remedy, window_counts.control),
         )
         weight_facts = replace(weight_facts, place=part_facts.weights.place)
         return replace(
             facts, weights=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
         )
     if not bench.experiment.is_float64 and fit is not None and bench.reference is not None:
-        fit = _translate_fit(fit, bench.reference.shares, facts.weights, part_facts.weights, _most(bench))
+        fit = _translate_fit(fit, bench.reference.shares, facts.weights, part_facts.weights, _largest_rest(bench))
     if fit is None or before is None:
         return facts
     alike = bench.experiment.is_float64 and fit.determined and weights.is_explanation(bench, facts, fit)
@@ -183,18 +184,20 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     facts = weights.try_weights(bench, facts, fit)
     weight_facts = facts.weights
     weight_facts = replace(
-        weight_facts, place=part_facts.weights.place, remedy=_as_in(part_facts.weights.remedy, weight_facts.remedy)
+        weight_facts,
+        place=part_facts.weights.place,
+        remedy=_mark_as_before(part_facts.weights.remedy, weight_facts.remedy),
     )
     return replace(facts, weights=weight_facts, forward=part_facts.forward)
 
 
-def _as_in(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
-    """A repair of the whole batch with what a second batch showed beside the part."""
+def _mark_as_before(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
+    """A repair on the full batch, which holds on a second batch if that of the first samples does."""
     return replace(run, holds=part.holds) if part is not None and run is not None else run
 
 
 def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
-    """Runs the control of the state that was to blame, and holds what was blamed alone, where more than that moves."""
+    """Runs the control of the state again, and where more changes than the blamed state, one of that state only."""
     if part_facts.state is None or part_facts.state.control is None:
         return facts
     changes = state.read_changes(part_facts.state.changes)
@@ -207,7 +210,7 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
 
 
 def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
-    """Looks for the place in the backward again; the forwards agree in the part, and the losses everywhere."""
+    """Looks for the place in the backward again, if the full batch's losses add up as those of the first samples do."""
     full, used = bench.reference.full.loss if bench.reference is not None else math.nan, facts.weights.used
     gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
     if not gap <= SAME_IN_FLOAT32:
@@ -216,14 +219,13 @@ def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
 
 
 def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
-    """Runs the control that helped, and the repairs, which have to come out as in the part.
-
-    Of layers that another kind replaces, the repair is run alone: it is as good a control.
-    """
+    """Runs the control that helped, and the repairs, which must have the same results as on the first samples."""
     (before,) = part_facts.forward.causes
+    # Where GroupNorm replaces the layers, the repair shows what the control would: without these layers nothing is
+    # left. It is run instead of the control.
     by_others = [run.kind for run in before.remedies] == [ControlKind.REPLACED]
     replaced = proof.rerun_replacement(bench, before) if by_others else None
-    if replaced is not None and replaced.control and replaced.remedies[0].left <= _most(bench):
+    if replaced is not None and replaced.control and replaced.remedies[0].left <= _largest_rest(bench):
         control_of_part = replace(
             replaced.control, what=f"{replaced.control.what} on the first {part_facts.batch_size} samples"
         )
@@ -231,14 +233,18 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
     cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
-    if cause is None or control is None or _repairs(before.remedies, 1.0) != _repairs(cause.remedies, _most(bench)):
+    if (
+        cause is None
+        or control is None
+        or _list_repairs(before.remedies, 1.0) != _list_repairs(cause.remedies, _largest_rest(bench))
+    ):
         return facts
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
     if cut_off and control.kind is ControlKind.HELD and not _is_first_divergence(bench, facts, part_facts):
         return facts
     holds_by_kind = {run.kind: run.holds for run in before.remedies}
     remedies = tuple(replace(run, holds=holds_by_kind[run.kind]) for run in cause.remedies)
-    cause = replace(cause, control=_as_in(before.control, control), remedies=remedies)
+    cause = replace(cause, control=_mark_as_before(before.control, control), remedies=remedies)
     forward = replace(part_facts.forward, causes=(cause,))
     return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
 
@@ -256,5 +262,5 @@ def _is_first_divergence(bench: Bench, facts: Facts, part_facts: Facts) -> bool:
     return not remaining or remaining[0].culprit.place == before.suspect.culprit.place
 
 
-def _repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:
+def _list_repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:
     return [(run.kind, run.rounding and run.left <= most) for run in runs]

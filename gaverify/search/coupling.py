@@ -31,8 +31,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 def measure_coupling(bench: Bench) -> SampleCoupling | None:
     """Returns how many other samples one sample's output depends on; None where the model shows no rows of samples.
 
-    The draws are replayed and held, and in a normalisation the gradient runs through the statistics too, so that an
-    exact zero for all others means that no differentiable operation of the model lets samples meet.
+    In a normalisation the gradient runs through the statistics too. A gradient of exactly zero for all other samples
+    means that samples interact in no differentiable operation of the model.
     """
     listener = _Listener(bench)
     bench.experiment.full_batch(listener)
@@ -54,6 +54,7 @@ class _Listener(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Listens for the length of a forward."""
+        # Integers have no gradient: for token ids the outputs of the embeddings are the inputs that are differentiated.
         root = listening({self._root: ""}, self._enter, self._leave, outside="")
         with root, listening({}, ends=self._make_embedding_leaf):
             yield
@@ -75,10 +76,11 @@ class _Listener(PassProbe):
         reached = torch.zeros(self._size, dtype=torch.float64, device="cpu")
         for total in totals.values():
             reached += total.to("cpu", torch.float64)
-        own_norm = float(reached[self._sample])
+        norm = float(reached[self._sample])
         reached[self._sample] = 0.0
-        if own_norm > 0 and bool(torch.isfinite(reached).all()):
-            other_samples, strength = int((reached > 0).sum()), float(reached.max()) / own_norm
+        # outputs that do not depend on the sample's own inputs either show nothing about the others
+        if norm > 0 and bool(torch.isfinite(reached).all()):
+            other_samples, strength = int((reached > 0).sum()), float(reached.max()) / norm
             self.coupling = SampleCoupling(self._sample, other_samples, strength, self._size)
 
     def _dimension(self, tensor: torch.Tensor) -> int:
@@ -100,7 +102,7 @@ class _Listener(PassProbe):
         return self._leaves[-1]
 
     def _make_embedding_leaf(self, call: Call, output: Any) -> Any:
-        """Makes a leaf of the first float tensor that came of integers: an embedding."""
+        """Makes a leaf of an output that was computed from integers: an embedding."""
         floats = any(t.is_floating_point() for t in tree_leaves(call.args) if isinstance(t, torch.Tensor))
         inside = call.module in self._modules and call.module is not self._root
         if not inside or floats or not tree_leaves(call.args) or not self._has_rows(output):

@@ -1,9 +1,9 @@
-"""A divergence is looked into on a part of the batch first: float64 and the search of a cause cost twice the memory.
+"""Decides and searches a divergence on the first samples: float64 and the search cost twice the memory.
 
-A fault of structure shows in any few samples. So where working precision shows clearly more than rounding, the first
-samples of the batch, cut in two micro-batches, are judged like a batch of their own. What they say counts only where
-every parameter shows the same on the whole batch in working precision; else float64 runs on the whole batch. Below
-float32 a parameter alone shows little: there the whole gradient has shown it (`verdict/window`).
+A fault of structure shows in any few samples. Where working precision shows clearly more than rounding, the first
+samples of the batch, cut into two micro-batches, are measured like a batch. Their result counts only where every
+parameter agrees with it on the full batch in working precision; else float64 runs on the full batch. Below float32 one
+parameter shows little: there the gradient of all parameters has shown the divergence (`verdict/window`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gaverify.verdict.criteria import Difference, record, zero_in_float64
 from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
 from gaverify.verdict.measurement import Measurement, is_worth_a_part
 
-# Samples of the part's micro-batches: a quarter of the first micro-batch's, and two where that has them; no more than
-# show a fault as well as any number of them does.
+# Sizes of the two micro-batches: a quarter of the first micro-batch, at least two samples, and no more than 1,024,
+# which show a fault as well as any larger number.
 _QUARTER, _LEAST, _MOST = 4, 2, 1024
 
 
@@ -34,9 +34,9 @@ class FirstSamplesAnswer:
     """What the first samples showed, measured, decided and searched in the place of the whole batch."""
 
     open_decision: Decision
-    """What the user's precision told of the whole batch, still open."""
+    """The decision in the user's precision, which is open."""
     decision: Decision | None = None
-    """The parameters of the whole batch, decided by the first samples; None: these do not tell."""
+    """The parameters of the whole batch, decided by the first samples; None where these decide nothing."""
     facts: Facts | None = None
     """What the search for a cause showed in them; None: they were not searched."""
 
@@ -44,16 +44,16 @@ class FirstSamplesAnswer:
 def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamplesAnswer:
     """Measures, decides and searches the first samples in float64, in the place of the whole batch.
 
-    A part that diverges is searched even if it does not tell, and float64 then has to decide the whole batch.
+    First samples that diverge are searched even if they decide nothing; float64 then decides the whole batch.
 
     Args:
         measurement: Of the whole batch, in working precision.
-        decision: What that told, still open.
+        decision: The open decision from that measurement.
         searches: Whether to look for the cause of a divergence.
     """
     facts = None
     try:
-        part = _part_of(measurement, decision)
+        part = _take_first_samples(measurement, decision)
         if part is None:
             return FirstSamplesAnswer(decision)
         part.progress(f"a part of the batch: {part.batch_size} samples")
@@ -71,16 +71,14 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
     return FirstSamplesAnswer(decision, decided, facts)
 
 
-def _part_of(measurement: Measurement, decision: Decision) -> Experiment | None:
-    """The first samples as a batch of their own; None where a part would not be like the whole, or not worth it.
-
-    A weighting in words means the same in a part; numbers and functions of the user's may not.
-    """
+def _take_first_samples(measurement: Measurement, decision: Decision) -> Experiment | None:
+    """The experiment with the first samples as its batch; None where they are unlike the whole, or save little."""
     experiment = measurement.experiment
     first, last = experiment.sizes[0], experiment.sizes[-1]
     size = min(first, max(_LEAST, first // _QUARTER), _MOST)
     sizes = (size, size if last == first else max(1, size - 1))
     is_float32 = measurement.coarse_unit == U32 and experiment.autocast is None
+    # a weighting in words has the same meaning for any samples; numbers and functions of the user's may not
     plain = isinstance(experiment.weighting, str) and (decision.few is not None or is_float32)
     comparable = all(row.why in (None, NotCompared.UNUSED) for row in decision.rows)
     if not plain or not comparable or 2 * sum(sizes) > experiment.batch_size or not is_worth_a_part(experiment):
@@ -91,15 +89,12 @@ def _part_of(measurement: Measurement, decision: Decision) -> Experiment | None:
 def _judge_part(
     part: Experiment, measurement: Measurement, decision: Decision, make_watch: MakeWatch | None
 ) -> tuple[Measurement, Decision]:
-    """Judges the part; by float64 alone in float32, where what working precision makes of it is known from the whole.
-
-    Its draws are dealt in the reading that was right for the whole.
-    """
+    """Measures and decides the first samples: in float64 only, where their float32 result follows from the whole's."""
     whole = measurement.experiment
-    if decision.few is not None:  # below float32, float64 of the part alone tells
+    if decision.few is not None:  # below float32 only float64 decides them
         return measure_and_decide(part, exact=True, make_watch=make_watch)
     recorded = part.record()[0] if whole.draws.count else part
-    if whole.reading.by_contents:
+    if whole.reading.by_contents:  # what was right for the draws of the whole batch is right for these
         recorded = recorded.with_second_reading()
     control = run_in_float64(recorded, make_watch)
     losses = (control.full.loss, *control.accumulated.micro_losses)
@@ -107,42 +102,42 @@ def _judge_part(
     is_ambiguous = whole.reading.by_contents or measurement.accumulated.draws.ambiguous
     if control.accumulated.draws.ambiguous > is_ambiguous or not all(map(math.isfinite, losses)):
         return measure_and_decide(part, make_watch=make_watch)
-    # what working precision makes of the part is worked out from what it makes of the whole
+    # Working precision is not run on the first samples: its differences are those of the whole batch, to scale.
     scale = _norm(control.rows.values()) / max(_norm(measurement.differences.values()), TINY)
     working = {name: row._replace(difference=scale * row.difference) for name, row in measurement.differences.items()}
     scales = {name: scale * terms for name, terms in measurement.plain_terms.items()}
     estimated = Measurement(recorded, control.full, control.accumulated, working, plain_terms=scales)
     open_decision = Decision((), Method.FLOAT64_CONTROL, needs_float64=True)
     part_decision = decide_by_float64(estimated, open_decision, control, measurement.coarse_unit)
-    # an estimate decides nothing else: whoever needs working precision of the part measures it
+    # without the estimated differences, which must decide nothing else
     return Measurement(recorded, control.full, control.accumulated, {}), part_decision
 
 
 def _decide_by_part(
     measurement: Measurement, decision: Decision, part: Measurement, part_decision: Decision
 ) -> tuple[ParameterComparison, ...] | None:
-    """The records of all parameters, where the part and the whole batch show the same; None where one does not."""
+    """The records of all parameters, where the first samples and the whole batch agree; None where they do not."""
     if part_decision.float64 is None:
         return None
     part_rows, unit = {row.name: row for row in part_decision.rows}, measurement.coarse_unit
-    # What comes of the samples' differences falls with the square root of their number.
+    # A fault that comes from the samples' differences falls with the square root of their number.
     order = SAME_ORDER * math.sqrt(measurement.experiment.sizes[0] / part.experiment.sizes[0])
-    rounds = _rounding_of(measurement, part, part_decision)
+    rounds = _bound_rounding(measurement, part, part_decision)
     rows = []
     for row in decision.rows:
         difference, part_row = measurement.differences[row.name], part_rows[row.name]
         decided = row if row.why is part_row.why is NotCompared.UNUSED else None
         if row.why is None and part_row.why is None:
             least = SHOWS_UNITS * unit if decision.few is None else 0.0
-            decided = _alike(row, difference, part_row, rounds, least, order)
+            decided = _decide_parameter(row, difference, part_row, rounds, least, order)
         if decided is None:
             return None
         rows.append(decided)
     return tuple(rows) if any(row.outcome is Outcome.DIVERGENT for row in rows) else None
 
 
-def _rounding_of(measurement: Measurement, part: Measurement, part_decision: Decision) -> Callable[[str], float]:
-    """How far working precision may round the whole batch's gradient of a parameter that is equivalent in the part."""
+def _bound_rounding(measurement: Measurement, part: Measurement, part_decision: Decision) -> Callable[[str], float]:
+    """How much working precision may round the whole batch's gradient of a parameter that is equivalent in float64."""
     unit, norm = measurement.coarse_unit, _norm(measurement.differences.values())
     zero = zero_in_float64(row.reference_norm for row in part_decision.rows)
     nothing = {row.name for row in part_decision.rows if max(row.reference_norm, row.accumulated_norm) <= zero}
@@ -165,27 +160,27 @@ def _measure_in_working_precision(part: Experiment) -> dict[str, Difference]:
     return {row.name: row for row in measure(accumulated.gradients, full.gradients, part.ranks)}
 
 
-def _alike(
+def _decide_parameter(
     row: ParameterComparison,
-    here: Difference,
+    whole: Difference,
     part: ParameterComparison,
     rounds: Callable[[str], float],
     least: float,
     order: float,
 ) -> ParameterComparison | None:
-    """The record of a parameter that shows the same in the part (float64) and here (working precision)."""
+    """The record of a parameter on which the first samples (float64) and the whole batch (working precision) agree."""
     if part.outcome is Outcome.EQUIVALENT:
         if row.outcome is Outcome.EQUIVALENT:
             return row
         rounding = rounds(row.name)
-        if here.difference > rounding:
+        if whole.difference > rounding:
             return None
-        return record(here, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, here.difference)
+        return record(whole, Outcome.EQUIVALENT, Method.FLOAT64_PART, rounding, whole.difference)
     most = max(least, part.relative_difference / order)
-    if part.outcome is not Outcome.DIVERGENT or not here.difference > most * here.reference:
+    if part.outcome is not Outcome.DIVERGENT or not whole.difference > most * whole.reference:
         return None
-    allowed = part.relative_allowed * here.reference
-    return record(here, Outcome.DIVERGENT, Method.FLOAT64_PART, allowed, here.difference)
+    allowed = part.relative_allowed * whole.reference
+    return record(whole, Outcome.DIVERGENT, Method.FLOAT64_PART, allowed, whole.difference)
 
 
 def _norm(rows: Iterable[Difference]) -> float:

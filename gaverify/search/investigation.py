@@ -30,7 +30,7 @@ from gaverify.verdict.sketches import keep_sketch
 
 
 def _ask_draws(bench: Bench, facts: Facts) -> Facts:
-    """Holds every random draw at one typical value in both runs, where some could not be dealt out."""
+    """Replaces every random draw by one typical value in both runs, if some could not be distributed to samples."""
     if not facts.draws.unaligned:
         return facts
     what = "every random draw held constant"
@@ -42,7 +42,7 @@ def _ask_draws(bench: Bench, facts: Facts) -> Facts:
 
 
 def _choose_bench(bench: Bench, facts: Facts) -> Bench:
-    """The bench for the questions after this one: the draws stay held where they had to be."""
+    """The bench for the questions after this one, with constant draws where these were needed."""
     return _hold_draws(bench) if facts.draws.control is not None else bench
 
 
@@ -166,7 +166,8 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
 def _find_drift(measurement: Measurement) -> dict[str, float]:
     """The buffers that K micro-batches leave otherwise than the full batch, with their relative difference.
 
-    One with a row per sample (a recurrent state, a cache) holds those of the last batch: there is nothing to compare.
+    A buffer with a row per sample (a recurrent state, a cache) has other samples after the last micro-batch: it is not
+    compared.
     """
     full, accumulated = measurement.full.buffers, measurement.accumulated.buffers
     shapes = {name: value.shape for name, value in accumulated.items()}
@@ -184,7 +185,7 @@ def _identical_samples(batch: Any, batch_size: int) -> bool:
     compared = False
     for _, leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-            return False  # samples of lengths of their own
+            return False  # its samples have different lengths
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() > 0:
             if leaf.shape[0] != batch_size or batch_size < 2:
                 return False

@@ -66,7 +66,7 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
     forward = replace(explanation.forward or facts.forward, coupling=facts.forward.coupling)
     ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
     if weights_run is not None and explanation.is_complete and len(causes) == 1:
-        causes = (replace(causes[0], alone=weights_run.left),)  # it alone makes what the weights leave
+        causes = (replace(causes[0], alone=weights_run.left),)  # the one cause makes all that the weights leave
     facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
     if explanation.is_complete and weights_run is None:
         weight_facts = facts.weights
@@ -82,10 +82,9 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
 
 
 def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> Facts | None:
-    """Looks in the backward where cached gradients alone prove a cause, and the loss differs by a constant only.
-
-    Cached gradients compute the loss and its backward once: they repair a backward that depends on the batch as well.
-    """
+    """Looks in the backward, if only cached gradients prove the one cause and the loss differs by a constant."""
+    # Cached gradients run the loss and its backward once for all samples, so that they also remove the difference of a
+    # backward that depends on the batch.
     (control,) = [cause.control for cause in explanation.causes] if len(explanation.causes) == 1 else [None]
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
         return None
@@ -99,16 +98,15 @@ def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> F
 
 
 def ask_branch(bench: Bench, facts: Facts) -> Facts:
-    """Looks for the operation that one side alone runs, where a parameter has a gradient on that side alone."""
+    """Looks for the operation that only one strategy runs, if a parameter has a gradient in that strategy only."""
     branch = bench.attempt("branch", lambda: find_one_sided_branch(bench))
     return replace(facts, forward=replace(facts.forward, branch=branch))
 
 
 def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
-    """Holds the state still where it was restored, and nothing is to be counted then.
-
-    What a forward makes of restored state by its own batch (the number of samples seen) looks like a count of it.
-    """
+    """Keeps the state constant instead of restored, if no counts of the window are needed then."""
+    # A forward that updates restored state by its batch (the number of samples so far) has a number that looks like a
+    # count of that batch.
     state_facts = facts.state
     control = state_facts.control if state_facts is not None else None
     is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED
@@ -148,7 +146,7 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
 
 
 def _run_with_draws(explanation: Explanation, live_bench: Bench) -> ControlRun:
-    """Runs the last control with the draws dealt out; by contents where the causes moved their rows."""
+    """Runs the last control with real draws; with rows found by their contents, where the causes moved them."""
     control_run = explanation.run_again(live_bench)
     if control_run.rounding or live_bench.experiment.reading.by_contents:
         return control_run
@@ -221,7 +219,7 @@ class Explanation:
         return neutral_bench if self.fit is None else neutral_bench.with_weights(self.fit.weights)
 
     def run_again(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> ControlRun:
-        """Runs the last control again on another bench, or with some of the causes neutralised alone."""
+        """Runs the last control again on another bench, or with only some of the causes neutralised."""
         entries = self.found if entries is None else entries
         control_bench = self.neutralise(bench, entries)
         if entries and entries[-1].neutral is None:
@@ -319,11 +317,9 @@ def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Su
 
 
 def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
-    """The explanation with weights, or counts of the window, that explain the rest; they are run.
-
-    Counts are not tried beside held values: a sum that is held and divided by a micro-batch's own count is the
-    control's doing.
-    """
+    """The explanation with weights or counts of the window that explain the rest, after a run with them."""
+    # Counts are not tried beside pinned values: a pinned sum of the full batch that is divided by the count of a
+    # micro-batch is an effect of the control.
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
     runs_live = all(isinstance(entry.neutral, EvaluationMode) for entry in explanation.found)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
@@ -341,8 +337,8 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
 def _widen_last_control(explanation: Explanation) -> Explanation:
     """Tries the other controls of the last cause, where the one that helped left something and no more was found.
 
-    Partners may enter a module at two places, of which that control holds one. Where none but cached gradients
-    helped, the samples meet somewhere behind the line that is named.
+    Other samples may enter a module at two places, of which that control pins one. Where only cached gradients helped,
+    samples interact somewhere behind the line that is named.
     """
     last = explanation.found[-1] if explanation.found else None
     if last is not None and last.region is not None and last.region.cause.control is not None:
@@ -358,10 +354,8 @@ def _widen_last_control(explanation: Explanation) -> Explanation:
 
 
 def _give_last_probe(explanation: Explanation) -> Explanation:
-    """Gives a last cause that cached gradients repair a probe of its own, so that others can be released beside it.
-
-    A cached gradient computes the loss once: state that only the loss reads would not show.
-    """
+    """Gives a last cause that cached gradients repair a probe, so that others can be released beside it."""
+    # cached gradients compute the loss once: a change of state that only the loss reads would not show beside them
     if not (explanation.ends_openly and explanation.is_complete):
         return explanation
     *before, last = explanation.found
@@ -376,7 +370,7 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
 
 
 def _release_causes(explanation: Explanation) -> Explanation:
-    """Releases every cause alone: notes what difference it makes, and drops those that make none.
+    """Releases each cause while the others stay neutralised: notes its difference, and drops it without one.
 
     A cause that helped by itself stays, even where another one hides it now.
     """
@@ -389,9 +383,9 @@ def _release_causes(explanation: Explanation) -> Explanation:
     released = [entry for entry in explanation.found if entry not in kept]
 
     def control(neutralised: list[SuspectTrial]) -> ControlRun | None:
-        still = [entry for entry in explanation.found if entry in neutralised or entry in kept]
+        remaining = [entry for entry in explanation.found if entry in neutralised or entry in kept]
         bench = explanation.bench
-        return bench.attempt("release of a cause", lambda: explanation.run_again(bench, still))
+        return bench.attempt("release of a cause", lambda: explanation.run_again(bench, remaining))
 
     needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
     alone = {id(entry.item): entry.alone for entry in needed}

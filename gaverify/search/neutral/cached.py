@@ -1,9 +1,9 @@
 """The control of a coupled loss: the loss once over all outputs of the full batch, the model backward per micro-batch.
 
-A loss may cache gradients itself: it runs the model without a graph, takes its own gradient with respect to the
-outputs, and sends that through the model part by part in a hook of the backward. Nothing of it can be cut from outside.
-But where the model never meets more samples than a micro-batch holds, and the full batch's gradient comes out, the
-samples meet in the loss alone.
+A loss may cache gradients itself: it runs the model without a graph, computes its gradient with respect to the outputs,
+and sends that through the model in small parts, in a hook of the backward. Nothing of that can be cut from outside. But
+where the model never gets more samples than a micro-batch has, and the result is the full batch's gradient, samples
+interact in the loss and nowhere else.
 
 Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 """
@@ -52,7 +52,7 @@ class _Cut(PassProbe):
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
-        """In a micro-batch the full batch's cotangents take the loss's place."""
+        """Runs the loss's backward in the full batch, and that of the full batch's cotangents in a micro-batch."""
         self._closed = True
         if k is None:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -62,28 +62,31 @@ class _Cut(PassProbe):
         pairs = [
             (output, cotangent)
             for place, (output, leaf) in enumerate(zip(self._outputs, self.leaves, strict=True))
-            if leaf.grad is not None and (cotangent := self._cotangent(k, place, leaf, output)) is not None
+            if leaf.grad is not None and (cotangent := self._take_cotangent(k, place, leaf, output)) is not None
         ]
         if pairs:
-            torch.autograd.backward([_inner(output, cotangent) for output, cotangent in pairs])
+            torch.autograd.backward([_contract(output, cotangent) for output, cotangent in pairs])
 
-    def _cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
-        """The gradient's rows; what has none, as a temperature, is one value of the window and counts once."""
+    def _take_cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+        """The gradient's rows for a micro-batch; None where they have been used."""
         assert leaf.grad is not None
+        # An output without rows (a temperature) is one value of the window: its gradient counts once.
         if leaf.shape == output.shape and len(self._bounds) > 1:
             return leaf.grad if k == 0 else None
         layout = SampleLayout.find(leaf.shape, output.shape)
-        if layout is not None and len(layout.dimensions) == 1:
-            following = self._following(k, place, layout.first.at, leaf, output)
+        if layout is not None and len(layout.dimensions) == 1:  # samples may have different numbers of rows there
+            following = self._take_next_rows(k, place, layout.first.at, leaf, output)
             if following is not None:
                 return following
         start, stop = self._bounds[k]
         return take_rows(leaf, output, start, stop, self._experiment.batch_size, leaf.grad)
 
-    def _following(self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
-        """The rows behind those of earlier micro-batches, where samples have unequally many: nodes, points, tokens.
+    def _take_next_rows(
+        self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The rows behind those of earlier micro-batches, for samples with different numbers of rows: nodes, tokens.
 
-        None where these are not the same values, so that they are not the same rows.
+        None where the values there differ from the micro-batch's, so that they are other rows.
         """
         assert leaf.grad is not None
         count = output.shape[dim]
@@ -98,6 +101,7 @@ class _Cut(PassProbe):
 
     def _leave(self, call: Call, output: Any) -> Any:
         around = [parent.position for parent in call.parents]
+        # only the outermost calls are cut: what lies inside one of them is behind the cut already
         if self._closed or call.position in self._inside or not self._inside.issuperset(around):
             return None
         try:
@@ -115,8 +119,9 @@ class _Cut(PassProbe):
         return value
 
 
-def _inner(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
-    """A number whose gradient at the output is the cotangent: given that, torch imports sympy for half a second."""
+def _contract(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    """A number whose gradient at the output is the cotangent."""
+    # `backward` with cotangents of its own makes torch import sympy, which takes half a second
     return torch.vdot(cotangent.reshape(-1), output.reshape(-1)).real
 
 
@@ -128,8 +133,8 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
 
     Args:
         bench: Where to run.
-        inside: The module calls that are opened instead of cut: what they return is no row per sample, or depends on
-            the batch already. They hold the loss or a part of it.
+        inside: The module calls that are not cut, because their outputs have no row per sample or depend on the batch
+            already. They contain the loss or a part of it.
 
     Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
     Setup, 2021, section 3.
@@ -163,17 +168,17 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
 
 
 def run_own_cache(bench: Bench) -> ControlRun:
-    """Hands the loss the full batch while its own part size is that of a micro-batch.
+    """Gives the full batch to a loss that caches gradients, with parts of the size of a micro-batch.
 
     Raises:
-        ControlFailed: The model is run on more samples than a micro-batch holds, whatever numbers the loss keeps.
+        ControlFailed: The model is run on more samples than a micro-batch has, whatever sizes the loss is given.
     """
     full, largest_call = _run_full_batch(bench)
     most = max(bench.experiment.sizes)
     if largest_call <= most:
         return _make_control_run(bench, full, full, "")
-    for owner, name in _sizes(bench, most):
-        with _set(owner, name, most):
+    for owner, name in _list_sizes(bench, most):
+        with _set_attribute(owner, name, most):
             gradients, largest_call = _run_full_batch(bench)
         if largest_call <= most:
             return _make_control_run(bench, gradients, full, f", `{name}` = {most}")
@@ -187,7 +192,7 @@ def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: 
 
 
 def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
-    """The full batch's gradients, and the most samples that one call of the model meets, the backward's included."""
+    """The full batch's gradients, and the most samples that one call of the model gets, in the backward as well."""
     rows: list[int] = []
     runs_with_graph = False  # with a graph: in the backward, since no output of the forward had one
 
@@ -205,8 +210,8 @@ def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
     return full.gradients, max(rows)
 
 
-def _sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
-    """The numbers of the loss's own modules that may be the size of its parts."""
+def _list_sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
+    """The attributes of the loss's modules that may be the size of its parts."""
     model = set(bench.experiment.problem.model.modules())
     for owner in find_owners(bench.experiment).values():
         if owner not in model:
@@ -214,7 +219,7 @@ def _sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
 
 
 @contextmanager
-def _set(owner: nn.Module, name: str, value: int) -> Iterator[None]:
+def _set_attribute(owner: nn.Module, name: str, value: int) -> Iterator[None]:
     before = vars(owner)[name]
     vars(owner)[name] = value
     try:

@@ -276,7 +276,7 @@ def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
     rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
     of_part: Any = SimpleNamespace(experiment=None, differences={})
     found: Any = SimpleNamespace(rows=rows)
-    rounds = first_samples._rounding_of(whole, of_part, found)
+    rounds = first_samples._bound_rounding(whole, of_part, found)
     assert rounds("zero") == pytest.approx(FEW_TIMES * 1e-9 if looks else least)
     assert rounds("w") == pytest.approx(FEW_TIMES * 1e-4) and len(looked) == 1
 
@@ -308,7 +308,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
     )
     measurement: Any = SimpleNamespace(experiment=experiment, coarse_unit=unit)
     decision: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
-    found = first_samples._part_of(measurement, decision)
+    found = first_samples._take_first_samples(measurement, decision)
     assert (found.batch_size if found is not None else None) == size
 
 
@@ -666,7 +666,7 @@ def test_the_noise_of_a_part_is_that_of_the_whole_to_scale() -> None:
     fit = WeightFit((0.5, 0.5), 0.4, noise=0.2)
     part = measured.divergent(rows=(measured.row("w", 3.0, 3.0, 0.1),), fit=fit, batch_size=8)
     whole = measured.divergent(rows=(measured.row("w", 1.0, 1.0, 0.1),), batch_size=32)
-    found = confirming._fit_of_part(whole, part)
+    found = confirming._scale_fit(whole, part)
     assert found is not None and (found.weights, found.samples) == ((), 8)
     assert found.noise == pytest.approx(0.2 * 0.5 * 3.0)
 
