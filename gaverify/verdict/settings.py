@@ -65,6 +65,7 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
     parameters = {id(p): p for module in experiment.modules for p in module.parameters()}
     weighting = experiment.weighting
     if not isinstance(weighting, str):
+        # A report shows what was asked for, and a function or numbers have no word of their own.
         weighting = getattr(weighting, "__name__", "function") if callable(weighting) else "numbers"
     return RunInfo(
         model=experiment.problem.name or type(experiment.problem.model).__name__,

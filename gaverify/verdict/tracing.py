@@ -62,6 +62,7 @@ def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> 
 
 def _step_once(experiment: Experiment, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
     """Returns the weights after one step of a fresh optimizer; the model keeps its own."""
+    # A copy: the step must not move the user's weights.
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in experiment.parameters.items()}
     for name, weight in weights.items():
         weight.grad = gradients[name]

@@ -46,6 +46,7 @@ def _newer(backend: str, operation: str) -> Flag:
     read, write = accessors
 
     def restore(value: Any) -> None:
+        # Inherited first: a switch that says by itself what the wider one says would no longer follow it.
         write(backend, operation, "none")
         if read(backend, operation) != value:
             write(backend, operation, value)
@@ -118,6 +119,7 @@ def deterministic() -> Iterator[None]:
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     restore = flag_states((*ARITHMETIC, *KERNELS))
     try:
+        # Whoever calls may stand inside `no_grad` or inference mode, where no gradient is formed.
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
             warnings.filterwarnings("ignore", message=".*[Dd]eterministic behavior was enabled.*")
@@ -126,6 +128,7 @@ def deterministic() -> Iterator[None]:
             set_deterministic(True, warn_only=True)
             # Filling every `torch.empty` with NaN would cost a pass over memory and finds nothing here.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            # Benchmarking picks an algorithm by the shape and the moment: the same pass would round otherwise next time.
             torch.backends.cudnn.benchmark = False
             yield
     finally:
@@ -161,6 +164,7 @@ def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
         yield
     finally:
         for module, name, child in places:
+            # Not by assignment to the attribute: the user's `__setattr__` may do more than that.
             if submodules_of(module).get(name) is not child:
                 submodules_of(module)[name] = child
         for module, flag in flags:

@@ -56,6 +56,7 @@ def generator_states() -> Callable[[], None]:
             if device in states:
                 set_state(generator, states[device])
             else:  # first used meanwhile
+                # Its state before the pass is the one that it was seeded with: nobody had drawn from it.
                 generator.manual_seed(generator.initial_seed())
         for put_back in foreign_restorers:
             put_back()
@@ -67,6 +68,7 @@ def seed_everything(seed: int) -> None:
     """Seeds the torch, Python and NumPy generators."""
     seed_torch(seed)
     for generator in foreign_generators().values():
+        # NumPy refuses seeds of more than 32 bits.
         generator.seed(seed if generator is random else seed % 2**32)
 
 

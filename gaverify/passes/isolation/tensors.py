@@ -51,6 +51,7 @@ class Tensors:
         if gradient and tensor.requires_grad and tensor.is_leaf:
             self._restorers.append(_gradient(tensor))
         pointer = storage(tensor)
+        # A copy of every parameter would double the memory of the model, and few forwards write to one.
         if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _WAITS)):
             self._waiting.setdefault(pointer, []).append(tensor)
         else:
@@ -89,10 +90,12 @@ def _binding(tensor: torch.Tensor, data: torch.Tensor) -> Restore:
     place, flag, plain = _place(data), tensor.requires_grad, tensor.is_leaf and tensor._base is None
 
     def restore() -> None:
+        # A tensor with a graph refuses new data.
         if plain and tensor.grad_fn is not None:
             tensor.detach_()  # written in place with gradients enabled
         if place is None or _place(tensor) != place:
             tensor.data = data
+        # Torch lets only leaves change their flag.
         if tensor.requires_grad != flag and tensor.is_leaf:
             tensor.requires_grad_(flag)
 
@@ -122,6 +125,7 @@ def _values(data: torch.Tensor) -> Restore:
     inference = data.is_inference()
 
     def restore() -> None:
+        # A tensor made in inference mode can be written to only there.
         with torch.inference_mode() if inference else nullcontext():
             data.copy_(value)
 
@@ -143,6 +147,7 @@ def _gradient(tensor: torch.Tensor) -> Restore:
     put_back = _value_of(gradient) if gradient is not None else None
 
     def restore() -> None:
+        # The object first, then its value: a pass may have put another tensor in its place, or written to it.
         tensor.grad = gradient
         if put_back is not None:
             put_back()

@@ -94,6 +94,7 @@ class Walk:
         while self._waiting and self._left > 0:
             value = self._waiting.popleft()
             if id(value) not in self._seen:
+                # Nearest first: where the bound is reached, what is left out lies far from the loss.
                 self._left -= not issubclass(type(value), nn.Module)
                 self._visit(value)
         self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
@@ -162,9 +163,11 @@ class Walk:
         if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
             restore, scripted = objects.keep_scripted(module)
             self._add(restore)
+            # A scripted module keeps its tensors in C++; `vars` shows none of them.
             tensors += scripted
         else:
             empty = objects.empty_registries(module)
+            # The registries are kept in ways of their own: walked as containers they would be copied for each module.
             self._seen |= {id(registry): registry for registry in (submodules_of(module), *empty)}
             self._add(objects.keep_submodules(module))
             self._add(objects.keep_empty(empty))
@@ -173,6 +176,7 @@ class Walk:
         for tensor in tensors:
             if tensor is not None and id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
+                # A buffer is copied at once: BatchNorm's kernel writes to it without an operation that could be seen.
                 self._wait_for(self._tensor(tensor, buffer=True))
         for child in submodules:
             if child is not None and id(child) not in self._seen:
@@ -229,6 +233,7 @@ class Walk:
     def _class(self, kind: type) -> Children:
         values: list[Any] = []
         for base in kind.__mro__:
+            # A library's class is shared by everything that uses it: putting it back would undo what others did.
             if origins.is_users_class(base, self._own) and (base is kind or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 restore, children = objects.keep_class(base)
