@@ -43,9 +43,11 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
     if batch_size is not None:
         return batch_size
     candidates = _candidates(batch)
+    # Inputs of 8 and targets of 6 are a mistake; read as two samples they would hide it.
     if _fields_disagree(batch):
         candidates = []
     if candidates:
+        # A reading with fewer samples than micro-batches cannot be meant.
         return next((size for size in candidates if size >= steps), candidates[0])
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
@@ -119,6 +121,7 @@ def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
             f"lower steps to {batch_size} or less, or raise the batch size"
         )
     size = -(-batch_size // steps)
+    # As a `DataLoader` without `drop_last` cuts an epoch.
     if (steps - 1) * size < batch_size:
         return (size,) * (steps - 1) + (batch_size - (steps - 1) * size,)
     small, larger = divmod(batch_size, steps)
@@ -152,6 +155,7 @@ def fresh(batch: Any, device: torch.device | None = None, dtype: torch.dtype | N
         if id(leaf) not in memo:
             target = dtype_like(leaf.dtype, dtype)
             moved = leaf.detach().to(device=device or leaf.device, dtype=target, copy=True)
+            # Kept by identity: a loss may compare a tensor with itself in two places of the batch.
             memo[id(leaf)] = moved.requires_grad_(leaf.requires_grad)
         return memo[id(leaf)]
 
@@ -188,6 +192,7 @@ def _candidates(node: Any) -> list[int] | None:
     structure = _common_sizes([_candidates(child) for _, child in entries])
     if not isinstance(node, list | tuple) or is_namedtuple(node):
         return structure
+    # Nothing in it tells a number of samples.
     if structure is None:
         return None  # a list of names or numbers: split where its length is B, passed through otherwise
     return _readings(node, structure)
@@ -223,6 +228,7 @@ def _take(node: Any, rows: Sequence[int], size: int) -> Any:
         return take_entries(node, 0, rows) if _leading(node) == size else node
     if isinstance(node, list | tuple) and not is_namedtuple(node) and len(node) == size:
         structure = _common_sizes([_candidates(child) for _, child in entries])
+        # Both readings may be possible (B fields of B rows): the one that gave the batch's size is cut.
         if not structure or size not in structure or _readings(node, structure)[0] == len(node) != structure[0]:
             return type(node)(node[rows.start : rows.stop] if isinstance(rows, range) else [node[row] for row in rows])
     return with_children(node, [_take(child, rows, size) for _, child in entries])

@@ -128,7 +128,7 @@ def deterministic() -> Iterator[None]:
             set_deterministic(True, warn_only=True)
             # Filling every `torch.empty` with NaN would cost a pass over memory and finds nothing here.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-            # Benchmarking picks an algorithm by the shape and the moment: the same pass would round otherwise next time.
+            # Benchmarking picks an algorithm by shape and moment: the same pass would round otherwise next time.
             torch.backends.cudnn.benchmark = False
             yield
     finally:

@@ -45,6 +45,7 @@ def names_in(code: CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
+            # A function defined inside another is a constant of its code.
             names |= names_in(constant)
     return names
 
@@ -69,6 +70,7 @@ def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[di
             continue
         visited.add(id(namespace))
         yield namespace, names
+        # A function that names a module reads its attributes by names that stand in the same code.
         waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), own)]
 
 
@@ -89,6 +91,7 @@ def _set_default(function: FunctionType, index: int, value: Any) -> None:
 def _set_argument(wrapper: partial[Any], index: int, value: Any) -> None:
     values = list(wrapper.args)
     values[index] = value
+    # The arguments of a `partial` are read-only; pickling's own way in is the only one.
     wrapper.__setstate__((wrapper.func, tuple(values), wrapper.keywords, vars(wrapper)))  # type: ignore[attr-defined]
 
 
@@ -105,6 +108,7 @@ def keep_function(function: FunctionType) -> tuple[Restore, list[Any]]:
 
     def restore() -> None:
         for cell, value in cells:
+            # By identity: comparing values would run the user's `__eq__`.
             if contents_of(cell, _EMPTY) is value:
                 continue
             if value is _EMPTY:
@@ -206,5 +210,6 @@ class Globals:
                 continue
             if value is not _EMPTY:
                 self._namespace[name] = value
+            # A name that was not bound before is taken away again.
             elif not isinstance(now, ModuleType):  # an import inside the forward is no state
                 del self._namespace[name]

@@ -53,6 +53,7 @@ def keep_container(value: Any) -> tuple[Restore | None, list[Any]]:
     """Keeps the entries of a container; returns what puts them back, and the entries."""
     if len(value) > _COPIED:
         return None, []
+    # An iterator in a container moves when it is read, and no copy of the container would bring it back.
     if len(value) <= _LOOKED_THROUGH and not isinstance(value, set):
         base = _base(value)
         places = base.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
@@ -122,6 +123,7 @@ def keep_ndarray(value: Any) -> tuple[Restore | None, list[Any]]:
 
     def restore() -> None:
         if value.shape != content.shape:
+            # In place, although others may look at its memory: they look at the same array before and after.
             value.resize(content.shape, refcheck=False)
         value[...] = content
 
@@ -195,6 +197,7 @@ def keep_slots(value: Any) -> tuple[Restore | None, list[Any]]:
             if entry is UNSET:
                 slot.__delete__(value)
             else:
+                # Through the descriptor: the class may define `__setattr__`, or hide a slot behind a property.
                 slot.__set__(value, entry)  # past the `__setattr__` of a frozen dataclass
 
     return restore, [entry for _, entry in saved if entry is not UNSET]
@@ -245,6 +248,7 @@ def keep_submodules(module: nn.Module) -> Restore:
     saved = dict(registry)
 
     def restore() -> None:
+        # By names alone: a control run exchanges modules under a name on purpose.
         if list(registry) != list(saved):
             wanted = {name: registry.get(name, child) for name, child in saved.items()}
             registry.clear()
