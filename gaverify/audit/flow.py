@@ -139,7 +139,7 @@ def audit(request: Request, progress: Progress | None = None) -> AuditReport:
     request.check()
     for command in (request.command_of("full"), request.command_of("accumulated")):
         check_values(command.script, command.module, command.values)
-    if not request.events_only and request.same:
+    if not request.events_only and request.is_same:
         return same_arguments(request)
     with ended_as_interrupted(), _folder(request) as folder:
         return _report(request, Runner(request, folder, progress or (lambda *_: None)))

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """The role, or what the noise floor and the control of inner steps make of it."""
+        """The role; `perturbed` and `frozen` for the two controls that have names of their own in reports."""
         return "perturbed" if self.find(PerturbWeights) else "frozen" if self.find(UndoSteps) else self.role
 
     @property
@@ -135,7 +135,7 @@ class Job(Run):
 
     def write(self, path: Path) -> None:
         """Writes the job for the child to read."""
-        changes = [encode_change(change) for change in self.changes]
+        changes = [encode_change(change) for change in self.changes]  # `asdict` would forget their classes
         path.write_text(json.dumps({**asdict(self), "changes": changes}), encoding="utf-8")
 
     @classmethod

@@ -16,7 +16,7 @@ from gaverify.rules.wording import phrase
 
 @dataclass(frozen=True)
 class Kind:
-    """What an option is given; here one text."""
+    """What an option is given: here one text, in the classes below flags, numbers, words and pairs."""
 
     metavar: str
     """How the help page shows it."""
@@ -58,7 +58,7 @@ class Flag(Kind):
         return False
 
     def words_of(self, key: str, value: object, problems: list[str]) -> Any:
-        """Returns the value itself."""
+        """Returns the value itself: the command line gives no word for a flag, either."""
         if not isinstance(value, bool):
             problems.append(f"$.{key}: must be true or false")
         return value
@@ -157,7 +157,7 @@ class Assignments(Kind):
         pairs: dict[str, str] = {}
         for word in words:
             name, sign, value = word.partition("=")
-            if not sign or not name or "\0" in word:
+            if not sign or not name or "\0" in word:  # no variable of a process may hold a zero byte
                 problems.append(f"{flag} {word!r} has no name and value; write `{flag} {self.example}`")
             elif name in pairs:
                 problems.append(f"{flag} gives `{name}` twice: {pairs[name]!r} and {value!r}")
@@ -207,4 +207,4 @@ def _is_plain(value: object) -> bool:
 
 
 def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)  # TOML writes `true`, Python `True`

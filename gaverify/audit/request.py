@@ -151,7 +151,7 @@ class Request:
         return self.module or self.script or ""
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         """Whether both runs would be the same."""
         return (
             (self.full or ()) == (self.accumulated or ())
@@ -222,13 +222,13 @@ class Request:
                 yield "--accumulated is missing: the arguments that cut the same batch into micro-batches"
 
     def _rank_problems(self) -> list[str]:
-        option = "--launcher" if self.launcher else "--ranks"
         problems = []
+        # under a launcher the script would wait for the other ranks until the timeout
         world = os.environ.get("WORLD_SIZE", "1")
         if not self.has_ranks and world.isdigit() and int(world) > 1:
             problems.append(phrase("request.world", world=world, others=int(world) - 1))
         if self.has_ranks and self.events_only:
-            problems.append(phrase("request.events", option=option))
+            problems.append(phrase("request.events", option="--launcher" if self.launcher else "--ranks"))
         if self.launcher and self.ranks is not None:
             problems.append(phrase("request.both"))
         if self.full_launcher and not self.launcher:
@@ -247,6 +247,7 @@ class Request:
     def _script_problems(self, script: str) -> list[str]:
         if self.module is not None:
             try:
+                # the package alone: `find_spec` would import the parents of a module in it
                 is_importable = script and importlib.util.find_spec(script.split(".")[0]) is not None
             except (ImportError, ValueError):
                 is_importable = False

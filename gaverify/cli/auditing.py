@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from gaverify.audit.options import Assignments, Flag
+from gaverify.audit.options import Arguments, Assignments, Flag
 from gaverify.audit.request import OPTIONS, Request
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -42,18 +42,21 @@ _EXAMPLE = 'script = "train.py"'
 
 
 class AuditFile(NamedTuple):
-    """One file: the command's options as the command line would give them, and what it accepts and expects."""
+    """The options of an audit in a TOML file."""
 
     path: Path
     words: Mapping[str, Any]
+    """As the command line would give them, by the fields of `Request`."""
     accept: tuple[Accept, ...]
+    """Divergences that the file accepts."""
     expect: str | None
+    """The outcome that counts as a success; None: equivalent."""
 
 
 def options_files(words: Iterable[str]) -> list[tuple[Path, str]]:
     """Returns the files of options that the words name, each with "" or why there is none.
 
-    There are none where the first of the words is a script.
+    Empty if the first of the words is a script.
 
     Raises:
         SpecError: A folder holds none.
@@ -75,7 +78,7 @@ def _holds_options(word: str) -> bool:
 
 
 def read_options(file: Path) -> AuditFile:
-    """Returns what a file says.
+    """Returns the options in a file.
 
     Args:
         file: A TOML file.
@@ -112,7 +115,7 @@ def audit_options(command: _Command) -> _Command:
         kind = option.kind
         settings: dict[str, Any] = {"shell_complete": partial(_complete_path, kind.completes)} if kind.completes else {}
         if not option.flags:
-            settings |= {"nargs": -1, "type": click.UNPROCESSED} if kind.missing == () else {"required": False}
+            settings |= {"nargs": -1, "type": click.UNPROCESSED} if isinstance(kind, Arguments) else {"required": False}
             command = click.argument(name, metavar=kind.metavar, **settings)(command)
             continue
         settings |= {"is_flag": True} if isinstance(kind, Flag) else {"metavar": kind.metavar}
@@ -165,24 +168,24 @@ def audit(
             _refuse(others, "the options of these audits stand in their files")
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)
-    request = None if kept is not None else _request(words)
     if kept is not None:
         # a name is for the report, which is made again
         _refuse({**words, "name": None}, "--from reports again what was run before")
-    check_outputs(outputs)
-    from gaverify.audit.flow import audit_again
+        check_outputs(outputs)
+        from gaverify.audit.flow import audit_again
 
-    if request is not None:
-        report = _run_audit(request, quiet=quiet)
+        report = replace(audit_again(kept), name=words["name"] or "")
     else:
-        report = replace(audit_again(kept or ""), name=words["name"] or "")
+        request = _request(words)
+        check_outputs(outputs)
+        report = _run_audit(request, quiet=quiet)
     report = mark_accepted(report, (), project, strict=strict)
     show([report], form, outputs, show_all=show_all, quiet=quiet)
     return report.exit_code
 
 
 def _refuse(words: Mapping[str, Any], why: str) -> None:
-    """Raises where options were given that nothing reads; names them as people write them, the script first."""
+    """Raises if options were given that nothing reads, and names them as people write them, the script first."""
     given = [name for name in sorted(words, key=lambda name: name != "script") if words[name]]
     names = {"script": f"`{words['script']}`", "arguments": "arguments"}
     if given:
@@ -199,7 +202,7 @@ def _audit_files(
     show_all: bool,
     strict: bool,
 ) -> int:
-    """Audits one file after the other; one that cannot be audited is an error of the report and stops no other."""
+    """Audits one file after the other; a file that cannot be audited is an error in the report, and stops no other."""
     from gaverify.acceptance import mark_accepted
     from gaverify.report import print_line
 
@@ -213,7 +216,7 @@ def _audit_files(
                 raise SpecError(missing)
             options = read_options(file)
             report = _run_audit(_request(options.words), number, len(files), quiet=quiet)
-        except SpecError as error:  # of options that stand in the file, wherever they were checked
+        except SpecError as error:  # its options are checked in several places: all stand in this file
             named = SpecError(error.problems, str(file))
             failures += failures_of(named, str(file), invocation, as_rows=as_rows)
             continue
@@ -239,7 +242,7 @@ def _audit_files(
 
 
 def _request(words: Mapping[str, Any]) -> Request:
-    """Returns what the options ask for."""
+    """Returns the request that the options spell."""
     if words["script"] is None and words["module"] is None:
         raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
     return Request.from_words(words)
