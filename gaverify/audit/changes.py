@@ -62,7 +62,7 @@ class PerturbWeights(Change):
         """Lets the recorder move weights before forwards."""
         from gaverify.audit.recording.control import Perturbation
 
-        recorder.perturbation = Perturbation(self.roundoff, self.seed, at_optimizer=self.at_optimizer)
+        recorder.controls.perturbation = Perturbation(self.roundoff, self.seed, at_optimizer=self.at_optimizer)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LeadSteps(Change):
         """Reads gradients from the folder of the full-batch run."""
         from gaverify.audit.recording.control import Lead
 
-        recorder.lead = Lead(recorder.source)
+        recorder.controls.lead = Lead(recorder.job.source)
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class UndoSteps(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Lets the recorder undo steps; all of them belong to the full batch's first update, and so do its draws."""
-        recorder.undoes_steps = True
-        recorder.draws.repeats_first_update = True
+        recorder.undo_steps()
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ScaleLosses(Change):
         """Surrounds what is differentiated."""
         from gaverify.audit.recording.control import scale_losses
 
-        recorder.control.losses.append(lambda roots, _: scale_losses(roots, self.factor))
+        recorder.controls.contexts.losses.append(lambda roots, _: scale_losses(roots, self.factor))
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class WeightMicroBatches(Change):
 
         if not recorder.job.has_ranks:  # nobody asks for the lines of ranks
             keep_lines()
-        recorder.control.losses.append(lambda roots, number: scale_losses(roots, factor_of(number)))
-        recorder.control.descriptions.append(describe)
+        recorder.controls.contexts.losses.append(lambda roots, number: scale_losses(roots, factor_of(number)))
+        recorder.controls.contexts.descriptions.append(describe)
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,10 @@ class DifferentiateTerm(Change):
         from gaverify.audit.recording.graph import keep_lines
 
         keep_lines()
-        recorder.control.backwards.append(lambda terms: terms.only(self.number))
-        recorder.control.descriptions.append(lambda origin, terms, _: replace(origin, term=terms.place(self.number)))
+        recorder.controls.contexts.backwards.append(lambda terms: terms.only(self.number))
+        recorder.controls.contexts.descriptions.append(
+            lambda origin, terms, _: replace(origin, term=terms.place(self.number))
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class ClearGradients(Change):
         """Lets the recorder clear what its optimizers hold."""
         from gaverify.audit.recording.control import GradientClearing
 
-        recorder.clearing = GradientClearing(recorder.watch)
+        recorder.controls.clearing = GradientClearing(recorder.recording.watch)
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ class SynchroniseGradients(Change):
         """Surrounds forwards, in which DDP asks whether it shall reduce, and backward passes."""
         from gaverify.audit.recording.control import synchronise_models
 
-        recorder.control.forwards.append(lambda module: synchronise_models([module]))
-        recorder.control.backwards.append(lambda _: synchronise_models(recorder.names.models))
+        recorder.controls.contexts.forwards.append(lambda module: synchronise_models([module]))
+        recorder.controls.contexts.backwards.append(lambda _: synchronise_models(recorder.recording.names.models))
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class DifferentiateGathers(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Tells the patch of the gathers, which is made afterwards."""
-        recorder.differentiates_gathers = True
+        recorder.traffic.differentiates_gathers = True
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -199,10 +200,10 @@ class UseEvaluationMode(Change):
         from gaverify.audit.recording.control import use_evaluation_mode
 
         def evaluate(_: nn.Module) -> AbstractContextManager[None]:
-            buffers = [value for name, value in recorder.names.buffers().items() if name in self.buffers]
-            return use_evaluation_mode(buffers, recorder.names.models)
+            buffers = [value for name, value in recorder.recording.names.buffers().items() if name in self.buffers]
+            return use_evaluation_mode(buffers, recorder.recording.names.models)
 
-        recorder.control.forwards.append(evaluate)
+        recorder.controls.contexts.forwards.append(evaluate)
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class RestoreState(Change):
         """Surrounds forwards."""
         from gaverify.audit.recording.state import RestoredState
 
-        recorder.state = RestoredState(self.names, recorder.work)
+        recorder.controls.state = RestoredState(self.names, recorder.recording.guard.work)
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class WatchModules(Change):
         from gaverify.audit.recording.outputs import Outputs
 
         keep_lines()
-        recorder.outputs = Outputs(recorder.work, self.moved, small=recorder.job.role != "full")
+        recorder.modules.outputs = Outputs(recorder.recording.guard.work, self.moved, small=recorder.job.role != "full")
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,8 @@ class PinModules(Change):
         """Listens to module calls."""
         from gaverify.audit.recording.outputs import PinnedModules
 
-        recorder.pinned_modules = PinnedModules(recorder.work, self.paths, recorder.source, self.rows, self.factor)
+        work, source = recorder.recording.guard.work, recorder.job.source
+        recorder.modules.pinned_modules = PinnedModules(work, self.paths, source, self.rows, self.factor)
 
 
 # -- data and arithmetic ----------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class ReplayData(Change):
         from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
         from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
 
-        source, folder, collated = recorder.source, recorder.storage.folder, self.way == "batches"
+        source, folder, collated = recorder.job.source, recorder.storage.folder, self.way == "batches"
         loop: Loop
         loaders: Loaders
         if source is None:
@@ -303,8 +305,8 @@ class UseMathKernels(Change):
         """Chooses the kernel for good."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        recorder.kernels = sdpa_kernel(SDPBackend.MATH)
-        recorder.kernels.__enter__()  # never left: it would end if nobody kept it
+        recorder.controls.kernels = sdpa_kernel(SDPBackend.MATH)
+        recorder.controls.kernels.__enter__()  # never left: it would end if nobody kept it
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ class DisableCompilation(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Says that modules which look compiled run as they are written."""
-        recorder.draws.is_eager = True
+        recorder.draws.draws.is_eager = True
 
 
 Changes = tuple[Change, ...]

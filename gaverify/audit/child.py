@@ -249,7 +249,7 @@ def _report_failures(folder: Path) -> None:
 
 def _close_record(recorder: Recorder, process: int) -> None:
     """Writes the closing record of a process that ends before all updates are made; its exit status stays."""
-    if os.getpid() == process and recorder.steps and not (recorder.storage.folder / ERROR).exists():
+    if os.getpid() == process and recorder.windows.steps and not (recorder.storage.folder / ERROR).exists():
         try:
             recorder.close(Ending.SCRIPT)
         except Exception as error:

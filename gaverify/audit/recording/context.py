@@ -1,15 +1,53 @@
-"""What all listeners of one process share: the script's optimizers and models, and where events are written."""
+"""What the listeners of one process share: its run, the script's optimizers and models, the journal of events."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 from gaverify.audit.recording.guard import Guard
 from gaverify.audit.recording.journal import Journal
+from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.unannounced import UnannouncedChanges
 from gaverify.audit.recording.values import Names, Roundoff
 from gaverify.audit.recording.watching import Watch
+
+
+class Assignment(Protocol):
+    """What a recorder knows of its run; everything else that the run asks for installs itself."""
+
+    @property
+    def role(self) -> str:
+        """Whether it is the `full` or the `accumulated` run, or one of which only `events` are recorded."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates after which the script is stopped; 0: it runs to its end."""
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether other runs follow this one."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Folders of all ranks of the full-batch run that it follows."""
+
+    @property
+    def source(self) -> Path | None:
+        """That of the rank which this process follows."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether several processes may train together in the run."""
+
+    @property
+    def counts_traffic(self) -> bool:
+        """Whether its backward passes may reduce gradients, also in a group of one."""
+
+    @property
+    def meeting(self) -> Path | None:
+        """A folder that all ranks of the run see; None where it is alone."""
 
 
 @dataclass
@@ -27,8 +65,12 @@ class Phase:
 
 @dataclass
 class Recording:
-    """The state that listeners share."""
+    """The state that listeners share; everything else belongs to one of them."""
 
+    job: Assignment
+    """The part that the process plays."""
+    storage: Storage
+    """The folder of the run."""
     guard: Guard
     """Decides what is recorded."""
     journal: Journal
@@ -44,4 +86,9 @@ class Recording:
 
     def __post_init__(self) -> None:
         self.unannounced = UnannouncedChanges(self.watch, self.journal)
-        """Turns what no call announced into events."""
+        """Turns into events what no call announced."""
+
+    @property
+    def is_last_update(self) -> bool:
+        """Whether the update that is worked on is the last one that is recorded."""
+        return self.journal.update == self.job.updates

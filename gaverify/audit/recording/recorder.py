@@ -1,330 +1,212 @@
-"""Records what a training script does, call by call: what it reads, draws, adds to the gradients, sends and clips.
+"""The recorder of one process: its listeners, and the order in which they are told of each call.
 
-The script's own code runs between the two halves of each method here; nothing of it is changed: generators, gradients,
-weights (but in the runs that move or hold them on purpose) and exceptions pass through.
+The script's own code runs between the two halves of each call; nothing of it is changed: generators, gradients,
+weights (but in the runs that move or replace them on purpose) and exceptions pass through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-import torch
-from torch import nn
-
-from gaverify.audit.recording.frameworks import find_framework
-from gaverify.audit.recording.graph import Terms, ends_in_parameters
+from gaverify.audit.recording.bus import Bus
+from gaverify.audit.recording.calls import BackwardCall, ForwardCall, GradCall, StepCall, UpdateEnd
+from gaverify.audit.recording.context import Assignment, Recording
+from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
+from gaverify.audit.recording.guard import Guard
+from gaverify.audit.recording.journal import Journal
+from gaverify.audit.recording.listeners.by_hand import HandListener
+from gaverify.audit.recording.listeners.controls import ControlListener
+from gaverify.audit.recording.listeners.draws import DataListener, DrawListener
+from gaverify.audit.recording.listeners.forwards import ForwardListener
 from gaverify.audit.recording.listeners.gradient_calls import ClippingListener, ScalerListener, ZeroGradListener
-from gaverify.audit.recording.listeners.other_calls import AverageListener, LoadListener, SchedulerListener
-from gaverify.audit.recording.rows import input_rows, input_shapes
-from gaverify.audit.recording.samples import has_loss
-from gaverify.audit.recording.steps import Steps
-from gaverify.audit.recording.unannounced import CERTAIN, ByHand, Waiting
-from gaverify.audit.recording.values import OutOfSight, out_of_sight
-from gaverify.audit.recording.watching import Look
-from gaverify.collective.traffic import TrafficMeter
-from gaverify.records.events import (
-    Backward,
-    Ending,
-    Forward,
-    LossOrigin,
+from gaverify.audit.recording.listeners.gradients import GradientListener
+from gaverify.audit.recording.listeners.losses import LossListener
+from gaverify.audit.recording.listeners.modules import ModuleListener
+from gaverify.audit.recording.listeners.other_calls import (
+    AverageListener,
+    LoadListener,
+    SchedulerListener,
+    TargetListener,
 )
-from gaverify.records.ranks import Collective, Traffic
-from gaverify.tracebacks import Place, user_place
+from gaverify.audit.recording.listeners.steps import StepHooks
+from gaverify.audit.recording.listeners.traffic import TrafficListener
+from gaverify.audit.recording.listeners.updates import UpdateListener, WindowListener
+from gaverify.audit.recording.loop import Loop
+from gaverify.audit.recording.samples import Inputs, Loaders
+from gaverify.audit.recording.storage import Storage, leave, leave_together
+from gaverify.audit.recording.summary import summarise
+from gaverify.records.events import End, Ending
 
 
-class Recorder(Steps):
-    """All calls of the script, each with what is noted before and after it."""
+class Recorder:
+    """Records what a training script does, call by call.
 
-    def subscribe(self) -> None:
-        """Lets all listeners patch torch and subscribe to calls."""
-        self._targets.listen(self.bus)
-        ZeroGradListener(self.recording, self._settle_by_hand).listen(self.bus)
-        ClippingListener(self.recording, self._keep_used).listen(self.bus)
-        ScalerListener(self.recording, lambda: self.steps).listen(self.bus)
-        SchedulerListener(self.recording).listen(self.bus)
-        AverageListener(self.recording).listen(self.bus)
-        LoadListener(self.recording, self.storage.folder).listen(self.bus)
+    Args:
+        job: The part that the process plays.
+        storage: Where the record goes.
+    """
 
-    @contextmanager
-    def forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[Callable[[Any], None]]:
-        """Surrounds the forward of an outermost module; gives a function that is to be called with its result."""
-        graded = torch.is_grad_enabled()
-        with self._loop.ignore_draws():
-            if self.by_hand:  # there is no optimizer that would be made
-                self._loop.start()
-            with self.work():
-                if graded:
-                    self._loop.forward(next((shape[0] for shape in input_shapes(args, kwargs)), None))
-                    if self._inputs is not None:
-                        self._inputs.forward(module, args, kwargs)
-                trains = graded and self._trains(module)
-                if trains:
-                    self._before_forward(module, args, kwargs)
-            number, listens = self._numbers["forward"], trains and self._is_last_update
-            pinned, outputs = (self.pinned_modules, self.outputs) if listens else (None, None)
+    def __init__(self, job: Assignment, storage: Storage) -> None:
+        self.job, self.storage = job, storage
+        guard = Guard(storage)
+        self.recording = Recording(job, storage, guard, Journal(storage))
+        self.bus = Bus(guard)
+        self.data = DataListener()
+        self.draws = DrawListener(self.recording, self._choose_draws())
+        self.modules = ModuleListener(self.recording)
+        self.targets = TargetListener()
+        self.losses = LossListener(self.recording, self.targets)
+        self.traffic = TrafficListener(self.recording)
+        self.gradients = GradientListener(self.recording, self.targets)
+        self.updates = UpdateListener(self.recording, self.bus, self._stop)
+        self.windows = WindowListener(self.recording, self.updates)
+        self.forwards = ForwardListener(self.recording, self.updates)
+        self.by_hand = HandListener(self.recording, self.gradients, self.updates, self.windows, self.finish)
+        self.controls = ControlListener(self.recording, self.gradients, self.by_hand)
+        self.steps = StepHooks(self.recording, self.bus, self.data, self.by_hand, self.controls)
+        self._subscribe()
 
-            def listen(output: Any) -> None:
-                if trains:
-                    self._reach.listen(output, number)
-                self._returns_loss = self._returns_loss and (not graded or has_loss(output))
+    def _subscribe(self) -> None:
+        """Subscribes the listeners to the calls around which a recording is built: this order is what happens."""
+        bus = self.bus
+        bus.outside(ForwardCall, self.data.pause)
+        bus.before(
+            ForwardCall,
+            self.data.begin_forward,
+            self.forwards.identify,
+            self.by_hand.begin_forward,
+            self.by_hand.note_settings,  # they belong to the update that ends here
+            self.updates.begin_pass,
+            self.by_hand.note_changes,  # they belong to the update that begins
+            self.forwards.note_arithmetic,
+            self.controls.begin_forward,
+            self.forwards.record,
+            self.draws.begin_forward,
+        )
+        bus.around(
+            ForwardCall,
+            self.forwards.run,
+            self.controls.restore_state,
+            self.draws.run_forward,
+            self.controls.run_forward,
+            self.modules.pin,
+            self.modules.record,  # what the script is given, pinned or not
+        )
+        bus.after(ForwardCall, self.forwards.note_result, self.gradients.note_result)
 
-            self._phase.in_forward = True
-            try:
-                with (
-                    self.state.around(module, self.names.prefix(module)) if graded and self.state else nullcontext(),
-                    self.draws.in_forward(module) if trains else nullcontext(),
-                    self.control.forward(module),
-                    pinned.listening(module, args, kwargs) if pinned is not None else nullcontext(),
-                    outputs.listening(module, args, kwargs) if outputs is not None else nullcontext(),
-                ):
-                    yield listen
-            finally:
-                self._phase.in_forward = False
-                if trains:
-                    with self.work():
-                        self._unannounced_changes.note(self.watch.look(), "forward")
-                        self.draws.leave_forward()
+        for kind in (BackwardCall, GradCall):
+            bus.outside(kind, self.data.pause)
+            bus.before(kind, self.by_hand.begin_differentiation, self.gradients.begin_differentiation)
+            bus.around(kind, self.gradients.run_differentiation, self.draws.run_differentiation)
+        bus.before(
+            BackwardCall,
+            self.by_hand.note_settings,
+            self.updates.begin_pass,
+            self.by_hand.note_changes,
+            self.draws.begin_backward,
+            self.gradients.begin_pass,
+            self.controls.begin_backward,
+            self.losses.begin,
+            self.gradients.listen_to_parameters,
+            self.traffic.begin,
+            self.controls.describe_loss,
+            self.modules.trace_loss,
+        )
+        bus.around(BackwardCall, self.controls.run_backward, self.traffic.count, self.controls.find_setter)
+        bus.after(
+            BackwardCall,
+            self.losses.end,
+            self.gradients.collect,  # decides whether the pass counts
+            self.losses.describe,
+            self.traffic.describe,
+            self.gradients.write,
+        )
+        bus.around(GradCall, self.controls.run_grad)
+        bus.after(GradCall, self.gradients.keep_waiting)
+        for kind in (BackwardCall, GradCall):
+            bus.after(kind, self.by_hand.hunt, self.data.end_differentiation, self.controls.end_differentiation)
 
-    def inside_forward(self) -> bool:
-        """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
-        if self._phase.in_forward and self.roundoff.open:
-            self.roundoff.look_at_autocast()
-        return self._phase.in_forward or self._phase.in_backward
+        bus.before(
+            StepCall,
+            self.gradients.begin_step,
+            self.updates.begin_step,
+            self.windows.record,  # the script's own gradients, before they are replaced
+            self.controls.begin_step,
+        )
+        bus.after(
+            StepCall,
+            self.controls.restore_step,
+            self.windows.note_result,
+            self.controls.end_window,
+            self.updates.end_if_complete,
+        )
+        bus.after(UpdateEnd, self.modules.end_update, self.draws.end_update)
 
-    @contextmanager
-    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Surrounds a backward pass.
+    def listen(self) -> None:
+        """Lets the listeners to other calls patch torch and subscribe: each owns its calls, in any order."""
+        listeners = (
+            self.targets,
+            ZeroGradListener(self.recording, self.by_hand.settle),
+            ClippingListener(self.recording, self.by_hand.keep_used),
+            ScalerListener(self.recording, lambda: self.windows.steps),
+            SchedulerListener(self.recording),
+            AverageListener(self.recording),
+            LoadListener(self.recording, self.storage.folder),
+        )
+        for listener in listeners:
+            listener.listen(self.bus)
+
+    def replay(self, loop: Loop, loaders: Loaders, inputs: Inputs | None) -> None:
+        """Keeps what lies outside the models, or takes it from the full-batch run; see `DataListener.replay`."""
+        self.data.replay(loop, loaders, inputs)
+        self.draws.draws.deals_loop_draws = True
+
+    def expect_steps_by_hand(self) -> None:
+        """Takes moved weights for a step: no optimizer will tell of one."""
+        self.by_hand.expect_steps()
+        self.data.starts_at_forward = True
+
+    def undo_steps(self) -> None:
+        """Undoes every step; all of them belong to the full batch's first update, and so do its draws."""
+        self.by_hand.undoes_steps = True
+        self.windows.stores_gradients = False
+        self.draws.draws.repeats_first_update = True
+
+    def finish(self, reason: Ending, status: int, code: str = "") -> None:
+        """Writes everything and ends the process; one that failed waits for no other rank.
 
         Args:
-            tensors: What is differentiated.
-            args: What else the call was given.
-            kwargs: The same, by name.
+            reason: Why it ends.
+            status: Its exit status.
+            code: What the script gave `sys.exit`, as Python writes it.
         """
-        with self._loop.ignore_draws():
-            with self.work():
-                place = self._differentiates()
-                self._begin()
-                self._goes_on()
-                self.draws.enter_backward()
-                self.watch.let_go()
-                if self.clearing is not None:
-                    self.clearing.clear()
-                if self.job.role != "full" or self.job.is_reference:
-                    self._weight.begin(tensors)
-                for entry in self.watch:
-                    self._incoming.listen(entry)
-                terms, self._meter = Terms(tensors), TrafficMeter()
-                origin = self.control.describe(terms, place)
-                if self.outputs is not None and self._is_last_update:
-                    origin = replace(
-                        origin,
-                        met=(*self.outputs.meetings(tensors), *filter(None, [terms.loss_line])),
-                        inside=tuple(self.outputs.inside(tensors)),
-                        custom=tuple(self.outputs.custom_functions(tensors)),
-                    )
-                if self.pinned_modules is not None and self._is_last_update:
-                    self.pinned_modules.note_differentiation(tensors)
-            try:
-                with (
-                    self.draws.in_backward(),
-                    self.control.backward(tensors, self._numbers["backward"], terms),
-                    self._meter.counting() if self.job.counts_traffic else nullcontext(),
-                    self.clearing.find_setter(self.work) if self.clearing is not None else nullcontext(),
-                ):
-                    yield
-            finally:
-                self._phase.in_backward = False
-            with self.work():
-                self._after_backward(place, tensors, terms, origin)
-            self._end_pass()
+        with self.recording.guard.lock:
+            self.close(reason, code)
+            if self.job.meeting is not None and not status:
+                leave_together(self.job.meeting, self.windows.rank, self.windows.ranks)
+            leave(status)
 
-    @contextmanager
-    def differentiation(self, outputs: Any, inputs: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
-        """Surrounds a call of `autograd.grad` for parameters; gives a function to be called with its result."""
-        results: list[Any] = []
-        with self._loop.ignore_draws():
-            with self.work():
-                place = self._differentiates()
-            try:
-                with self.draws.in_backward(), self.control.differentiation(outputs, self._numbers["backward"]):
-                    yield results.extend
-            finally:
-                self._phase.in_backward = False
-            with self.work():
-                targets = self._targets.read()
-                changes = self._sample_results(inputs, results)
-                if changes:
-                    self._waiting.append(Waiting(place, self._reach.peek(), targets, changes))
-                self._unannounced_changes.hunt(self._quiet_difference)
-            self._end_pass()
+    def close(self, reason: Ending, code: str = "") -> None:
+        """Writes everything, once; nothing is recorded any more."""
+        guard, journal = self.recording.guard, self.recording.journal
+        with guard.work():
+            self.data.loop.close()
+            if guard.closed:
+                return
+            self.by_hand.settle()
+            guard.closed = True
+            self.recording.unannounced.end_hunt()
+            self.updates.close()
+            journal.add(End(*journal.stamp(), reason=reason))
+            self.storage.finish(summarise(self, reason, code))
 
-    def note_gather(self) -> None:
-        """Notes that a tensor that needs a gradient is gathered from all ranks; read at the next backward."""
-        if not self.guard.off:
-            self._gathers.append(user_place())
-
-    # -- what lies behind them ---------------------------------------------------------------------------------------
-
-    def _trains(self, module: nn.Module) -> bool:
-        try:
-            return self.names.add(module)
-        except OutOfSight:
-            self.guard.leave_out("modules without values")
-            return False
-
-    def _differentiates(self) -> Place | None:
-        """Something is about to be differentiated; returns the line."""
-        self._settle_by_hand()
-        self._unannounced_steps.note_differentiation()
-        self._reach.begin()
-        self._phase.in_backward = True
-        return user_place()
-
-    def _end_pass(self) -> None:
-        """A backward pass is over, whatever it was for."""
-        self._loop.backwards += 1
-        if self.state is not None:
-            self.state.end_micro_batch()
-        if self._inputs is not None:
-            self._inputs.after_backward()
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._settle_by_hand()
-        watched_ids = {id(parameter) for parameter in self.watch.all_parameters()}
-        new = [parameter for parameter in module.parameters() if id(parameter) not in watched_ids]
-        if self.by_hand:
-            trained = [parameter for parameter in new if parameter.requires_grad]
-            if trained:
-                self.watch.add(ByHand(trained))
-        elif not self.steps:
-            has_optimizer = len(new) < len(list(module.parameters()))
-            self._unannounced_steps.look(module, has_optimizer=has_optimizer)
-            if (self._unannounced_steps.windows if has_optimizer else self._unannounced_steps.moves) >= CERTAIN:
-                self.finish(Ending.BY_HAND, 0)
-        self._begin()
-        self._goes_on()
-        self.roundoff.add(module)
-        if self.perturbation is not None:
-            self.perturbation.move([*module.parameters(), *self.watch.all_parameters()])
-            self.watch.look()
+    def _choose_draws(self) -> Draws:
+        arithmetic = self.recording.roundoff.arithmetic
         if self.job.is_reference:
-            self._buffers.remember(self.names.buffers(of_losses=True))
-        shapes = input_shapes(args, kwargs)
-        rows = next((shape[0] for shape in shapes), None)
-        model = self.names.index(module)
-        self._numbers["forward"] += 1
-        number = self._numbers["forward"]
-        self._journal.add(Forward(*self._journal.stamp(), rows=rows, model=model, number=number))
-        prints = input_rows(args, kwargs) if self.job.role != "events" else {}
-        self._forwards[number] = self._update.number, len(self._update.rows)
-        self._update.rows.append(prints)
-        self.draws.begin((model, module.training, len(shapes)), shapes, prints)
-        if self.by_hand and self.perturbation is not None:
-            for entry in self.watch:
-                entry.optimizer.take()  # moved by their roundoff: no step of the script's
+            return KeptDraws(arithmetic, self.storage.folder)
+        if self.job.role == "accumulated" and self.job.sources:
+            return DealtDraws(arithmetic, [Path(source) for source in self.job.sources])
+        return Draws(arithmetic)
 
-    def _goes_on(self) -> None:
-        """A forward or backward pass begins: what was done by hand since the last call belongs to the open window."""
-        look = self.watch.look()
-        self._unannounced_changes.note(look, "between")
-        self._unannounced_changes.note_edits(look)
-
-    def _after_backward(self, place: Place | None, roots: Any, terms: Terms, origin: LossOrigin) -> None:
-        look, reached, weight = self.watch.look(), self._reach.end(), self._weight.end()
-        incoming = self._incoming_gradients(look)
-        touched = sorted({*self._touched_optimizers(look), *(() if self.job.has_ranks else incoming)})
-        if not touched and not ends_in_parameters(roots):
-            self.elsewhere += 1
-            return
-        self._numbers["backward"] += 1
-        number = self._numbers["backward"]
-        # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
-        for entry in [self.watch.of(index) for index in touched] or [*self.watch]:
-            change = incoming.get(entry.index, look.changed.get(entry.index))
-            entry.pending += change is not None and entry.index in touched
-            entry.receive(number, change, reached)
-        for entry in self.watch:
-            if entry.pending:
-                entry.clipped = False
-                if self.job.has_ranks or entry.index not in incoming:  # else the sum lies elsewhere
-                    entry.keep()
-        targets = self._targets.read()
-        self._targets.clear()
-        # Targets tell what a mean over them is divided by; a sum of losses may be divided by anything.
-        is_counted = self._weight.of_a_sum or not targets
-        traffic, reduced = self._describe_traffic()
-        gathers, self._gathers = tuple(self._gathers), []
-        self._journal.add(
-            Backward(
-                *self._journal.stamp(place),
-                optimizers=tuple(touched),
-                targets=targets,
-                forwards=tuple(reached),
-                weight=weight if self.job.role == "events" else None,
-                counted=self._weight.divisor if is_counted else None,
-                scales=tuple(self._weight.scales),
-                loss=self._weight.value_of(roots),
-                framework=find_framework(),
-                terms=len(terms),
-                origin=origin,
-                traffic=traffic,
-                reduced=reduced,
-                gathers=gathers,
-            )
-        )
-        self._unannounced_changes.note(Look(moved=look.moved), "backward")
-        self._unannounced_changes.hunt(self._quiet_difference)
-
-    def _incoming_gradients(self, seen: Look) -> dict[int, torch.Tensor]:
-        """What a backward pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
-        given = {
-            entry.index: self._incoming.take(entry.index)
-            if self.job.has_ranks
-            else self._incoming.take_moved(entry, seen)
-            for entry in self.watch
-        }
-        return {index: gradients for index, gradients in given.items() if gradients is not None}
-
-    def _touched_optimizers(self, look: Look) -> list[int]:
-        """The optimizers whose gradients a backward pass changed."""
-        changed = [index for index, change in look.changed.items() if bool(change.any())]
-        # NaN stays NaN whatever is added: such a pass leaves `.grad` as it was, and is a pass all the same
-        return changed or [entry.index for entry in self.watch if entry.pending and bool(entry.gradients.isnan().any())]
-
-    def _describe_traffic(self) -> tuple[Traffic, int]:
-        """Returns what the backward pass sent, and the bytes of whole gradients among it."""
-        for dtype in self._meter.reduced_in:
-            self.roundoff.arithmetic.dtypes.add(dtype)
-        if not self.job.has_ranks:
-            return Traffic(), 0
-        sizes = self._meter.sizes
-        return self._meter.traffic, sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
-
-    def _quiet_difference(self, place: Place) -> bool:
-        """Where the script moves its weights itself, the gradients are used as the line that moves them finds them."""
-        if out_of_sight():
-            return False
-        with self.work():
-            differs = self._unannounced_changes.has_changes()
-            if differs:
-                self._keep_used()
-            return differs
-
-    def _keep_used(self) -> None:
-        for entry in self.watch if self.by_hand else ():
-            entry.keep_used()
-
-    def _sample_results(self, inputs: Sequence[Any], results: Sequence[Any]) -> dict[int, torch.Tensor]:
-        results_by_id = {
-            id(tensor): result for tensor, result in zip(inputs, results, strict=False) if result is not None
-        }
-        return {
-            entry.index: entry.sample.read([results_by_id.get(id(parameter)) for parameter in entry.sample.parameters])
-            for entry in self.watch
-            if any(id(parameter) in results_by_id for parameter in entry.sample.parameters)
-        }
+    def _stop(self) -> None:
+        self.finish(Ending.UPDATES, 0)

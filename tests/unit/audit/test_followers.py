@@ -13,6 +13,7 @@ from torch import nn
 
 import gaverify
 from gaverify.audit.job import Command, Job
+from gaverify.audit.recording.calls import BackwardCall, ForwardCall
 from gaverify.audit.recording.control import Buffers
 from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
@@ -138,11 +139,12 @@ def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -
 
 def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:
     recorder = Recorder(Job(Command(""), "full", 1, folder=str(folder)), Storage(folder))
-    with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.forward(model, (x,), {}):
-        loss = model(x).square().mean()
-    with recorder.backward(loss):
+    call = ForwardCall(module=model, args=(x,), kwargs={}, is_graded=True)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.bus.announce(call):
+        loss = call.result = model(x).square().mean()
+    with recorder.bus.announce(BackwardCall(roots=loss, place=None)):
         loss.backward()
-    return recorder.roundoff.unit
+    return recorder.recording.roundoff.unit
 
 
 @pytest.mark.parametrize("case", MIXED)

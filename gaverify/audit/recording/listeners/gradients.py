@@ -1,0 +1,171 @@
+"""Backward passes: what each adds to the gradients of every optimizer, and the forwards that it reaches.
+
+A gradient from `autograd.grad` may be for anything, a penalty or a norm that is only looked at. So such a pass waits:
+it counts as a backward pass once a step uses gradients that no backward pass gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, StepCall
+from gaverify.audit.recording.context import Recording
+from gaverify.audit.recording.frameworks import find_framework
+from gaverify.audit.recording.graph import Reach, ends_in_parameters
+from gaverify.audit.recording.listeners.other_calls import TargetListener
+from gaverify.audit.recording.unannounced import Waiting
+from gaverify.audit.recording.watching import IncomingGradients, Look, Watched
+from gaverify.records.events import Backward
+
+
+class GradientListener:
+    """Follows gradients through backward passes, and writes an event for each pass.
+
+    Args:
+        recording: What listeners share.
+        targets: Counts the targets of losses.
+    """
+
+    def __init__(self, recording: Recording, targets: TargetListener) -> None:
+        self._recording, self._targets = recording, targets
+        self._incoming = IncomingGradients(always=recording.job.has_ranks)
+        self._reach = Reach()
+        self._waiting: list[Waiting] = []
+        self.count = 0
+        """Backward passes so far that reached parameters."""
+        self.elsewhere = 0
+        """Backward passes that reached none."""
+
+    def note_result(self, call: ForwardCall) -> None:
+        """Listens for gradients that flow into the result of a forward."""
+        if call.trains:
+            self._reach.listen(call.result, call.number)
+
+    def begin_differentiation(self, _: Differentiation) -> None:
+        """Something is about to be differentiated."""
+        self._reach.begin()
+
+    @contextmanager
+    def run_differentiation(self, _: Differentiation) -> Iterator[None]:
+        """Surrounds what computes gradients; forwards in it are recomputed and not the script's."""
+        phase = self._recording.phase
+        phase.in_backward = True
+        try:
+            yield
+        finally:
+            phase.in_backward = False
+
+    def begin_pass(self, _: BackwardCall) -> None:
+        """Listens to the gradients of all parameters."""
+        self._recording.watch.let_go()
+
+    def listen_to_parameters(self, _: BackwardCall) -> None:
+        """Listens to what arrives at the parameters, before ranks reduce it and hooks move it away."""
+        for entry in self._recording.watch:
+            self._incoming.listen(entry)
+
+    def collect(self, call: BackwardCall) -> None:
+        """Finds out what a pass has changed, and adds it to the windows of the optimizers."""
+        watch, job = self._recording.watch, self._recording.job
+        call.look, call.reached = watch.look(), self._reach.end()
+        incoming = self._incoming_gradients(call.look)
+        # With ranks, gradients that arrive say nothing of `.grad`: the script may reduce them later.
+        call.touched = sorted({*self._touched_optimizers(call.look), *(() if job.has_ranks else incoming)})
+        call.is_counted = bool(call.touched) or ends_in_parameters(call.roots)
+        if not call.is_counted:
+            self.elsewhere += 1
+            return
+        self.count += 1
+        # A pass that adds nothing, of a micro-batch without targets, may be any optimizer's.
+        for entry in [watch.of(index) for index in call.touched] or [*watch]:
+            change = incoming.get(entry.index, call.look.changed.get(entry.index))
+            entry.pending += change is not None and entry.index in call.touched
+            entry.receive(self.count, change, call.reached)
+        for entry in watch:
+            if entry.pending:
+                entry.clipped = False
+                if job.has_ranks or entry.index not in incoming:  # else the sum lies elsewhere
+                    entry.keep()
+
+    def write(self, call: BackwardCall) -> None:
+        """Writes a pass that counts, and the weights that moved in it."""
+        if not call.is_counted:
+            return
+        recording = self._recording
+        recording.journal.add(
+            Backward(
+                *recording.journal.stamp(call.place),
+                optimizers=tuple(call.touched),
+                targets=call.targets,
+                forwards=tuple(call.reached),
+                # Elsewhere a fit tells the weights, of whatever the script does to its losses.
+                weight=call.weight if recording.job.role == "events" else None,
+                counted=call.divisor,
+                scales=tuple(call.scales),
+                loss=call.loss,
+                framework=find_framework(),
+                terms=len(call.terms),
+                origin=call.origin,
+                traffic=call.traffic,
+                reduced=call.reduced,
+                gathers=tuple(call.gathers),
+            )
+        )
+        recording.unannounced.note(Look(moved=call.look.moved), "backward")
+
+    def keep_waiting(self, call: GradCall) -> None:
+        """Keeps what a call of `autograd.grad` returned until a step tells what it was for."""
+        results_by_id = {
+            id(tensor): result for tensor, result in zip(call.inputs, call.result, strict=False) if result is not None
+        }
+        changes = {
+            entry.index: entry.sample.read([results_by_id.get(id(parameter)) for parameter in entry.sample.parameters])
+            for entry in self._recording.watch
+            if any(id(parameter) in results_by_id for parameter in entry.sample.parameters)
+        }
+        if changes:
+            self._waiting.append(Waiting(call.place, self._reach.peek(), self._targets.read(), changes))
+
+    def begin_step(self, call: StepCall) -> None:
+        """Counts passes that wait, before a step."""
+        self.count_waiting(call.entry)
+
+    def count_waiting(self, entry: Watched) -> None:
+        """Counts the passes that wait as backward passes where no backward pass gave what the step is made of."""
+        watch, journal = self._recording.watch, self._recording.journal
+        alone = all(part.cleared for part in entry.increments)
+        counted = [part for part in self._waiting if entry.index in part.changes and alone]
+        self._waiting = [part for part in self._waiting if entry.index not in part.changes]
+        for part in counted:
+            self.count += 1
+            for index, change in part.changes.items():
+                reached_entry = watch.of(index)
+                reached_entry.pending += 1
+                reached_entry.receive(self.count, change, part.reached)
+            touched, reached = tuple(sorted(part.changes)), tuple(part.reached)
+            journal.add(
+                Backward(*journal.stamp(part.place), optimizers=touched, targets=part.targets, forwards=reached)
+            )
+        if counted:
+            self._targets.clear()
+
+    def _incoming_gradients(self, look: Look) -> dict[int, torch.Tensor]:
+        """What a pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
+        given = {
+            entry.index: self._incoming.take(entry.index)
+            if self._recording.job.has_ranks
+            else self._incoming.take_moved(entry, look)
+            for entry in self._recording.watch
+        }
+        return {index: gradients for index, gradients in given.items() if gradients is not None}
+
+    def _touched_optimizers(self, look: Look) -> list[int]:
+        """The optimizers whose gradients a pass changed."""
+        changed = [index for index, change in look.changed.items() if bool(change.any())]
+        # NaN stays NaN whatever is added: such a pass leaves `.grad` as it was, and is a pass all the same.
+        return changed or [
+            entry.index for entry in self._recording.watch if entry.pending and bool(entry.gradients.isnan().any())
+        ]
