@@ -1,4 +1,4 @@
-"""Does one sample's output depend on the other samples' inputs? The gradient says so exactly: it is zero or it is not.
+"""Does one sample's output depend on the other samples' inputs? If not, its gradient to these is exactly zero.
 
 Shapes: B samples; gradients of one sample's outputs with respect to float inputs, or embeddings of others, of B rows.
 """
@@ -29,18 +29,18 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 
 def measure_coupling(bench: Bench) -> SampleCoupling | None:
-    """Returns how many other samples one sample's output depends on; None where the model shows no rows of samples.
+    """Returns how many other samples one sample's output depends on; None if no tensor has rows of samples.
 
     In a normalisation the gradient runs through the statistics too. A gradient of exactly zero for all other samples
     means that samples interact in no differentiable operation of the model.
     """
-    listener = _Listener(bench)
+    listener = _CouplingProbe(bench)
     bench.experiment.full_batch(listener)
     return listener.coupling
 
 
-class _Listener(PassProbe):
-    """Makes leaves of what enters the model, and differentiates one sample's outputs instead of the loss."""
+class _CouplingProbe(PassProbe):
+    """Makes leaves of the model's inputs, and differentiates one sample's outputs instead of the loss."""
 
     def __init__(self, bench: Bench) -> None:
         self._root = bench.experiment.problem.model
@@ -115,6 +115,6 @@ class _Listener(PassProbe):
 
 
 def _mix_outputs(values: torch.Tensor) -> torch.Tensor:
-    """A weighted sum of one sample's outputs, without pattern: a plain sum is constant behind a normalisation."""
+    """A weighted sum of one sample's outputs, with irregular weights: a plain sum is constant after a LayerNorm."""
     weights = torch.cos(torch.arange(1, values.numel() + 1, dtype=values.dtype, device=values.device).square())
     return values.reshape(-1) @ weights

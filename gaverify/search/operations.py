@@ -1,8 +1,11 @@
-"""Which operations of the forward bring the difference about? Causes are looked for one after the other.
+"""Which operations of the forward make the difference? Causes are searched one after the other (`_find_causes`).
 
-Each is neutralised in both runs, until nothing is left to explain. What does not help by itself may be one of several
-causes that hide each other, so it stays neutralised for the time being; in the end every cause is released alone while
-the others stay neutralised, which tells what difference it makes, and drops what makes none.
+1. Trace both forwards: the first operations whose results depend on the batch are the suspects.
+2. Run the controls of each suspect. The first that helps is a cause, and stays neutralised in both runs.
+3. Trace again, until only rounding is left. A suspect that does not help by itself stays neutralised on probation,
+   because several causes may hide each other.
+4. In the end release every cause alone while the others stay neutralised. The difference that comes back is its own; a
+   cause without one is dropped.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ _TRIED = 3  # suspects of one round that are tried in a control run
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
-    """Looks for operations that couple samples, beside state and draws that may be causes as well."""
+    """Searches operations in which samples interact, beside state and draws that may be causes as well."""
     state_probe = state.make_state_probe(bench, facts)
     control = facts.state.control if facts.state is not None and state_probe is not None else None
+    # State that changes would differ in every trace: it stays neutralised, whether or not it is a cause.
     search_bench = bench if state_probe is None else bench.without(state_probe)
     fit = facts.weights.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
@@ -41,7 +45,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     difference_left = difference_left if control is None else control.left
     explanation = Explanation(search_bench, facts, difference_left, residual)
     try:
-        # The last one counts: a run that fails takes nothing back that was found before it.
+        # The last explanation counts: if a later run fails, what was found before it stays.
         for step in _find_causes(explanation, control.fit if control is not None else None):
             explanation = step
     except FORESEEN as error:
@@ -56,12 +60,12 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 
 def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun | None) -> Facts:
-    """The facts with what was found.
+    """The facts with the causes of an explanation.
 
     Args:
-        facts: What is known.
-        explanation: What was found.
-        weights_run: The run with other weights that was made before, whose rest the operations are to explain.
+        facts: Without them.
+        explanation: The result of the search.
+        weights_run: An earlier run with other weights, if the operations explain the difference that it left.
     """
     forward = replace(explanation.forward or facts.forward, coupling=facts.forward.coupling)
     ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
@@ -123,7 +127,7 @@ def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) ->
 
 
 def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Facts:
-    """Releases state and draws while everything else stays neutralised: do they matter by themselves?"""
+    """Releases state and draws while everything else stays neutralised, which shows the difference that they make."""
     state_probe, state_facts = state.make_state_probe(bench, facts), facts.state
     if state_probe is not None or facts.draws.control is not None:
         explanation = _give_last_probe(explanation)
@@ -150,6 +154,7 @@ def _run_with_draws(explanation: Explanation, live_bench: Bench) -> ControlRun:
     control_run = explanation.run_again(live_bench)
     if control_run.rounding or live_bench.experiment.reading.by_contents:
         return control_run
+    # A cause may have changed the order of the rows: the draws are then matched by the contents of the rows.
     second_reading = replace(live_bench, experiment=live_bench.experiment.with_second_reading())
     by_contents = explanation.run_again(second_reading)
     return by_contents if by_contents.rounding else control_run
@@ -160,19 +165,19 @@ class Explanation:
     """The causes that were found so far, and what they leave of the difference."""
 
     bench: Bench
-    """Where controls run; none of these causes is neutralised on it."""
+    """Runs controls; none of the causes is neutralised on it."""
     facts: Facts
-    """What was known before: how micro-batches are weighted, above all."""
+    """What was known before the search, such as the weights of the micro-batches."""
     left: float
     """The relative difference that is left with these causes neutralised."""
     residual: float
-    """What the best micro-batch weights leave of that."""
+    """The relative difference that is left with the best micro-batch weights as well."""
     left_before: float = math.nan
     """`left` without the last cause."""
     found: tuple[SuspectTrial, ...] = ()
     """The causes in the order in which they were found, each neutralised beside those before it."""
     forward: Forward | None = None
-    """What the first trace showed; None: none was made."""
+    """The result of the first trace; None before it."""
     fit: WeightFit | None = None
     """Weights that explain what the causes leave; None: none are needed, or none do."""
     counts: WindowCounts | None = None
@@ -232,7 +237,7 @@ class Explanation:
 
 
 def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Explanation]:
-    """Yields what is known after each step: trace, try the suspects, neutralise one, look at what is left.
+    """Yields the explanation after each step of the search.
 
     Args:
         explanation: Without a cause.
@@ -244,20 +249,23 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
             yield explanation
             return
     for _ in range(_ROUNDS):
+        # Propose: the first operations that depend on the batch, with the causes found so far neutralised.
         facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
         suspects, forward = trace_divergences(bench, facts.weights, foreign=facts.draws.foreign_differ)
         explanation = replace(explanation, forward=explanation.forward or forward)
+        # Control: the first suspect that helps; without one, the best that can be neutralised.
         explanation, tried = _try_suspects(explanation, bench, suspects)
         yield explanation
         if tried is None:
             break
+        # Keep it neutralised.
         control = tried.cause.control
         explanation = replace(explanation, found=(*explanation.found, tried), left_before=explanation.left)
         if control is None:
             break
         explanation = replace(explanation, left=control.left)
         yield explanation
-        # What helps and leaves something is one of several causes, or of one and wrong weights.
+        # A control that leaves a difference: there is another cause, or the weights are wrong beside this one.
         if not control.rounding and tried.neutral is not None:
             explanation = _explain_by_weights(explanation, control.fit)
         if control.rounding or tried.neutral is None or explanation.has_weights:
@@ -272,17 +280,17 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
 def _try_suspects(
     explanation: Explanation, bench: Bench, suspects: Sequence[Suspect]
 ) -> tuple[Explanation, SuspectTrial | None]:
-    """The first suspect whose control helps; else one that has a control, on probation; else an unproven one.
+    """Returns the first suspect whose control helps; else one that has a control, on probation; else an unproven one.
 
     Args:
-        explanation: What was found before; those on probation are noted in it as ruled out.
-        bench: With that neutralised.
+        explanation: The causes found before. Suspects on probation are noted in it as ruled out.
+        bench: With those causes neutralised.
         suspects: In the order of execution.
     """
     candidates: list[SuspectTrial] = []
     places = {entry.cause.suspect.culprit.place for entry in explanation.found}
     new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in places]
-    # an index of the batch's length differs in every right loss as well: what has a gradient is tried before it
+    # An index as long as the batch differs in a correct loss too: suspects with a gradient are tried before it.
     for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
         tried = _try_suspect(explanation, bench, suspect)
         if tried is not None and tried.helps:
@@ -297,7 +305,7 @@ def _try_suspects(
 
 
 def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> SuspectTrial | None:
-    """Runs the controls of one suspect; None where that failed, which is noted."""
+    """Runs the controls of one suspect; None if that failed, and the failure is noted."""
     used = explanation.facts.weights.used
 
     def is_counted(trial_bench: Bench) -> bool:
@@ -317,10 +325,10 @@ def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Su
 
 
 def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
-    """The explanation with weights or counts of the window that explain the rest, after a run with them."""
-    # Counts are not tried beside pinned values: a pinned sum of the full batch that is divided by the count of a
-    # micro-batch is an effect of the control.
+    """Returns the explanation with weights or counts of the window that explain the rest, if a run confirms them."""
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
+    # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
+    # of the control.
     runs_live = all(isinstance(entry.neutral, EvaluationMode) for entry in explanation.found)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
@@ -335,17 +343,15 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
 
 
 def _widen_last_control(explanation: Explanation) -> Explanation:
-    """Tries the other controls of the last cause, where the one that helped left something and no more was found.
-
-    Other samples may enter a module at two places, of which that control pins one. Where only cached gradients helped,
-    samples interact somewhere behind the line that is named.
-    """
+    """Tries the other controls of the last cause, if its control left a difference and no further cause was found."""
     last = explanation.found[-1] if explanation.found else None
+    # Only cached gradients helped: the samples interact somewhere after the line that is named.
     if last is not None and last.region is not None and last.region.cause.control is not None:
         return replace(explanation, found=(*explanation.found[:-1], last.region), left=last.region.cause.control.left)
     if last is None or not last.helps or last.neutral is None:
         return explanation
     bench, suspect = explanation.neutralise(explanation.bench, explanation.found[:-1]), last.cause.suspect
+    # Other samples may enter a module at two places, of which the control pinned one.
     wider = proof.try_suspect(bench, suspect, explanation.left_before, explanation.residual, all_of_it=True)
     control = wider.cause.control if wider is not None else None
     if wider is None or control is None or not control.rounding:
@@ -370,15 +376,13 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
 
 
 def _release_causes(explanation: Explanation) -> Explanation:
-    """Releases each cause while the others stay neutralised: notes its difference, and drops it without one.
-
-    A cause that helped by itself stays, even where another one hides it now.
-    """
-    if explanation.found and not explanation.has_weights:  # with the causes before it neutralised, this was left
+    """Releases every cause alone: notes the difference that it makes, and drops those on probation that make none."""
+    # The last cause was found with all others neutralised: what was left then is its own difference, without a run.
+    if explanation.found and not explanation.has_weights:
         *before, last = explanation.found
         last = replace(last, cause=replace(last.cause, alone=explanation.left_before))
         explanation = replace(explanation, found=(*before, last))
-    # the cached gradient of a last cause without a probe is what the others are released beside
+    # A last cause without a probe cannot be released: the others are released beside its cached gradients.
     kept = () if explanation.has_weights else explanation.found[-1:]
     released = [entry for entry in explanation.found if entry not in kept]
 
@@ -387,6 +391,7 @@ def _release_causes(explanation: Explanation) -> Explanation:
         bench = explanation.bench
         return bench.attempt("release of a cause", lambda: explanation.run_again(bench, remaining))
 
+    # Those on probation are released first. A cause that helped by itself stays, even if another one hides it now.
     needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
     alone = {id(entry.item): entry.alone for entry in needed}
     found = [
@@ -407,6 +412,6 @@ def _normalises(bench: Bench, suspect: Suspect) -> bool:
     path = suspect.operation.module
     if path is None or not suspect.in_model:
         return False
-    # a norm of each sample that sees other padding undoes as much, and reduces nothing over the batch
+    # A norm of each sample undoes a scaling too, if other padding makes it differ; it reduces nothing over the batch.
     over_batch = (suspect.source_functions or suspect.functions) if suspect.source is not None else ()
     return is_normalisation(bench, path, suspect.culprit.name, over_batch)

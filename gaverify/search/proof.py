@@ -67,17 +67,18 @@ def try_suspect(
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
+        trial = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_run_remedies(bench, suspect, neutral)) if control.rounding else ()
-            tried = SuspectTrial(Cause(suspect, control, remedies, explained), neutral, tuple(failures))
-            return tried if neutral is not None else _put_on_probation(bench, tried, left) or tried
+            trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
+            return trial if neutral is not None else _put_on_probation(bench, trial, left) or trial
         # Only frozen layers leave the loss running as it is. A pinned result would cut off what is counted before it.
         if isinstance(neutral, EvaluationMode) and counted(bench.without(neutral)):
-            return SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
+            return trial
         # Frozen layers stay the best guess: they are a repair, and other suspects can be tried behind them.
         frozen = best is not None and isinstance(best.neutral, EvaluationMode)
         if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
-            best = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures), helps=False)
+            best = replace(trial, helps=False)
     return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 

@@ -139,7 +139,7 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
     Setup, 2021, section 3.
     """
-    # one backward over the summed losses would leave no place for the cotangents
+    # One backward over the summed losses would have no place for the cotangents of each micro-batch.
     experiment = bench.experiment.with_backwards_apart()
     experiment.progress("control: cached gradients")
     cut = _Cut(experiment, inside)
@@ -194,11 +194,11 @@ def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: 
 def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
     """The full batch's gradients, and the most samples that one call of the model gets, in the backward as well."""
     rows: list[int] = []
-    runs_with_graph = False  # with a graph: in the backward, since no output of the forward had one
+    runs_with_graph = False  # such a call is one in the backward, because no output of the forward had a graph
 
     def enter(_: Call, args: Any, kwargs: Any) -> None:
         nonlocal runs_with_graph
-        if is_in_functorch_transform():  # of which one call may hold any number of samples
+        if is_in_functorch_transform():  # one call may compute any number of samples
             raise ControlFailed("the loss runs the model inside a transform of torch.func")
         runs_with_graph = runs_with_graph or torch.is_grad_enabled()
         rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)

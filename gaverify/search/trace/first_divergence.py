@@ -16,7 +16,7 @@ from gaverify.records.facts import Forward, Weights
 from gaverify.search.bench import Bench
 from gaverify.search.trace.matching import Dependence, Matching
 from gaverify.search.trace.operations import OperationTracer
-from gaverify.search.trace.suspects import Reader
+from gaverify.search.trace.suspects import SuspectFinder
 from gaverify.search.trace.traces import Result, Trace, describe_step, takes_other_branch
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
 
@@ -47,8 +47,8 @@ def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = Fa
     gap, nearest = min(zip(gaps, candidates, strict=True), key=lambda pair: pair[0])
     matching = Matching(full, parts, agree)
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
-    reader = Reader(matching, dependence, experiment.batch_size)
-    suspects = list(reader.suspects(shares, agree, gap <= agree))
+    finder = SuspectFinder(matching, dependence, experiment.batch_size)
+    suspects = list(finder.find_suspects(shares, agree, gap <= agree))
     return suspects, Forward(
         agree=not suspects, loss_gap=gap, shares=tuple(nearest.tolist()), modules=tuple(_modules(matching))
     )
@@ -107,7 +107,7 @@ def _traces(
     dealing = experiment.deal()
     shapes, _ = trace_forward(0)
     full, full_loss = trace_forward(None, template=shapes)
-    # dealt anew: the first micro-batch was given its rows already, when its shapes were read
+    # The draws start again: the first micro-batch has used its rows already, when its shapes were recorded.
     dealing = Dealing(experiment.draws, experiment.reading, dealing.report.prints)
     parts, losses = [], []
     for k in range(experiment.steps):

@@ -59,6 +59,10 @@ class Matching:
         """Whether rows of the same samples differ, and not only by their order."""
         return self._differs_in_place(index) and not self.permuted[index]
 
+    def has_equal_rows(self, index: int) -> bool:
+        """Whether a step has a row per sample, and these agree, perhaps in another order."""
+        return self.rows[index] is not None and not self.differs(index)
+
     def _differs_in_place(self, index: int) -> bool:
         """Whether the rows at the position of some sample differ."""
         rows = self.rows[index]
@@ -113,15 +117,11 @@ class Matching:
     def additive(self, index: int, shares: Sequence[torch.Tensor], only: int | None = None) -> float:
         """How far a step's batch-wide results (or `only` one) are from a weighted sum of the micro-batches' results."""
         worst = 0.0
-        for position, result in enumerate(self.full.steps[index].results):
-            if only not in (None, position):
+        for position, full_prints, parts in self._batch_wide_prints(index):
+            if only not in (None, position) or not self.full.steps[index].results[position].floating:
                 continue
-            parts = self.prints(index, position)
-            if result.prints is None or not result.floating or parts is None or not _is_global(result):
-                continue
-            stacked = _finite(torch.stack([part[0, 0, :2] for part in parts]))
             # Only the two projections are linear in the values; the norm of a sum is no sum of norms.
-            target = _finite(result.prints[0, 0, :2])
+            stacked, target = torch.stack([part[0, 0, :2] for part in parts]), full_prints[0, 0, :2]
             scale = stacked.abs().max().clamp_min(TINY)
             difference = min(float(((share @ stacked) - target).abs().max() / scale) for share in shares)
             worst = max(worst, difference)
@@ -185,15 +185,18 @@ class Matching:
 
     def _is_tainted(self, index: int) -> bool:
         """Whether a result without rows differs between the runs: something was reduced over the batch."""
+        return any(
+            float((part - full_prints).abs().max() / full_prints[..., 2].max().clamp_min(TINY)) > self._agree
+            for _, full_prints, parts in self._batch_wide_prints(index)
+            for part in parts
+        )
+
+    def _batch_wide_prints(self, index: int) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor]]]:
+        """Yields each result of a step without rows: its position, and its fingerprints in all runs."""
         for position, result in enumerate(self.full.steps[index].results):
             parts = self.prints(index, position)
-            if result.prints is None or parts is None or not _is_global(result):
-                continue
-            full_prints = _finite(result.prints)
-            scale = full_prints[..., 2].max().clamp_min(TINY)
-            if any(float((_finite(part) - full_prints).abs().max() / scale) > self._agree for part in parts):
-                return True
-        return False
+            if result.prints is not None and parts is not None and _is_global(result):
+                yield position, _finite(result.prints), list(map(_finite, parts))
 
 
 def _finite(prints: torch.Tensor) -> torch.Tensor:
@@ -213,7 +216,7 @@ class Dependence:
     """
 
     def __init__(self, matching: Matching, *, foreign: bool, shares: Sequence[torch.Tensor], agree: float) -> None:
-        self._m, self._foreign = matching, foreign
+        self._matching, self._foreign = matching, foreign
         self._shares, self._agree = shares, agree
         steps = matching.full.steps
         self.live = matching.full.live()
@@ -237,7 +240,7 @@ class Dependence:
 
     def exits(self, index: int) -> list[int]:
         """The next steps downstream with a row per sample that differs."""
-        return sorted(filter(self._m.differs, walk_from(self.readers[index], self._without_rows)))
+        return sorted(filter(self._matching.differs, walk_from(self.readers[index], self._without_rows)))
 
     def descendants(self, index: int) -> set[int]:
         """The step itself and everything computed from it."""
@@ -245,20 +248,20 @@ class Dependence:
 
     def by_control_flow(self, index: int) -> bool:
         """Whether a step reads something that only some of the traces computed."""
-        steps = self._m.full.steps
-        if any(not self._m.is_matched(source) for source in steps[index].inputs):
+        steps = self._matching.full.steps
+        if any(not self._matching.is_matched(source) for source in steps[index].inputs):
             return True
         return any(
-            self._m.full_step(k, source) is None
-            for k in range(len(self._m.parts))
-            for source in self._m.part_inputs(k, index)
+            self._matching.full_step(k, source) is None
+            for k in range(len(self._matching.parts))
+            for source in self._matching.part_inputs(k, index)
         )
 
     def _judge(self, index: int, step: TracedOperation) -> None:
         downstream = any(self._dirty[source] for source in step.inputs)
-        if self._m.is_matched(index):
+        if self._matching.is_matched(index):
             downstream = self._read_dirty(index) or downstream
-            if self._m.rows[index] is not None and not self._m.differs(index):
+            if self._matching.has_equal_rows(index):
                 return
             if not downstream:
                 self.kinds[index] = self._kind(index, step)
@@ -266,7 +269,7 @@ class Dependence:
 
     def _kind(self, index: int, step: TracedOperation) -> SuspectKind | None:
         outside = not step.tensor_inputs  # its numbers come from outside torch: Python's or NumPy's generators
-        if self._m.differs(index) and (self._foreign or step.random or not outside):
+        if self._matching.differs(index) and (self._foreign or step.random or not outside):
             if step.random or outside:
                 return "random"
             return "control-flow" if self.by_control_flow(index) else "rows"
@@ -277,29 +280,30 @@ class Dependence:
         """Whether a micro-batch's step reads something dirty, directly or through strays."""
         reads_dirty = False
         # Each micro-batch's strays are judged once, in order, up to the step that is asked about.
-        for k, part in enumerate(self._m.parts):
-            while self._done[k] <= self._m.partner(k, index):
+        for k, part in enumerate(self._matching.parts):
+            while self._done[k] <= self._matching.partner(k, index):
                 position = self._done[k]
                 self._done[k] += 1
-                if self._m.full_step(k, position) is None:
+                if self._matching.full_step(k, position) is None:
                     inputs = part.steps[position].inputs
                     self._strays[k][position] = any(self._part_dirty(k, source) for source in inputs)
-            reads_dirty = reads_dirty or any(self._part_dirty(k, source) for source in self._m.part_inputs(k, index))
+            inputs = self._matching.part_inputs(k, index)
+            reads_dirty = reads_dirty or any(self._part_dirty(k, source) for source in inputs)
         return reads_dirty
 
     def _part_dirty(self, k: int, position: int) -> bool:
-        full_step = self._m.full_step(k, position)
+        full_step = self._matching.full_step(k, position)
         return self._strays[k][position] if full_step is None else self._dirty[full_step]
 
     def _harms(self, index: int) -> bool:
         """Whether what is computed from a cross-sample matrix differs per sample, or is no sum over the samples."""
         return any(
-            self._m.differs(step)
-            or not self._m.is_matched(step)
-            or (self._m.tainted[step] and self._m.additive(step, self._shares) > self._agree)
+            self._matching.differs(step)
+            or not self._matching.is_matched(step)
+            or (self._matching.tainted[step] and self._matching.additive(step, self._shares) > self._agree)
             for step in walk_from(self.readers[index], self._without_rows)
         )
 
     def _without_rows(self, index: int) -> list[int]:
         """The readers of a step; none if the step has a row per sample, because its rows were compared."""
-        return self.readers[index] if self._m.rows[index] is None else []
+        return self.readers[index] if self._matching.rows[index] is None else []

@@ -37,7 +37,7 @@ def is_normalisation(bench: Bench, path: str, reduction: str, functions: Collect
         functions: The torch calls that reduce.
     """
     module = dict(bench.experiment.named_modules())[path]
-    listener = _Listener(module)
+    listener = _ModuleProbe(module)
     bench.experiment.forward(None, listener)
     if listener.affine or _normalises_later(bench, module, listener.first):
         return True
@@ -55,7 +55,7 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
         with torch.no_grad():
             module(*inputs)  # fresh statistics may undo those of the batch exactly; after one forward they do not
             output = module(*inputs)
-    except Exception:  # it needs more than what it was given by position; then only the pass tells
+    except Exception:  # it needs keyword arguments, which were not recorded: only the first call counts then
         return False
     finally:
         bench.experiment.state.restore()
@@ -64,35 +64,35 @@ def _normalises_later(bench: Bench, module: nn.Module, inputs: tuple[Any, ...]) 
     return input_tensor is not None and output_tensor is not None and per_channel_affine(input_tensor, output_tensor)
 
 
-def _undoes_scaling(bench: Bench, module: nn.Module, before: _Listener, functions: Collection[FunctionKey]) -> bool:
+def _undoes_scaling(bench: Bench, module: nn.Module, before: _ModuleProbe, functions: Collection[FunctionKey]) -> bool:
     """Whether the outputs of a module stay when the input x of its reduction over the batch becomes 2x + 1.
 
     They do wherever a mean is subtracted and the result divided by a deviation, except for the epsilon beside it.
 
     Args:
         bench: Where to run.
-        module: Whose outputs.
-        before: What listened to it in the forward as it is.
+        module: The module.
+        before: The outputs in the forward as it is.
         functions: The torch calls that reduce: the first of them is given another input.
     """
-    listener = _Listener(module, functions)
+    listener = _ModuleProbe(module, functions)
     if functions:
         bench.experiment.forward(None, listener)
     if not listener.scaled or not listener.outputs:
         return False
     # A module that hardly depends on the reduction (a solver on its error norm) normalises nothing. Scaling the result
     # of the reduction shows how much the outputs depend on it.
-    of_results = _Listener(module, functions, of_results=True)
+    of_results = _ModuleProbe(module, functions, of_results=True)
     bench.experiment.forward(None, of_results)
     distance = min(_size(before), _distance(before, of_results))
     return _distance(before, listener) <= SMALL_PART * distance
 
 
-def _size(listener: _Listener) -> float:
+def _size(listener: _ModuleProbe) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(output)) for output in listener.outputs))
 
 
-def _distance(a: _Listener, b: _Listener) -> float:
+def _distance(a: _ModuleProbe, b: _ModuleProbe) -> float:
     pairs = zip(a.outputs, b.outputs, strict=False)
     return math.hypot(*(float(torch.linalg.vector_norm(x - y)) for x, y in pairs))
 
@@ -101,7 +101,7 @@ def _first_tensor(inputs: Any) -> torch.Tensor | None:
     return next((leaf for _, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
 
 
-class _Listener(PassProbe):
+class _ModuleProbe(PassProbe):
     """Compares input and outputs of one module, and scales the input of the first of some torch calls in place.
 
     With `of_results` it scales what that call returns instead.

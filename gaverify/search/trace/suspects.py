@@ -27,14 +27,14 @@ from gaverify.search.trace.traces import (
 )
 
 
-class Reader:
+class SuspectFinder:
     """Turns the steps that bring a difference about into suspects."""
 
     def __init__(self, matching: Matching, dependence: Dependence, batch_size: int) -> None:
-        self._m, self._dependence, self._size = matching, dependence, batch_size
+        self._matching, self._dependence, self._size = matching, dependence, batch_size
         self._full = matching.full
 
-    def suspects(self, shares: list[torch.Tensor], agree: float, additive: bool) -> Iterator[Suspect]:
+    def find_suspects(self, shares: list[torch.Tensor], agree: float, additive: bool) -> Iterator[Suspect]:
         """Yields the suspects: mixed rows and cross-sample matrices first, then reductions that are not sums."""
         lines: set[Frame] = set()
         for index in self._dependence.origins():
@@ -45,19 +45,19 @@ class Reader:
         if lines or additive:  # additive: the losses add up, so that nothing in the forward needs an explanation
             return
         for index in sorted(self._dependence.live):
-            tainted = self._m.tainted[index] and self._full.steps[index].differentiable
-            if tainted and self._m.additive(index, shares) > agree:
-                yield from self._non_additive(index, self._m.additive(index, shares))
+            tainted = self._matching.tainted[index] and self._full.steps[index].differentiable
+            if tainted and self._matching.additive(index, shares) > agree:
+                yield from self._non_additive(index, self._matching.additive(index, shares))
                 return
         last = len(self._full.steps) - 1 if self._full.loss is None else self._full.loss
-        if self._dependence.by_control_flow(last) or not self._m.is_matched(last) or self._other_end():
+        if self._dependence.by_control_flow(last) or not self._matching.is_matched(last) or self._other_end():
             yield self._control_flow(last)
 
     def _other_end(self) -> bool:
         """Whether a micro-batch's loss was written by another operation than the full batch's."""
         return any(
-            part.loss is not None and self._m.full_step(k, part.loss) != self._full.loss
-            for k, part in enumerate(self._m.parts)
+            part.loss is not None and self._matching.full_step(k, part.loss) != self._full.loss
+            for k, part in enumerate(self._matching.parts)
         )
 
     def _suspects_of(self, index: int) -> Iterator[Suspect]:
@@ -97,12 +97,12 @@ class Reader:
             functions=_sort_functions(functions),
             source_functions=_sort_functions({f for i in reductions if (f := self._held_function(i)) is not None}),
             again=_sort_functions(self._functions_of_lines(scope_steps) - functions),
-            order=self._m.order.get(index),
+            order=self._matching.order.get(index),
         )
 
     def _make_suspect(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
         """Makes a suspect with everything that depends only on the step."""
-        step, (difference, samples) = self._full.steps[index], self._m.rows[index] or (1.0, self._size)
+        step, (difference, samples) = self._full.steps[index], self._matching.rows[index] or (1.0, self._size)
         exits, calls, outputs = self._exits(index), self._find_uncut_calls(step), self._outputs(index)
         suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _function_of(step))
         suspect = replace(suspect, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
@@ -112,13 +112,13 @@ class Reader:
         """Whether a module of the model returns rows that depend on the batch, and not by way of this step."""
         downstream = self._dependence.descendants(index)
         outputs = {output for call in self._full.calls if call.path is not None for output in call.outputs}
-        return any(o is not None and o not in downstream and self._m.differs(o) for o in outputs)
+        return any(o is not None and o not in downstream and self._matching.differs(o) for o in outputs)
 
     def _functions_of_lines(self, scope_steps: Sequence[int]) -> set[FunctionKey]:
         """The torch calls of the lines of one scope where differences begin, in the layers behind them as well."""
         scope, steps = self._scope(scope_steps[0]), self._full.steps
         lines = {(steps[i].name, steps[i].frame) for i in scope_steps}
-        differing = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._m.differs(i))
+        differing = (i for i, s in enumerate(steps) if (s.name, s.frame) in lines and self._matching.differs(i))
         return {function for i in differing if self._scope(i) == scope for function in _function_of(steps[i])}
 
     def _outputs(self, index: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Reader:
         call = find_named_call(self._full, self._full.steps[index])
         if call is None:
             return ()
-        agreeing = [o is not None and self._m.rows[o] is not None and not self._m.differs(o) for o in call.outputs]
+        agreeing = [output is not None and self._matching.has_equal_rows(output) for output in call.outputs]
         return tuple(position for position, agrees in enumerate(agreeing) if not agrees)
 
     def _choose_source(self, sources: list[int]) -> Operation | None:
@@ -139,7 +139,7 @@ class Reader:
         return {
             index
             for index in self._dependence.live
-            if self._m.tainted[index]
+            if self._matching.tainted[index]
             and self._scope(index) == scope
             and not self._reductions(index)
             and self._dependence.exits(index)
@@ -156,10 +156,10 @@ class Reader:
 
     def _reductions(self, index: int) -> list[int]:
         """The inputs of a step that were reduced over the batch; through steps that not all traces have."""
-        tainted, steps = self._m.tainted, self._full.steps
+        tainted, steps = self._matching.tainted, self._full.steps
 
         def onwards(step: int) -> Iterable[int]:
-            return () if tainted[step] or self._m.is_matched(step) else steps[step].inputs
+            return () if tainted[step] or self._matching.is_matched(step) else steps[step].inputs
 
         return [step for step in walk_from(steps[index].inputs, onwards) if tainted[step]]
 
@@ -186,8 +186,8 @@ class Reader:
         """Whether all outputs of a module are rows of samples that agree, or do not depend on the batch."""
         return bool(call.outputs) and all(
             output is None  # a parameter
-            or (self._m.rows[output] is not None and not self._m.differs(output) and not self._m.permuted[output])
-            or (self._m.rows[output] is None and self._m.constant(output))
+            or (self._matching.has_equal_rows(output) and not self._matching.permuted[output])
+            or (self._matching.rows[output] is None and self._matching.constant(output))
             for output in call.outputs
         )
 
@@ -197,7 +197,7 @@ class Reader:
         Where that module returns its loss, whether layers inside it are applied to what comes from the step.
         """
         around = [call for call in self._full.around(self._full.steps[index].call) if call.path is not None]
-        outputs = {o for call in around for o in call.outputs if o is not None and self._m.rows[o] is not None}
+        outputs = {o for call in around for o in call.outputs if o is not None and self._matching.rows[o] is not None}
         downstream = self._dependence.descendants(index)
         if bool(outputs) and not outputs.isdisjoint(downstream):
             return True
@@ -205,18 +205,19 @@ class Reader:
             return True
         # a number that Python code reads decides what the module computes from then on: a step size, a branch
         read = [step for step in downstream if self._full.steps[step].name in DECISIONS]
-        return bool(read) and any(output > min(read) and self._m.differs(output) for output in outputs)
+        return bool(read) and any(output > min(read) and self._matching.differs(output) for output in outputs)
 
     def _is_layer_behind(self, call: ModuleCall, around: Sequence[ModuleCall], downstream: Container[int]) -> bool:
         """Whether a call within some others is that of a layer with weights whose rows come from a step."""
         within = call.has_weights and any(self._full.calls[parent] in around for parent in call.parents)
-        rows = [output for output in call.outputs if output is not None and self._m.rows[output] is not None]
+        rows = [output for output in call.outputs if output is not None and self._matching.rows[output] is not None]
         return within and any(output in downstream for output in rows)
 
     def _in_model_of(self, trace: Trace, position: int) -> bool:
         """Whether a module around an unmatched step returns what not all traces computed."""
-        k = next((k for k, part in enumerate(self._m.parts) if part is trace), None)
-        stray = (lambda i: not self._m.is_matched(i)) if k is None else (lambda i: self._m.full_step(k, i) is None)
+        k = next((k for k, part in enumerate(self._matching.parts) if part is trace), None)
+        matching = self._matching
+        stray = (lambda i: not matching.is_matched(i)) if k is None else (lambda i: matching.full_step(k, i) is None)
         return any(
             call.path is not None and any(output is not None and stray(output) for output in call.outputs)
             for call in trace.around(trace.steps[position].call)
@@ -233,7 +234,7 @@ class Reader:
         # A loop that runs more often for some batches: all its rounds are unmatched, and the first of them may be far
         # from the number that ends the loop. Where the traces first differ, that number was read.
         if not decisions:
-            ends = [first_difference(self._full, part) for part in self._m.parts]
+            ends = [first_difference(self._full, part) for part in self._matching.parts]
             first = min((end for end in ends if end is not None), default=None)
             decisions = find_decisions(self._full, first) if first is not None else []
             trace, start = (self._full, decisions[-1]) if decisions else (trace, start)
@@ -245,13 +246,13 @@ class Reader:
 
     def _find_first_stray(self, index: int) -> tuple[Trace, int]:
         """The first unmatched step from which a step computes, and its trace."""
-        matched = self._m.is_matched
+        matched = self._matching.is_matched
         strays = find_strays(self._full, index, lambda i: not matched(i))
         if strays:
             return self._full, min(strays)
-        for k, part in enumerate(self._m.parts):
-            end = part.loss if index == self._full.loss else self._m.partner(k, index)
-            strays = find_strays(part, end, lambda i, k=k: self._m.full_step(k, i) is None)  # type: ignore[misc]
+        for k, part in enumerate(self._matching.parts):
+            end = part.loss if index == self._full.loss else self._matching.partner(k, index)
+            strays = find_strays(part, end, lambda i, k=k: self._matching.full_step(k, i) is None)  # type: ignore[misc]
             if strays:
                 return part, min(strays)
         return self._full, index

@@ -24,7 +24,7 @@ from gaverify.records.comparison import Method
 from gaverify.search import state
 from gaverify.search.bench import Bench
 from gaverify.search.trace.matching import Dependence, Matching
-from gaverify.search.trace.suspects import Reader
+from gaverify.search.trace.suspects import SuspectFinder
 from gaverify.search.trace.traces import (
     ModuleCall,
     Result,
@@ -117,14 +117,14 @@ def test_samples_on_their_own_bring_no_difference_about() -> None:
 def test_the_step_that_gives_the_mean_back_is_the_origin() -> None:
     found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]), inside="sub")
     assert list(dependence(found).origins()) == [2]
-    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
     assert (suspect.kind, suspect.operation.name, suspect.culprit.name) == ("rows", "sub", "mean")
     assert (suspect.samples, suspect.in_model) == (4, True)
 
 
 def test_the_same_step_outside_of_modules_lies_in_the_loss() -> None:
     found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]))
-    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
     assert not suspect.in_model
 
 
@@ -142,7 +142,7 @@ def test_what_combines_rows_in_another_order_is_the_origin(inside: str, opened: 
     found = matching(turned(VALUES, combine=True), *parts, inside=inside)
     assert found.permuted[:3] == [False, True, False]
     assert list(dependence(found).origins()) == [2]
-    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
     assert suspect.calls == opened
 
 
@@ -161,7 +161,7 @@ def test_a_product_of_means_is_no_sum_over_samples() -> None:
 
     found = matching(product(VALUES), product(VALUES[:2]), product(VALUES[2:]))
     assert found.additive(1, HALVES) < AGREE < found.additive(2, HALVES)
-    (suspect,) = Reader(found, dependence(found), 4).suspects(HALVES, AGREE, False)
+    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
     assert (suspect.kind, suspect.operation.name) == ("non-additive", "mul")
 
 
