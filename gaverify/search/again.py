@@ -71,16 +71,8 @@ def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     weight_facts = facts.weights
     has_meaning = _has_meaning(weight_facts)
     seeds = _SEEDS[: 1 if has_meaning else _TRIED]
-    failed = next(
-        filter(
-            None,
-            (
-                _ask_on_another_batch(bench, seed, partial(_find_failed_repair, weight_facts=weight_facts))
-                for seed in seeds
-            ),
-        ),
-        None,
-    )
+    find_failure = partial(_find_failed_repair, weight_facts=weight_facts)
+    failed = next(filter(None, (_ask_on_another_batch(bench, seed, find_failure) for seed in seeds)), None)
     if failed is None or weight_facts.remedy is None:
         return facts
     facts = replace(facts, weights=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
@@ -131,11 +123,9 @@ def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     sketches, accumulated = second.sketch_micro_batches(second.experiment.full_batch())
     fit = fit_runs([sketches])
     difference_left = second.against_full_batch(lambda _: accumulated.gradients)
-    second_bench, weight_facts = (
-        replace(second, total=difference_left),
-        Weights(accumulated.weights, facts.weights.weighting, second.experiment.sizes),
-    )
-    facts = replace(facts, weights=replace(weight_facts, fit=fit), left=difference_left, cleared=False)
+    second_bench = replace(second, total=difference_left)
+    weight_facts = Weights(accumulated.weights, facts.weights.weighting, second.experiment.sizes, fit=fit)
+    facts = replace(facts, weights=weight_facts, left=difference_left, cleared=False)
     if difference_left <= second_bench.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
         return None
     if weights.choose_fit(second_bench, facts, fit) is not None:

@@ -131,12 +131,12 @@ def _translate_fit(
     if sketches is None or part_weights.fit is None:
         return None
     before = part_weights.fit.weights
-    part_amounts, amounts = (
-        (part_weights.valid_targets, part_weights.sizes),
-        (weight_facts.valid_targets, weight_facts.sizes),
-    )
+    part_amounts = (part_weights.valid_targets, part_weights.sizes)
+    amounts = (weight_facts.valid_targets, weight_facts.sizes)
     candidates = [
-        _shares(now) for then, now in zip(part_amounts, amounts, strict=True) if then and are_shares(before, then)
+        _to_shares(full)
+        for first, full in zip(part_amounts, amounts, strict=True)
+        if first and are_shares(before, first)
     ]
     factors = [right / used for right, used in zip(before, part_weights.used, strict=False) if used]
     if is_constant(factors):
@@ -150,7 +150,7 @@ def _translate_fit(
     return None
 
 
-def _shares(amounts: Sequence[float]) -> tuple[float, ...]:
+def _to_shares(amounts: Sequence[float]) -> tuple[float, ...]:
     return tuple(amount / sum(amounts) for amount in amounts)
 
 

@@ -18,7 +18,7 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.user_code import loss_of
-from gaverify.search.trace.state import all_parameters, find_owners, find_state, watch_assignments
+from gaverify.search.trace.state import find_owners, find_parameters, find_state, watch_assignments
 from gaverify.search.trace.writes import address, divert_writes
 from gaverify.torch_internals import no_dispatch_modes, without_torch_function
 
@@ -43,7 +43,7 @@ class PinnedState(PassProbe):
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._named = {name: get for name, (_, get) in find_state(experiment).items() if name in self._names}
-        self._parameters = {name: p for name, p in all_parameters(experiment).items() if name in self._names}
+        self._parameters = {name: p for name, p in find_parameters(experiment).items() if name in self._names}
         self._paths = {id(module): path for path, module in find_owners(experiment).items()}
 
     @contextmanager

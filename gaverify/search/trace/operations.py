@@ -40,7 +40,7 @@ _UNWRITTEN = ("empty", "new_empty")  # factories whose results are uninitialised
 
 
 @cache
-def _traits(func: Any) -> tuple[str, bool, bool]:
+def _read_traits(func: Any) -> tuple[str, bool, bool]:
     """Name, whether the result is a view of an argument, whether the operation may draw random numbers."""
     returns = func._schema.returns
     view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -75,7 +75,7 @@ class OperationTracer(PassProbe):
         self._template, self._plan = template, plan
         self._running: list[Call] = []
         self._writers: dict[int, int] = {}
-        self._storages: dict[int, StorageWeakRef] = {}  # an address is not given away again while these live
+        self._storages: dict[int, StorageWeakRef] = {}  # no other storage gets an address while these exist
         self._state = {
             _address(value)
             for module in names
@@ -99,26 +99,26 @@ class OperationTracer(PassProbe):
         return self.trace
 
     def _call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a torch function; the operations in it are noted as its own."""
+        """Runs a torch function; the operations inside are recorded as parts of it."""
         before, self._function = self._function, key
         try:
             result = func(*args, **kwargs)
             if getattr(func, "__name__", "") in _FACTORIES:
                 with without_torch_function():
-                    self._note_inputs(list(_tensors(result)))
+                    self._note_inputs(list(_tensors_of(result)))
             return result
         finally:
             self._function = before
 
     def _operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation, which gaverify's own mode handles first, and notes it."""
-        name, view, may_draw = _traits(func)
+        """Runs an operation, by gaverify's mode around the pass, and records it."""
+        name, view, may_draw = _read_traits(func)
         before = generator_key(args, kwargs) if may_draw else None
         result = func(*args, **kwargs)
         for work in result if isinstance(result, tuple) else ():
             if hasattr(work, "_has_method") and work._has_method("wait"):
-                work.wait()  # a collective, which writes beside what runs: its results are read here
-        if not view:
+                work.wait()  # a collective runs in the background: its result is read here
+        if not view:  # a view has the memory of its base, which is found under the same address
             # attention without dropout could draw and does not: then its generator stays where it was
             drew = may_draw and (generator_key(args, kwargs) != before or draws_unseen(func, args, kwargs))
             self._record(name, drew, args, kwargs, result)
@@ -126,10 +126,10 @@ class OperationTracer(PassProbe):
 
     def _record(self, name: str, random: bool, args: Any, kwargs: Any, result: Any) -> None:
         """Notes one operation of the forward, gradients that the forward asks for included."""
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(_tensors_of((args, kwargs)))
         self._note_inputs(tensors)
         writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
-        self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors(result)))
+        self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors_of(result)))
 
     def _add(
         self,
@@ -149,10 +149,10 @@ class OperationTracer(PassProbe):
             step.caller = calling_frame(Owner.USER)
         index = self.trace.add(step)
         for position, tensor in enumerate(written):
-            step.results.append(self._result(step, position, tensor))
-            self._wrote(tensor, index)
+            step.results.append(self._describe_result(step, position, tensor))
+            self._note_writer(tensor, index)
 
-    def _wrote(self, tensor: torch.Tensor, index: int) -> None:
+    def _note_writer(self, tensor: torch.Tensor, index: int) -> None:
         address = _address(tensor)
         if address not in self._storages:
             with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -166,26 +166,22 @@ class OperationTracer(PassProbe):
             if address not in self._writers and address not in self._state:
                 self._add(INPUT, (), False, False, 0, [tensor])
 
-    def _result(self, step: TracedOperation, position: int, tensor: torch.Tensor) -> Result:
+    def _describe_result(self, step: TracedOperation, position: int, tensor: torch.Tensor) -> Result:
         shape, name = tuple(tensor.shape), step.name
         result = Result(shape, tensor.is_floating_point() or tensor.is_complex())
         if self._plan is not None:
             planned = find_result(self._plan, step, position)
             result.layout = planned.layout if planned is not None else None
-        elif self._template is not None:
-            template_result = find_result(self._template, step, position)
-            result.layout = (
-                SampleLayout.find(shape, template_result.shape, self._size, self._count)
-                if template_result is not None
-                else None
-            )
-        layout, written = result.layout, not name.startswith(_UNWRITTEN)
-        if written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
+        elif self._template is not None and (shaped := find_result(self._template, step, position)) is not None:
+            result.layout = SampleLayout.find(shape, shaped.shape, self._size, self._count)
+        layout, is_written = result.layout, not name.startswith(_UNWRITTEN)
+        if is_written and layout is not None and layout.kind in self._described and tensor.layout is torch.strided:
             with no_dispatch_modes():
-                reads_integers = name == INPUT or tensor.dtype is torch.bool
+                # computed integers (indices) may differ in a right loss as well; inputs and masks must agree
+                integers = name == INPUT or tensor.dtype is torch.bool
                 result.summed = name != INPUT
                 result.prints, result.of_folded = describe_tensor(
-                    tensor, layout, integers=reads_integers, summed=result.summed
+                    tensor, layout, integers=integers, summed=result.summed
                 )
         return result
 
@@ -196,7 +192,7 @@ class OperationTracer(PassProbe):
         self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents, has_weights))
 
     def _leave(self, call: Call, output: Any) -> None:
-        outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors(output))
+        outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors_of(output))
         self.trace.calls[call.position].outputs = outputs
 
 
@@ -216,15 +212,15 @@ def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) ->
     return FunctionMode(handle)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _tensors(entry)
+            yield from _tensors_of(entry)
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from _tensors_of(entry)
     elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
         for entry in vars(value).values():
             if isinstance(entry, torch.Tensor):

@@ -86,7 +86,7 @@ class _Summary:
         return self._object(value, depth)
 
     def _container(self, value: Any, depth: int) -> tuple[Any, ...]:
-        if isinstance(value, set | frozenset):
+        if isinstance(value, set | frozenset):  # without an order, the entries cannot be compared one by one
             return (type(value).__name__, len(value), hash(frozenset(value)) if len(value) <= _MOST else 0)
         keys = tuple(map(str, entries_of(value, _MOST))) if isinstance(value, dict) else ()
         entries = entries_of(value, _MOST, values=True)
@@ -108,7 +108,7 @@ class _Summary:
 
 
 def take_tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the shape of a tensor, its sum, two projections and its norm."""
+    """Returns the shape of a tensor, its sum, two projections and its norm; only the shape of a sparse or empty one."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return (tuple(tensor.shape),)
     flat = real_numbers(tensor).reshape(-1).to(widest(tensor.device))
@@ -121,13 +121,13 @@ _GRAD = torch.Tensor.grad
 
 
 def find_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
-    """Returns place and getter of everything that a forward may change, by name, parameters excepted.
+    """Returns kind and getter of everything that a forward may change, except parameters, by name.
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
     getters: dict[str, tuple[str, Getter]] = {}
     for root in experiment.modules:
-        getters |= _module_state(root, "")
+        getters |= _find_module_state(root, "")
     modules = [module for root in experiment.modules for module in root.modules()]
     module_ids = set(map(id, modules))
     for name, get in variables(experiment.problem.loss, *modules):
@@ -135,7 +135,7 @@ def find_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
         if not issubclass(type(value), nn.Module):
             getters.setdefault(name, ("closure", get))
         elif id(value) not in module_ids:  # a teacher, a moving average of the weights
-            getters = _module_state(value, f"{name}.") | getters
+            getters = _find_module_state(value, f"{name}.") | getters
             for path, parameter in value.named_parameters():
                 getters.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
     return getters
@@ -153,28 +153,25 @@ def find_owners(experiment: Experiment) -> dict[str, nn.Module]:
     return modules
 
 
-def all_parameters(experiment: Experiment) -> dict[str, nn.Parameter]:
+def find_parameters(experiment: Experiment) -> dict[str, nn.Parameter]:
     """Returns the parameters by name, the frozen ones included: a forward may move a target network."""
     named = {name: p for root in reversed(experiment.modules) for name, p in root.named_parameters()}
     return named | experiment.parameters
 
 
-def _module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
+def _find_module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
     getters: dict[str, tuple[str, Getter]] = {}
     for path, module in root.named_modules():
         start = prefix + (f"{path}." if path else "")
-        for name, _ in buffers_of(module).items():  # a scripted module's cannot be iterated over otherwise
-            getters[start + name] = ("buffer", lambda m=module, n=name: _buffer(m, n))  # type: ignore[misc]
+        # A scripted module's view of its buffers can neither be iterated over directly nor asked with `get`.
+        for name, _ in buffers_of(module).items():
+            getters[start + name] = ("buffer", lambda m=module, n=name: dict(buffers_of(m).items()).get(n))  # type: ignore[misc]
         for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
             getters[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
         if isinstance(module, torch.jit.ScriptModule):
             for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
                 getters.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
     return getters
-
-
-def _buffer(module: nn.Module, name: str) -> Any:
-    return dict(buffers_of(module).items()).get(name)  # a scripted module's view has no `get`
 
 
 def take_digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
@@ -191,7 +188,7 @@ class StateWatch(PassProbe):
         self._named = find_state(experiment)
         modules = find_owners(experiment)
         self._paths = {id(module): path for path, module in modules.items()}
-        self._parameters = {address(p): name for name, p in all_parameters(experiment).items()}
+        self._parameters = {address(p): name for name, p in find_parameters(experiment).items()}
         self._kinds = {path: type(module).__name__ for path, module in modules.items()}
         self._changed: dict[str, str] = {}
         self._trained = list(experiment.parameters.values())
@@ -204,14 +201,14 @@ class StateWatch(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
-        before = self._digests()
+        before = self._take_digests()
         # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
         names = {
             address(value): name
             for name, (_, get) in self._named.items()
             if issubclass(type(value := get()), torch.Tensor)
         }
-        self._gradients = self._stamps()
+        self._gradients = self._stamp_gradients()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
         with (
             watch_assignments(self._note_assignment),
@@ -219,7 +216,7 @@ class StateWatch(PassProbe):
             FunctionMode(self._handle_call),
         ):
             yield
-        after = self._digests()
+        after = self._take_digests()
         for name, value in after.items():
             if before.get(name) != value:
                 self._changed[name] = self._named[name][0] if name in self._named else "parameter"
@@ -227,27 +224,27 @@ class StateWatch(PassProbe):
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Checks whether the forward cleared gradients of the micro-batches before it."""
-        self.clears_gradients = self.clears_gradients or self._stamps() != self._gradients
+        self.clears_gradients = self.clears_gradients or self._stamp_gradients() != self._gradients
         super().backward(k, loss, weight)
 
-    def _stamps(self) -> list[tuple[int, int]]:
+    def _stamp_gradients(self) -> list[tuple[int, int]]:
         """Which gradient every parameter has, and how often it was written to."""
         gradients = [parameter.grad for parameter in self._trained]
         return [(id(g), version_of(g)) if g is not None else (0, 0) for g in gradients]
 
     def changes(self) -> tuple[StateChange, ...]:
         """Returns what the passes changed so far."""
-        return tuple(StateChange(name, place, self._writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
+        return tuple(StateChange(name, place, self._locate_writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
 
     def absorb(self, later: StateWatch) -> None:
-        """Takes over what another watch saw of later passes of the same experiment."""
+        """Adds what another watch recorded in later passes of the same experiment."""
         self._changed |= {name: place for name, place in later._changed.items() if name not in self._changed}
         self._writers |= later._writers
         self._reads |= later._reads
         self.clears_gradients = self.clears_gradients or later.clears_gradients
         self.clearing = self.clearing or later.clearing
 
-    def _digests(self) -> dict[str, Any]:
+    def _take_digests(self) -> dict[str, Any]:
         by_name = take_digests({name: get for name, (_, get) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
             for parameter in self._state.written:
@@ -283,7 +280,7 @@ class StateWatch(PassProbe):
         if self.clearing is None and frame is not None and any(p.grad is not None for p in self._trained):
             self.clearing = locate_operation(operation, frame)
 
-    def _writer(self, name: str) -> Operation | None:
+    def _locate_writer(self, name: str) -> Operation | None:
         operation, frame = self._writers.get(name, ("", None))
         # Something besides BatchNorm reads these statistics in training, so that they are not only for evaluation.
         if "batch_norm" in operation and name in self._reads:
