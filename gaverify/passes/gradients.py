@@ -370,7 +370,7 @@ def gradients_of_strategy(experiment: Experiment, strategy: Strategy, own: Colle
         with mode, explain_user_errors("the strategy", experiment), experiment.autocasting():
             strategy(experiment.problem.model, parts)
         pairs = zip(experiment.parameters.values(), before, _versions(experiment), strict=True)
-        if not all(experiment.state.unchanged(parameter) for parameter, old, new in pairs if new != old):
+        if not all(experiment.state.is_unchanged(parameter) for parameter, old, new in pairs if new != old):
             raise ProblemError(
                 "the strategy changes parameters, as an optimizer's step does; "
                 "let it end with the gradients in `.grad`, which are what is compared"

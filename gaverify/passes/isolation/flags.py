@@ -1,4 +1,4 @@
-"""Context managers for what lies in plain sight: torch's global flags, train or eval mode, `.grad`."""
+"""Context managers that set and restore torch's global flags, train or eval mode, and `.grad`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions keep between calls: closures, defaults, the globals that they name, what they wrap."""
+"""Saves and restores the state of functions: closures, defaults, the globals that they name, wrapped callables."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def globals_written_in(code: CodeType) -> set[str]:
     return names
 
 
-def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+def namespaces(function: FunctionType, user_packages: frozenset[str]) -> Iterator[tuple[dict[str, Any], set[str]]]:
     """Yields where a user's function looks names up: its globals, and user modules among them (`state.step += 1`)."""
-    if not is_users_function(function, own):
+    if not is_users_function(function, user_packages):
         return
     names, visited, waiting = names_in(function.__code__), set[int](), [function.__globals__]
     while waiting:
@@ -71,7 +71,7 @@ def namespaces(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[di
         visited.add(id(namespace))
         yield namespace, names
         # A function that names a module reads its attributes by names that stand in the same code.
-        waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), own)]
+        waiting += [vars(value) for name in names if is_users_module(value := namespace.get(name), user_packages)]
 
 
 def contents_of(cell: CellType, default: Any = None) -> Any:
@@ -141,12 +141,12 @@ def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield name, get
 
 
-def _variables_of(value: Any, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of(value: Any, user_packages: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     if isinstance(value, FunctionType):
-        yield from _variables_of_function(value, own)
+        yield from _variables_of_function(value, user_packages)
     elif isinstance(value, MethodType):
         yield "__func__", lambda: value.__func__
-        yield from _variables_of(value.__self__, own)
+        yield from _variables_of(value.__self__, user_packages)
     elif isinstance(value, BuiltinMethodType):
         yield value.__name__, lambda: value.__self__
     elif isinstance(value, partial):
@@ -155,22 +155,24 @@ def _variables_of(value: Any, own: frozenset[str]) -> Iterator[tuple[str, Callab
         yield from ((f"args[{i}]", lambda i=i: value.args[i]) for i in range(len(value.args)))
         yield from ((name, lambda n=name: value.keywords.get(n)) for name in value.keywords)
     else:
-        yield from _variables_of_class(type(value), own)
+        yield from _variables_of_class(type(value), user_packages)
         attributes = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
         yield from ((name, lambda n=name: attributes.get(n)) for name in list(attributes))
         yield from ((slot.__name__, lambda s=slot: read(s, value)) for slot, _ in slots_of(value))
 
 
-def _variables_of_class(kind: type, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_class(kind: type, user_packages: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The functions of a user's classes, so that their globals are found, and what the classes hold themselves."""
-    for base in (base for base in kind.__mro__ if is_users_class(base, own)):
+    for base in (base for base in kind.__mro__ if is_users_class(base, user_packages)):
         for name, value in list(vars(base).items()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType) or not (is_special(name) or type(value) in _DESCRIPTORS):
                 yield f"{base.__name__}.{name}", lambda b=base, n=name: vars(b).get(n)  # type: ignore[misc]
 
 
-def _variables_of_function(function: FunctionType, own: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_function(
+    function: FunctionType, user_packages: frozenset[str]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield name, lambda c=cell: contents_of(c)  # type: ignore[misc]
     code, defaults = function.__code__, function.__defaults__ or ()
@@ -181,7 +183,7 @@ def _variables_of_function(function: FunctionType, own: frozenset[str]) -> Itera
         yield name, lambda v=value: v  # type: ignore[misc]
     for name in vars(function):
         yield f"{function.__name__}.{name}", lambda n=name: vars(function).get(n)  # type: ignore[misc]
-    for namespace, names in namespaces(function, own):
+    for namespace, names in namespaces(function, user_packages):
         written = globals_written_in(code) if namespace is function.__globals__ else set()  # also where not there yet
         for name in sorted((names & namespace.keys()) | written):
             yield name, lambda s=namespace, n=name: s.get(n)  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """The random generators: torch's, Python's and NumPy's global ones, and those that the user's code holds itself.
 
-Whoever takes, compares or puts back the state of a generator asks here, of whichever kind it is.
+The functions here read, compare and restore the state of a generator of any of these kinds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def isolated_generators() -> Iterator[None]:
         restore()
 
 
-def hold(generator: Any) -> None:
-    """Counts a Python or NumPy generator of the user's among the global ones until `isolated_generators` closes."""
+def register_generator(generator: Any) -> None:
+    """Lets a Python or NumPy generator of the user's count as a global one until `isolated_generators` closes."""
     if _scopes:
         _scopes[-1][id(generator)] = generator
 

@@ -1,7 +1,7 @@
-"""What containers, objects and modules hold: entries, attributes and slots, registries, what lies in C++.
+"""Saves and restores containers, objects and modules: entries, attributes, slots, registries, attributes in C++.
 
-Entries are compared by identity, which never runs the user's `__eq__`, and nothing is written where nothing changed: an
-iterator that the user holds over a dictionary goes on.
+Entries are compared by identity, which never runs the user's `__eq__`. Nothing is written where nothing changed, so
+that an iterator of the user's over a dictionary goes on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _base(value: Any) -> Any:
     return next(kind for kind in (OrderedDict, dict, list, set, deque, tuple, frozenset) if isinstance(value, kind))
 
 
-def same_objects(one: Iterable[Any], other: Iterable[Any]) -> bool:
+def are_same_objects(one: Iterable[Any], other: Iterable[Any]) -> bool:
     """Whether two iterables of one length give the same objects in the same order."""
     return all(map(is_, one, other))
 
@@ -69,8 +69,8 @@ def _keep_mapping(value: dict[Any, Any], base: Any) -> tuple[Restore, list[Any]]
     keys, entries = list(base.__iter__(value)), list(base.values(value))
 
     def restore() -> None:
-        if len(value) == len(keys) and same_objects(base.__iter__(value), keys):
-            if same_objects(base.values(value), entries):
+        if len(value) == len(keys) and are_same_objects(base.__iter__(value), keys):
+            if are_same_objects(base.values(value), entries):
                 return
         else:
             base.clear(value)  # or the order would not come back
@@ -95,7 +95,7 @@ def _keep_sequence(value: Any, base: Any) -> tuple[Restore, list[Any]]:
     elements = list(base.__iter__(value))
 
     def restore() -> None:
-        if len(value) != len(elements) or not same_objects(base.__iter__(value), elements):
+        if len(value) != len(elements) or not are_same_objects(base.__iter__(value), elements):
             base.clear(value)
             base.extend(value, elements)
 
@@ -156,18 +156,19 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
-def keep_attributes(own: dict[str, Any]) -> tuple[Restore, list[Any]]:
+def keep_attributes(attributes: dict[str, Any]) -> tuple[Restore, list[Any]]:
     """Keeps which names an object's `__dict__` binds to what."""
-    replace_iterators(own.items(), own.__setitem__)
-    saved = dict(own)
+    replace_iterators(attributes.items(), attributes.__setitem__)
+    saved = dict(attributes)
     names, values = list(saved), list(saved.values())
 
     def restore() -> None:
-        if len(own) == len(saved) and same_objects(own.values(), values) and list(own) == names:
+        # names first: the comparison of values asks for as many of them
+        if list(attributes) == names and are_same_objects(attributes.values(), values):
             return
-        for name in [name for name in own if name not in saved]:
-            del own[name]
-        own.update(saved)
+        for name in [name for name in attributes if name not in saved]:
+            del attributes[name]
+        attributes.update(saved)
 
     return restore, values
 
@@ -219,7 +220,7 @@ def keep_class(kind: type) -> tuple[Restore, list[Any]]:
 
     def restore() -> None:
         now = vars(kind)
-        if len(now) == len(before) and same_objects(now.values(), before):
+        if len(now) == len(before) and are_same_objects(now.values(), before):
             return
         for name in [name for name in now if name not in saved and not is_special(name)]:
             type.__delattr__(kind, name)

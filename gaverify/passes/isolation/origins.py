@@ -1,4 +1,4 @@
-"""Whose code is it? What the user wrote is followed; Python, torch and NumPy are not."""
+"""Whose code is it? State of the user's own code is followed, that of Python, torch and NumPy is not."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def packages_of(callables: Iterable[Any]) -> frozenset[str]:
     return frozenset(packages)
 
 
-def is_users_function(function: FunctionType, own: frozenset[str]) -> bool:
-    """Whether the globals that a function names are the user's: written here or in `own`, rather than installed."""
+def is_users_function(function: FunctionType, user_packages: frozenset[str]) -> bool:
+    """Whether the globals that a function names are the user's: not installed, or in one of `user_packages`."""
     name = function.__globals__.get("__name__")
-    return _is_users(name if isinstance(name, str) else "", function.__code__.co_filename, own)
+    return _is_users(name if isinstance(name, str) else "", function.__code__.co_filename, user_packages)
 
 
-def is_users_class(kind: type, own: frozenset[str]) -> bool:
+def is_users_class(kind: type, user_packages: frozenset[str]) -> bool:
     """Whether the attributes of the class itself may be the user's state."""
     name = module_of(kind)
-    return _is_users(name, getattr(sys.modules.get(name), "__file__", None) or "", own)
+    return _is_users(name, getattr(sys.modules.get(name), "__file__", None) or "", user_packages)
 
 
-def is_users_module(value: Any, own: frozenset[str]) -> bool:
+def is_users_module(value: Any, user_packages: frozenset[str]) -> bool:
     """Whether `value` is an imported module of the user's own."""
     if type(value) is not ModuleType:
         return False
-    return _is_users(value.__name__, getattr(value, "__file__", None) or "", own)
+    return _is_users(value.__name__, getattr(value, "__file__", None) or "", user_packages)
 
 
 @cache
-def _is_users(module: str, filename: str, own: frozenset[str]) -> bool:
+def _is_users(module: str, filename: str, user_packages: frozenset[str]) -> bool:
     """An installed package keeps its state to itself; to follow all of them would cost more than it finds."""
     top = module.partition(".")[0]
     if top == "gaverify" or is_library(top):
         return False
     installed = "site-packages" in filename or "dist-packages" in filename or filename.startswith(_STANDARD)
-    return top in own or not installed
+    return top in user_packages or not installed

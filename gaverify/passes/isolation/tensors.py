@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 Restore = Callable[[], None]
-# Elements. What waits for a write must be written to by an operation that says so, and that is all but the running
-# statistics of the fused normalisations, which are far smaller.
-_WAITS = 1 << 20
+# Elements of a tensor that is copied only before a write. A write is seen by the operation's schema. Only fused
+# normalisations write to running statistics without saying so, and those are far smaller.
+_LARGE = 1 << 20
 
 
 class Tensors:
-    """The tensors that were found, with all that can change about them."""
+    """Saves the tensors that were found: memory, values, flags and gradients."""
 
     def __init__(self) -> None:
         self._restorers: list[Restore] = []
@@ -52,7 +52,7 @@ class Tensors:
             self._restorers.append(_gradient(tensor))
         pointer = storage(tensor)
         # A copy of every parameter would double the memory of the model, and few forwards write to one.
-        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _WAITS)):
+        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _LARGE)):
             self._waiting.setdefault(pointer, []).append(tensor)
         else:
             self._restorers.append(_value_of(tensor))
@@ -113,7 +113,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _value_of(tensor: torch.Tensor) -> Restore:
-    return _values(tensor.data) if tensor.layout is torch.strided else _whole(tensor)
+    return _values(tensor.data) if tensor.layout is torch.strided else _sparse_value(tensor)
 
 
 def _values(data: torch.Tensor) -> Restore:
@@ -132,7 +132,7 @@ def _values(data: torch.Tensor) -> Restore:
     return restore
 
 
-def _whole(tensor: torch.Tensor) -> Restore:
+def _sparse_value(tensor: torch.Tensor) -> Restore:
     """Puts back a sparse tensor, whose indices and values are exchanged when it is written to in place."""
     value = tensor.detach().clone()
 

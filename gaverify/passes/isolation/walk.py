@@ -1,8 +1,8 @@
-"""`ModelState`: whatever the user's code can reach and a forward may change, taken once, restorable many times.
+"""`ModelState`: the state that the user's code can reach and a forward may change, saved once, restored many times.
 
-From the loss function through its closure, defaults, globals and helper functions, through attributes and containers.
-The nearest comes first, and the search is bounded: a forward changes what lies near it, and a configuration tree or a
-data set that hangs on some attribute must not make a verification slow.
+The search starts at the model and the loss function. It follows closures, defaults, globals, helper functions,
+attributes and containers. The nearest objects come first and their number is bounded: a forward changes objects near
+it, and a configuration tree or a data set on some attribute must not make a verification slow.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ Restore = Callable[[], None]
 
 
 class Walk:
-    """One search.
+    """One search for state, breadth first.
 
     Args:
-        tensors: Told of every tensor.
+        tensors: Saves every tensor that is found.
         without_gradients: Identities of the parameters whose `.grad` belongs to the passes.
-        own: Packages that are the user's although they are installed.
+        user_packages: Packages that are the user's although they are installed.
     """
 
-    def __init__(self, tensors: Tensors, without_gradients: frozenset[int], own: frozenset[str]) -> None:
+    def __init__(self, tensors: Tensors, without_gradients: frozenset[int], user_packages: frozenset[str]) -> None:
         self._restorers: list[Restore] = []
-        self._tensors, self._without_gradients, self._own = tensors, without_gradients, own
+        self._tensors, self._without_gradients, self._user_packages = tensors, without_gradients, user_packages
         self._globals: dict[int, functions.Globals] = {}
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that no identity is used twice
         self._waiting: deque[Any] = deque()
         self._handlers: dict[type, Callable[[Any], Children] | None] = {}
         self._ndarray, self._numpy_generators = objects.numpy_types()
-        self._left = _OBJECTS
+        self._objects_left = _OBJECTS
 
     @property
     def restorers(self) -> list[Restore]:
@@ -91,11 +91,11 @@ class Walk:
     def follow(self, values: Children) -> None:
         """Keeps `values` and what can be reached from them."""
         self._wait_for(values)
-        while self._waiting and self._left > 0:
+        while self._waiting and self._objects_left > 0:
             value = self._waiting.popleft()
             if id(value) not in self._seen:
                 # Nearest first: where the bound is reached, what is left out lies far from the loss.
-                self._left -= not issubclass(type(value), nn.Module)
+                self._objects_left -= not issubclass(type(value), nn.Module)
                 self._visit(value)
         self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
 
@@ -190,7 +190,7 @@ class Walk:
     def _generator(self, generator: Any) -> Children:
         if not isinstance(generator, random.SystemRandom):  # which has no state
             self._add(generators.restorer(generator))
-            generators.hold(generator)
+            generators.register_generator(generator)
         return self._object(generator)
 
     def _iterator(self, iterator: RewindableIterator) -> Children:
@@ -221,7 +221,7 @@ class Walk:
     def _function(self, function: FunctionType) -> Children:
         restore, children = functions.keep_function(function)
         self._add(restore)
-        for namespace, names in functions.namespaces(function, self._own):
+        for namespace, names in functions.namespaces(function, self._user_packages):
             if id(namespace) not in self._globals:
                 self._globals[id(namespace)] = functions.Globals(namespace)
             children += self._globals[id(namespace)].add(names)
@@ -234,7 +234,7 @@ class Walk:
         values: list[Any] = []
         for base in kind.__mro__:
             # A library's class is shared by everything that uses it: putting it back would undo what others did.
-            if origins.is_users_class(base, self._own) and (base is kind or id(base) not in self._seen):
+            if origins.is_users_class(base, self._user_packages) and (base is kind or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 restore, children = objects.keep_class(base)
                 self._add(restore)
@@ -281,11 +281,11 @@ class ModelState:
             self._walk.follow([*modules, *others])
 
     @property
-    def written(self) -> tuple[torch.Tensor, ...]:
+    def written_tensors(self) -> tuple[torch.Tensor, ...]:
         """The parameters, and the large tensors, that some pass has written to."""
         return self._tensors.written_tensors
 
-    def unchanged(self, tensor: torch.Tensor) -> bool:
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Whether what a pass wrote to a parameter is what it held before, as where ranks send each other theirs."""
         return self._tensors.is_unchanged(tensor)
 
@@ -294,7 +294,7 @@ class ModelState:
         self._tensors.before_write(tensor)
 
     def forget(self) -> None:
-        """Lets go of every value: nothing is put back any more, and what the values are of can be freed."""
+        """Drops every saved value: `restore` does nothing afterwards, and the memory can be freed."""
         self._tensors = Tensors()
         self._walk = Walk(self._tensors, frozenset(), frozenset())
 

@@ -22,18 +22,18 @@ from gaverify.passes.randomness.draws import (
     Recorder,
     fingerprint,
     place_draw,
-    tolerance,
+    tolerance_of,
 )
 from gaverify.passes.randomness.foreign import call_site
-from gaverify.passes.randomness.operations import Drawing, alike, generator_key, same_arguments
+from gaverify.passes.randomness.operations import Drawing, are_interchangeable, generator_key, have_same_arguments
 from gaverify.passes.randomness.selection import (
     GivenRows,
     Rows,
     Selection,
-    by_contents,
-    by_position,
-    doubtful,
-    taken_from,
+    have_other_contents,
+    select_by_contents,
+    select_by_position,
+    take_selection,
 )
 from gaverify.tracebacks import calling_frame, display_path, hands_over
 
@@ -121,8 +121,8 @@ class Dealing:
     def draw(self, index: int) -> Draw:
         """Returns a draw of the full batch, with the fingerprints of this run's full batch where there are any."""
         draw = self.ledger.draws[index]
-        prints, least = self.report.prints.get(index, (draw.prints, draw.least))
-        return replace(draw, prints=prints, least=least)
+        prints, tolerance = self.report.prints.get(index, (draw.prints, draw.tolerance))
+        return replace(draw, prints=prints, tolerance=tolerance)
 
     def given_rows(self, index: int) -> GivenRows:
         """Returns which rows of a draw the micro-batches were given so far."""
@@ -164,13 +164,14 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
     """
     if why := _why_not(draw, run, rows.shape):
         return Refusal(why)
-    rows = replace(rows, least=max(rows.least, draw.least))  # a part may run in another precision than the whole
-    selection, guessed, after = by_position(draw, rows, reading.by_contents, given)
+    # the micro-batch may run in another precision than the full batch did
+    rows = replace(rows, tolerance=max(rows.tolerance, draw.tolerance))
+    selection, guessed, after = select_by_position(draw, rows, reading.by_contents, given)
     doubt = None
     if reading.by_contents:
         selection, after = _look_elsewhere(draw, rows, selection, given, after)
     elif selection is not None:
-        doubt = doubtful(draw, rows, selection)
+        doubt = have_other_contents(draw, rows, selection)
     if selection is None:
         return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not correspond")
     return DealtDraw(draw.value, selection, after, guessed, doubt)
@@ -180,11 +181,12 @@ def _look_elsewhere(
     draw: Draw, rows: Rows, selection: Selection | None, given: GivenRows, after: GivenRows
 ) -> tuple[Selection | None, GivenRows]:
     """The selected rows where their contents are the micro-batch's; else the rows that have its contents, if any."""
-    for level in (rows, replace(rows, least=max(rows.least, LOOSE))):
-        doubt = doubtful(draw, level, selection) if selection is not None else torch.tensor(True, device="cpu")
-        if doubt is None or not bool(doubt):
-            break
-        found_rows = by_contents(draw, level, given)
+    # A layer before may compute in lower precision than its result shows: the loose tolerance only if nothing fits.
+    for level in (rows, replace(rows, tolerance=max(rows.tolerance, LOOSE))):
+        doubt = None if selection is None else have_other_contents(draw, level, selection)
+        if selection is not None and (doubt is None or not bool(doubt)):
+            break  # they stand in their place, or nothing tells
+        found_rows = select_by_contents(draw, level, given)
         if found_rows is not None:
             selection, after = found_rows, after.withdraw(draw, rows)
             break
@@ -192,7 +194,10 @@ def _look_elsewhere(
 
 
 class ForeignDealer:
-    """Counts the draws in the first reading; the second makes each from the state that its sample's was made from.
+    """Handles draws from Python's and NumPy's generators for one micro-batch.
+
+    The first reading counts them. The second sets the generator to the state from which the full batch drew for the
+    same sample.
 
     Args:
         dealing: The full batch's draws, and what comes of them in this pass.
@@ -204,8 +209,8 @@ class ForeignDealer:
     def __init__(self, dealing: Dealing, micro_batch: MicroBatch, batch_size: int, made: Counter[int]) -> None:
         self._ledger, self._reading, self._report = dealing.ledger, dealing.reading, dealing.report
         self._micro_batch, self._size, self._made = micro_batch, batch_size, made
-        self._at: int | None = None
-        self._lost = False
+        self._at: int | None = None  # the full batch's draw that the last one stands for
+        self._lost = False  # a draw has no counterpart, so that the generators end elsewhere
         self._is_full_batch = micro_batch == (0, batch_size)
         self._once: dict[int, str] = {}  # places of the draws that gave no row per sample, and what was called there
 
@@ -226,21 +231,21 @@ class ForeignDealer:
         """Leaves the generators where the full batch leaves them, if every draw was found and drew as much."""
         if not self._is_active or self._is_full_batch:
             return
-        self._hold_against_full()
+        self._compare_with_full_batch()
         for site, name in self._once.items():  # a loop over samples draws more often in the full batch
             if self._made[site] != len(self._ledger.at(site, foreign=True)):
                 self._report.shared.pop(name, None)
         end = self._ledger.foreign_end
         if not self._reading.by_contents:
-            self._report.ambiguous |= not all(foreign.same_state(module, state) for module, state in end.items())
+            self._report.ambiguous |= not all(foreign.is_in_state(module, state) for module, state in end.items())
         elif not self._lost:
             self._report.dealt += 1
             for module, state in end.items():
-                foreign.put(module, state)
+                foreign.set_generator(module, state)
 
     @hands_over
     def _draw(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
-        self._hold_against_full()
+        self._compare_with_full_batch()
         site = call_site()
         at = self._made[site]
         self._made[site] += 1
@@ -252,17 +257,17 @@ class ForeignDealer:
         of_site = self._ledger.at(site, foreign=True)
         self._at = place_draw(of_site, site, at, self._micro_batch, self._reading.counts)
         if self._at is None:  # a draw that follows another one: its generator may be where it has to be
-            self._at = next((i for i in of_site if foreign.same_state(call.module, draws[i].state)), None)
+            self._at = next((i for i in of_site if foreign.is_in_state(call.module, draws[i].state)), None)
         if self._at is None:
             self._lost = True
             return run()
-        foreign.put(call.module, draws[self._at].state)
+        foreign.set_generator(call.module, draws[self._at].state)
         result = run()
-        rows = foreign.own_rows(draws[self._at], call, result, self._micro_batch, self._size)
+        rows = foreign.rows_of_micro_batch(draws[self._at], call, result, self._micro_batch, self._size)
         if rows is None:
             return result
         self._report.shared.pop(self._once.pop(site, ""), None)
-        foreign.put(call.module, foreign.state_after(draws, self._at, self._ledger.foreign_end))
+        foreign.set_generator(call.module, foreign.state_after(draws, self._at, self._ledger.foreign_end))
         return rows
 
     def _note(self, site: int, call: foreign.Call) -> None:
@@ -271,12 +276,12 @@ class ForeignDealer:
             self._once[site] = f"{_NAMES.get(call.module, call.module)}.{call.name}"
             self._report.share(self._once[site])
 
-    def _hold_against_full(self) -> None:
+    def _compare_with_full_batch(self) -> None:
         """The draw before this one must have left its generator where the full batch's left it."""
         at, self._at = self._at, None
         if at is not None:
             after = foreign.state_after(self._ledger.foreign, at, self._ledger.foreign_end)
-            self._lost |= not foreign.same_state(self._ledger.foreign[at].call.module, after)
+            self._lost |= not foreign.is_in_state(self._ledger.foreign[at].call.module, after)
 
 
 class Dealer:
@@ -302,7 +307,7 @@ class Dealer:
         self.known: dict[Any, tuple[torch.Size, DealtDraw | None]] = {}
         self._next = 0
         self._made: Counter[int] = Counter()
-        self._doubts: list[torch.Tensor] = []
+        self._doubts: list[torch.Tensor] = []  # stay on their devices until the end: reading one waits for all before
         self._foreign = ForeignDealer(dealing, self._micro_batch, batch_size, self._made)
         if not self._reading.by_contents and not self._is_full_batch:
             self._report.counts[self._micro_batch] = self._made
@@ -329,12 +334,12 @@ class Dealer:
         if self._reading.constant:
             return run.replace_numbers(drawn, run.kind.typical(args, drawn))
         if run.before not in self.known or self.known[run.before][0] != drawn.shape or drawn.numel() == 0:
-            if not run.has_moved and drawn.numel() > 0:
+            if not run.has_moved and drawn.numel() > 0:  # a dropout of probability 0, say
                 return run.result
-            rows = self._rows(drawn, run.source)
-            self.known[run.before] = drawn.shape, self._deal(self._place(run.operation, rows), run, rows)
+            rows = self._describe_rows(drawn, run.source)
+            self.known[run.before] = drawn.shape, self._deal(self._find_index(run.operation, rows), run, rows)
         dealt = self.known[run.before][1]
-        return run.result if dealt is None else run.replace_numbers(drawn, taken_from(dealt.value, dealt.selection))
+        return run.result if dealt is None else run.replace_numbers(drawn, take_selection(dealt.value, dealt.selection))
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns what sees Python's and NumPy's draws."""
@@ -342,10 +347,10 @@ class Dealer:
 
     def finish(self) -> None:
         """Notes what was left over, and what is open to doubt."""
-        if self._micro_batch[1] == self._size:
+        if self._micro_batch[1] == self._size:  # the last one: now all rows must have been given
             self._finish_last()
         if not self._reading.by_contents:
-            self._miss(range(self._next, len(self._draws)))
+            self._note_missed(range(self._next, len(self._draws)))
         for device in {doubt.device for doubt in self._doubts}:  # one wait per device, not one per draw
             doubts = torch.stack([doubt for doubt in self._doubts if doubt.device == device])
             self._report.ambiguous = self._report.ambiguous or bool(doubts.any())
@@ -357,22 +362,22 @@ class Dealer:
             if count and count not in draw.value.shape:
                 self._report.refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
         if self._reading.by_contents:
-            self._miss(index for index in range(len(self._draws)) if index not in self._dealing.used)
+            self._note_missed(index for index in range(len(self._draws)) if index not in self._dealing.used)
 
-    def _miss(self, indices: Iterable[int]) -> None:
+    def _note_missed(self, indices: Iterable[int]) -> None:
         """Notes the first of the full batch's draws that were not asked for."""
         index = next(iter(indices), None)
         if index is not None:
             self._report.ambiguous = True
             self._report.unaligned.setdefault(self._draws[index].operation, _FEWER)
 
-    def _rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
+    def _describe_rows(self, drawn: torch.Tensor, source: torch.Tensor | None) -> Rows:
         is_same_shape = source is not None and source.shape == drawn.shape
         prints = fingerprint(source) if source is not None and is_same_shape else None
-        least = tolerance(source) if source is not None else 0.0
-        return Rows(self._micro_batch, self._size, drawn.shape, prints, least, self._order)
+        tolerance = tolerance_of(source) if source is not None else 0.0
+        return Rows(self._micro_batch, self._size, drawn.shape, prints, tolerance, self._order)
 
-    def _place(self, operation: str, rows: Rows) -> int | None:
+    def _find_index(self, operation: str, rows: Rows) -> int | None:
         """Which of the full batch's draws this is: the next one, or by place and contents; None where it is none."""
         site = call_site()
         index: int | None = self._next
@@ -394,13 +399,14 @@ class Dealer:
         """Whether a draw may be the one: of the same kind, and for these rows as far as that can be told."""
         draw = self._dealing.draw(index)
         has_prints = draw.prints is not None and rows.prints is not None
-        has_rows = not has_prints or by_contents(draw, rows, self._dealing.given_rows(index)) is not None
-        return alike(operation, draw.operation) and has_rows
+        has_rows = not has_prints or select_by_contents(draw, rows, self._dealing.given_rows(index)) is not None
+        return are_interchangeable(operation, draw.operation) and has_rows
 
     def _find_draw(self, indices: Iterable[int], operation: str, rows: Rows) -> int | None:
         """The first draw that was made for these contents."""
         if rows.prints is None:
             return None
+        # draws come in nearly the same order: the right one is among the nearest, and each comparison costs
         near = sorted(indices, key=lambda index: abs(index - self._next))[:_SEARCHED]
         with_prints = (index for index in near if self._draws[index].prints is not None)
         return next((index for index in with_prints if self._fits(index, operation, rows)), None)
@@ -410,7 +416,7 @@ class Dealer:
         if index is None:
             self._report.refuse(run.operation, _MORE)
             return None
-        if self._is_full_batch:
+        if self._is_full_batch:  # its rows are its own, whatever moved since the record
             self._renew_prints(index, rows)
         dealt = deal(self._dealing.draw(index), run, rows, self._reading, self._dealing.given_rows(index))
         if isinstance(dealt, Refusal):
@@ -430,17 +436,17 @@ class Dealer:
         """Takes the fingerprints of this run: micro-batches that follow have the same precision and weights."""
         recorded = self._draws[index].prints
         if recorded is not None and rows.prints is not None and recorded.shape == rows.prints.shape:
-            self._report.prints[index] = rows.prints, rows.least
+            self._report.prints[index] = rows.prints, rows.tolerance
 
 
 def _why_not(draw: Draw, run: Drawing, shape: torch.Size) -> str:
     """Why a draw of the full batch has no rows for a micro-batch; empty where it has."""
-    if not alike(run.operation, draw.operation):
+    if not are_interchangeable(run.operation, draw.operation):
         return f"the full batch drew `{draw.operation}` in its place"
     if run.operation == "randperm" and shape != draw.value.shape:
         return "a permutation of the batch has no rows of its own for a micro-batch"
     asked = run.kind.asked(run.args)
-    if not same_arguments(asked, draw.arguments, shape, draw.value.shape):
+    if not have_same_arguments(asked, draw.arguments, shape, draw.value.shape):
         return f"its arguments depend on the batch: {draw.arguments} and {asked}"
     if run.operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != run.args[0].shape[-1]:
         return "it draws samples of the batch itself"

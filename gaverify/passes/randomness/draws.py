@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gaverify.passes.fingerprints import project_rows, real_numbers
-from gaverify.passes.randomness.foreign import ForeignDraw, call_site, record_draws, states, watch_generators
+from gaverify.passes.randomness.foreign import ForeignDraw, call_site, foreign_states, record_draws, watch_generators
 from gaverify.passes.randomness.operations import Drawing, draws_unseen
 from gaverify.tracebacks import hands_over
 
@@ -26,7 +26,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 LOOSE = 0.1
 """The same where something before computes in lower precision than its result shows (autocast, casts)."""
 _APART = 3.0  # under the loose tolerance: how many times farther off every other row must be than the nearest
-_EQUAL = 8.0  # units in the last place within which two rows of one batch are equal: handed out in order
+_EQUAL = 8.0  # units in the last place within which two rows of one batch are equal: given in order
 
 
 def fingerprint(source: torch.Tensor) -> torch.Tensor:
@@ -36,18 +36,18 @@ def fingerprint(source: torch.Tensor) -> torch.Tensor:
     return values if values.dim() < 2 else project_rows(values, 1).squeeze(-1)
 
 
-def tolerance(source: torch.Tensor) -> float:
+def tolerance_of(source: torch.Tensor) -> float:
     """How far fingerprints of one row may lie apart, relative to the largest."""
     return _TOLERANCE.get(source.dtype.to_real(), LOOSE)
 
 
-def differ(ours: torch.Tensor, full: torch.Tensor, least: float) -> torch.Tensor:
-    """Whether two sets of fingerprints are of different rows, as a tensor: nothing waits for the device."""
-    return (ours - full).abs().max() > least * full.abs().max()
+def rows_differ(ours: torch.Tensor, full: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Whether two sets of fingerprints are of different rows; a tensor, so that nothing waits for the device."""
+    return (ours - full).abs().max() > tolerance * full.abs().max()
 
 
-def matching_rows(
-    full: torch.Tensor, ours: torch.Tensor, dim: int, taken: Sequence[torch.Tensor], least: float
+def match_rows(
+    full: torch.Tensor, ours: torch.Tensor, dim: int, taken: Sequence[torch.Tensor], tolerance: float
 ) -> torch.Tensor | None:
     """Returns for each of our rows along `dim` the full batch's row of the same contents; None where one has none.
 
@@ -55,10 +55,10 @@ def matching_rows(
         full: Fingerprints of the full batch's input.
         ours: Fingerprints of the micro-batch's; all other dimensions are the same.
         dim: The dimension of the rows.
-        taken: Rows that other micro-batches were given: equal rows are handed out in order, each once.
-        least: As `tolerance` returns it.
+        taken: Rows that other micro-batches were given: equal rows are given in order, each once.
+        tolerance: As `tolerance_of` returns it.
     """
-    full_rows, part = _rows(full, dim), _rows(ours, dim)
+    full_rows, part = _project_along(full, dim), _project_along(ours, dim)
     if len(full_rows) * len(part) > _PAIRS or len(part) > len(full_rows):
         return None
     scale = float(full_rows.abs().max())
@@ -68,7 +68,7 @@ def matching_rows(
     equal = _EQUAL * torch.finfo(full_rows.dtype).eps * scale
     matches = []
     for row in part:
-        at = _nearest(full_rows, row, free, least * scale, equal)
+        at = _find_nearest(full_rows, row, free, tolerance * scale, equal)
         if at is None:
             return None
         free[at] = False
@@ -76,21 +76,24 @@ def matching_rows(
     return torch.tensor(matches, dtype=torch.int64, device=full.device)
 
 
-def _nearest(whole: torch.Tensor, row: torch.Tensor, free: torch.Tensor, allowed: float, equal: float) -> int | None:
+def _find_nearest(
+    full_rows: torch.Tensor, row: torch.Tensor, free: torch.Tensor, allowed: float, equal: float
+) -> int | None:
     """The first row that equals the nearest; None where none is near enough, or others are nearly as near."""
-    distance = (whole - row).abs().amax(1).masked_fill(~free, torch.inf)
+    distance = (full_rows - row).abs().amax(1).masked_fill(~free, torch.inf)
     at = int(distance.argmin())
     nearest = float(distance[at])
     if not nearest <= allowed:
         return None
-    is_equal = ((whole - whole[at]).abs().amax(1) <= equal) & free
-    close = allowed <= max(_TOLERANCE.values()) * float(whole.abs().max())
+    is_equal = ((full_rows - full_rows[at]).abs().amax(1) <= equal) & free
+    # a tight tolerance tells rows apart by itself; under the loose one the nearest row has to stand out
+    close = allowed <= max(_TOLERANCE.values()) * float(full_rows.abs().max())
     if not close and bool((distance[~is_equal] < _APART * nearest).any()):
         return None
     return int(is_equal.nonzero()[0])
 
 
-def _rows(prints: torch.Tensor, dim: int) -> torch.Tensor:
+def _project_along(prints: torch.Tensor, dim: int) -> torch.Tensor:
     """Two numbers per row along `dim`, of shape (rows, 2)."""
     return project_rows(prints.movedim(dim, 0).flatten(1) if prints.dim() > 1 else prints.unsqueeze(1))
 
@@ -113,7 +116,7 @@ class Draw:
     """The shape of the tensor that it was drawn for; None where it was drawn for none."""
     prints: torch.Tensor | None = None
     """Fingerprints of the rows that it was drawn for; None where its input has another shape than its result."""
-    least: float = 0.0
+    tolerance: float = 0.0
     """How far fingerprints of one row may lie apart, relative to the largest."""
     site: int = 0
     """The place in the code that drew (`foreign.call_site`)."""
@@ -207,9 +210,9 @@ class Recorder:
             self.known[run.before] = run.drawn.shape
             shape = tuple(run.source.shape) if run.source is not None else None
             prints = fingerprint(run.source) if run.source is not None and shape == run.drawn.shape else None
-            least = tolerance(run.source) if run.source is not None else 0.0
+            tolerance = tolerance_of(run.source) if run.source is not None else 0.0
             value = run.drawn.detach().to(torch.bool if run.kind.mask else run.drawn.dtype, copy=True)
-            self._draws.append(Draw(run.operation, value, run.kind.asked(args), shape, prints, least, call_site()))
+            self._draws.append(Draw(run.operation, value, run.kind.asked(args), shape, prints, tolerance, call_site()))
         return run.result
 
     @contextmanager
@@ -218,4 +221,4 @@ class Recorder:
         with watch_generators(record_draws(self._foreign)):
             yield
         if self._foreign:
-            self._foreign_end = states()
+            self._foreign_end = foreign_states()

@@ -1,13 +1,13 @@
-"""Where a draw is made, and draws from Python's and NumPy's global generators: made again from the state they had.
+"""Call sites of draws, and draws from Python's and NumPy's global generators, repeated from a recorded state.
 
-The same place holds for every sample of a loop, another one for every layer. Places are numbers that hold in every
-process that runs the same code on the same model, and under DDP and FSDP2 as without: the draws that one process
-recorded are found again by the ranks, which may be processes of their own.
+A loop over samples draws at one call site, each layer at another. A call site is a number that is the same in every
+process that runs the same code on the same model, with or without DDP and FSDP2: ranks find the draws that another
+process recorded.
 
-The dispatcher does not see Python's and NumPy's draws. The functions of `random` and `numpy.random` are wrapped for the
-length of a pass; a draw of the micro-batch is made from the state that the same draw of the full batch was made from,
-and an array with a row per sample gives its own rows. A function that was imported by name before, and generators that
-are objects of the user's, are not seen.
+The dispatcher does not see Python's and NumPy's draws. The functions of `random` and `numpy.random` are wrapped during
+a pass. A draw of the micro-batch starts from the state in which the full batch made the same draw. Of an array with a
+row per sample, a micro-batch gets its own rows. Functions that were imported by name before, and generators that are
+objects of the user's, are not seen.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _modules: dict[int, int] = {}  # by id, for as long as `named_modules` lasts
 
 @contextmanager
 def named_modules(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Tells the modules of a model apart by their names while it lasts; others are told apart in this process only."""
+    """Lets call sites name modules by their paths while it lasts; other modules are known in this process only."""
     before = dict(_modules)
     for number, root in enumerate(roots):
-        _modules.update((id(module), _number(f"{number} {name}")) for name, module in root.named_modules())
+        _modules.update((id(module), _hash_text(f"{number} {name}")) for name, module in root.named_modules())
     try:
         yield
     finally:
@@ -51,26 +51,27 @@ def named_modules(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def call_site() -> int:
-    """Returns a number for the place that is running now: every frame's instruction, and the modules being called."""
+    """Returns a number for the call site: the instruction of every frame up to the loss, and the modules called."""
     place: list[int] = []
     frame = sys._getframe(1)
     while frame is not None and len(place) < _DEPTH:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        # further out, the strategies and the ranks differ
         if code.co_name == "loss_of" and module == "gaverify.passes.user_code":
             break
         if code is _CALL:
             # Only torch's own frame is asked for its locals: in a user's, the answer would keep tensors alive.
             place += _call_number(frame.f_locals.get("self"))
-        elif _counts(module):
+        elif _tells_places_apart(module):
             place += (_number_of(code), frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return hash(tuple(place))
 
 
 def loop_site() -> int:
-    """Returns a number for the place of a draw in a script's loop: the instructions up to the user's own line.
+    """Returns a number for a draw's call site in a script's loop: the instructions up to the user's own line.
 
-    Of the functions further out only which they are: a loop that loads its next batch ahead calls the same function
+    Frames further out count by their functions alone: a loop that loads its next batch ahead calls the same function
     from two lines.
     """
     place: list[int] = []
@@ -93,16 +94,16 @@ def _call_number(module: Any) -> tuple[int, ...]:
 def _number_of(code: CodeType) -> int:
     number = _codes.get(id(code))
     if number is None:
-        number = _codes[id(code)] = code, _number(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}")
+        number = _codes[id(code)] = code, _hash_text(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}")
     return number[1]
 
 
-def _number(text: str) -> int:
-    """A number for a text that is the same in every process, as `hash` is for numbers and is not for texts."""
+def _hash_text(text: str) -> int:
+    """A number for a text. Python's `hash` of a text differs between processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
-def _counts(module: str) -> bool:
+def _tells_places_apart(module: str) -> bool:
     """Whether frames of a module tell places apart: modes come and go between a user's code and the dispatcher."""
     if module.startswith("torch."):
         return module.startswith("torch.nn.") and module != _CALLS and not module.startswith(_WRAPPERS)
@@ -188,10 +189,12 @@ def record_draws(draws: list[ForeignDraw]) -> Handler:
     return keep
 
 
-def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int) -> Any:
+def rows_of_micro_batch(
+    draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int
+) -> Any:
     """Returns the rows of the full batch's array that are a micro-batch's; None where its draw is no such array."""
     shape = getattr(result, "shape", ())
-    if draw.array is None or not _asks_alike(draw.call, call):
+    if draw.array is None or not _differ_in_size_alone(draw.call, call):
         return None
     start, stop = micro_batch
     layout = SampleLayout.find(draw.array.shape, shape, batch_size, stop - start)
@@ -200,7 +203,7 @@ def own_rows(draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int,
     return layout.take(draw.array, range(start, stop), batch_size).copy()  # the user's code may write into its rows
 
 
-def _asks_alike(full: Call, ours: Call) -> bool:
+def _differ_in_size_alone(full: Call, ours: Call) -> bool:
     """Whether two draws differ in nothing but the size that was asked for; a permutation has no rows of its own."""
     if full.name != ours.name or full.name in ("permutation", "shuffle") or ours.kwargs.get("replace") is False:
         return False
@@ -220,16 +223,16 @@ def state_after(draws: Sequence[ForeignDraw], at: int, end: Mapping[str, Any]) -
     return next((draw.state for draw in draws[at + 1 :] if draw.call.module == module), end[module])
 
 
-def same_state(module: str, state: Any) -> bool:
+def is_in_state(module: str, state: Any) -> bool:
     """Whether a generator is in that state."""
     return bool(comparable(state_of(foreign_generators()[module])) == comparable(state))
 
 
-def states() -> dict[str, Any]:
+def foreign_states() -> dict[str, Any]:
     """Returns the states of both global generators."""
     return {module: state_of(generator) for module, generator in foreign_generators().items()}
 
 
-def put(module: str, state: Any) -> None:
+def set_generator(module: str, state: Any) -> None:
     """Sets the state of one of them."""
     set_state(foreign_generators()[module], state)

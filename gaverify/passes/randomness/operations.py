@@ -1,4 +1,4 @@
-"""Random operations: one table of what is special about some, and what one that has run drew for the rows of its input.
+"""Random operations: a table of the special ones, and what one that has run drew, for which rows.
 
 Shapes: what is drawn has the shape of the input for which it is drawn, where there is one.
 """
@@ -25,34 +25,31 @@ def _numbers(args: Args) -> Args:
 
 
 class Kind(NamedTuple):
-    """What a random operation does; the defaults are what most do.
-
-    Args:
-        drawn: Of its arguments and its result, the numbers that it drew.
-        asked: Of its arguments, what it was asked for.
-        typical: A value that it might have drawn, the same for every sample.
-        applied: Its result for an input and what was drawn, where that is not what was drawn.
-        mask: A mask is a mask, whether it was drawn on its own or by a fused dropout (TorchScript changes its mind).
-    """
+    """How to read a random operation; the defaults hold for most."""
 
     drawn: Callable[[Args, Any], Any] = lambda args, result: result
+    """Arguments, result → the numbers that it drew."""
     asked: Callable[[Args], Args] = _numbers
+    """Arguments → those on which the distribution depends."""
     typical: Callable[[Args, torch.Tensor], torch.Tensor] = lambda args, drawn: torch.ones_like(drawn)
+    """Arguments, drawn numbers → numbers that it might have drawn, the same for every sample."""
     applied: Callable[[torch.Tensor, torch.Tensor, Args], torch.Tensor] | None = None
+    """Input, drawn numbers, arguments → its result; None where the result is what was drawn."""
     mask: bool = False
+    """Whether it draws a mask. TorchScript turns a fused dropout into a mask of its own, and back."""
 
 
 def _reverse_order(args: Args, drawn: torch.Tensor) -> torch.Tensor:
-    """Not the identity: it would hide that samples meet through a permutation."""
+    # the identity would hide that samples meet through a permutation
     return torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device, dtype=drawn.dtype)
 
 
-def _least(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+def _least_integer(args: Args, drawn: torch.Tensor) -> torch.Tensor:
     numbers = [arg for arg in args if isinstance(arg, int)]
     return torch.full_like(drawn, min(numbers) if len(numbers) > 1 else 0)
 
 
-def _middle(args: Args, drawn: torch.Tensor) -> torch.Tensor:
+def _middle_of_range(args: Args, drawn: torch.Tensor) -> torch.Tensor:
     bounds = _numbers(args)
     low, high = bounds[:2] if len(bounds) > 1 else (0.0, 1.0)
     return torch.full_like(drawn, (low + high) / 2)
@@ -66,8 +63,8 @@ def _select_mask(source: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.
 _DROPOUT = Kind(lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_select_mask, mask=True)
 _RRELU = Kind(lambda args, result: args[1], applied=lambda source, noise, args: source * noise)
 _ZERO = Kind(typical=lambda args, drawn: torch.zeros_like(drawn))
-_BETWEEN = Kind(typical=_middle)
-_INTEGER = Kind(typical=_least)
+_BETWEEN = Kind(typical=_middle_of_range)
+_INTEGER = Kind(typical=_least_integer)
 _PLAIN = Kind()
 _KINDS = {
     "native_dropout": _DROPOUT,
@@ -172,12 +169,12 @@ def kind_of(operation: str) -> Kind:
     return _KINDS.get(operation, _PLAIN)
 
 
-def alike(ours: str, full: str) -> bool:
+def are_interchangeable(ours: str, full: str) -> bool:
     """Whether draws of two operations may stand for each other."""
     return ours == full or (kind_of(ours).mask and kind_of(full).mask)
 
 
-def same_arguments(ours: Args, full: Args, shape: Sequence[int], full_shape: Sequence[int]) -> bool:
+def have_same_arguments(ours: Args, full: Args, shape: Sequence[int], full_shape: Sequence[int]) -> bool:
     """Whether two draws were asked for the same; an argument that is a size may follow the batch."""
     if len(ours) != len(full):
         return False

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from gaverify.passes.layouts import SampleDimension, SampleLayout, changed_dimensions, take_entries
-from gaverify.passes.randomness.draws import Draw, MicroBatch, differ, matching_rows
+from gaverify.passes.randomness.draws import Draw, MicroBatch, match_rows, rows_differ
 
 Selection = list[tuple[int, range | torch.Tensor]]
 """Per dimension the rows to take; a dimension that does not follow the batch is not named."""
@@ -28,7 +28,7 @@ class Rows:
         batch_size: B.
         shape: The shape of its draw.
         prints: Fingerprints of the rows, where there are any.
-        least: How far fingerprints of one row may lie apart.
+        tolerance: How far fingerprints of one row may lie apart.
         order: The samples' places in the full batch, where they do not lie one behind the other: ranks take turns.
     """
 
@@ -36,7 +36,7 @@ class Rows:
     batch_size: int
     shape: torch.Size
     prints: torch.Tensor | None
-    least: float
+    tolerance: float
     order: tuple[int, ...] | None = None
 
     def entries_in(self, dimension: SampleDimension, device: torch.device) -> range | torch.Tensor:
@@ -96,7 +96,7 @@ class Position(NamedTuple):
     """What the micro-batches have been given afterwards."""
 
 
-def by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) -> Position:
+def select_by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) -> Position:
     """Returns the rows at the samples' places.
 
     Args:
@@ -136,32 +136,32 @@ def by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) -> Positi
     return Position(selection, guessed, given)
 
 
-def by_contents(draw: Draw, rows: Rows, given: GivenRows) -> Selection | None:
-    """Returns the rows with the same contents, wherever they lie; None where there are none, or no way to tell."""
+def select_by_contents(draw: Draw, rows: Rows, given: GivenRows) -> Selection | None:
+    """Returns the rows with the same contents, wherever they lie; None where there are none, or nothing tells."""
     full, micro = draw.value.shape, rows.shape
     if draw.prints is None or rows.prints is None or len(full) != len(micro):
         return None
     changed = changed_dimensions(full, micro)
-    if not changed and not bool(differ(rows.prints, draw.prints, rows.least)):
+    if not changed and not bool(rows_differ(rows.prints, draw.prints, rows.tolerance)):
         return []
     if len(changed) > 1 or any(dim >= draw.prints.dim() for dim in changed):
         return None
     dim = changed[0] if changed else 0
-    matches = matching_rows(draw.prints, rows.prints, dim, given.taken, rows.least)
+    matches = match_rows(draw.prints, rows.prints, dim, given.taken, rows.tolerance)
     return [(dim, matches)] if matches is not None else None
 
 
-def doubtful(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
-    """Whether the selected rows were drawn for other contents, as a tensor; None where there is no way to tell."""
+def have_other_contents(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
+    """Whether the selected rows were drawn for other contents, on their device; None where nothing tells."""
     if draw.prints is None or rows.prints is None or rows.prints.numel() == 0:
         return None
     if any(dim >= draw.prints.dim() for dim, _ in selection):
         return None
-    expected = taken_from(draw.prints, selection)
-    return differ(rows.prints, expected, rows.least) if expected.shape == rows.prints.shape else None
+    expected = take_selection(draw.prints, selection)
+    return rows_differ(rows.prints, expected, rows.tolerance) if expected.shape == rows.prints.shape else None
 
 
-def taken_from(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
+def take_selection(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Returns the selected rows of a tensor."""
     for dim, rows in selection:
         tensor = take_entries(tensor, dim, rows)
@@ -175,8 +175,8 @@ def _batch_is_inner(draw: Draw, rows: Rows, dimension: SampleDimension, inner: b
         return inner, True
     if full.select(dim, 0).shape != ours.select(dim, 0).shape:
         return inner, True
-    outside = taken_from(full, [(dim, rows.entries_in(dimension, full.device))])
-    inside = taken_from(full, [(dim, rows.entries_in(replace(dimension, inner=True), full.device))])
+    outside = take_selection(full, [(dim, rows.entries_in(dimension, full.device))])
+    inside = take_selection(full, [(dim, rows.entries_in(replace(dimension, inner=True), full.device))])
     far_inside, far_outside = float((ours - inside).norm()), float((ours - outside).norm())
     if far_inside == far_outside:  # rows that are all the same do not tell
         return inner, True

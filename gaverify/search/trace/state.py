@@ -247,7 +247,7 @@ class StateWatch(PassProbe):
     def _take_digests(self) -> dict[str, Any]:
         by_name = take_digests({name: get for name, (_, get) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
-            for parameter in self._state.written:
+            for parameter in self._state.written_tensors:
                 name = self._parameters.get(address(parameter), "")
                 if name:
                     by_name[name] = take_tensor_digest(parameter.data)

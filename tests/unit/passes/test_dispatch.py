@@ -83,7 +83,7 @@ def test_a_parameter_that_the_forward_writes_to_is_kept_before() -> None:
     state = ModelState([layer])
     with PassMode(state, Recorder()), torch.no_grad():
         layer.weight.mul_(3)
-    assert [tensor is layer.weight for tensor in state.written] == [True]
+    assert [tensor is layer.weight for tensor in state.written_tensors] == [True]
     state.restore()
     assert torch.equal(layer.weight, before)
 

@@ -22,14 +22,14 @@ from gaverify import Outcome, Problem
 from gaverify.passes.experiment import TimeLimit
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.dealing import DrawCounts
-from gaverify.passes.randomness.draws import LOOSE, Draw, differ, fingerprint, matching_rows, tolerance
+from gaverify.passes.randomness.draws import LOOSE, Draw, fingerprint, match_rows, rows_differ, tolerance_of
 from gaverify.passes.randomness.selection import (
     GivenRows,
     Rows,
-    by_contents,
-    by_position,
-    doubtful,
-    taken_from,
+    have_other_contents,
+    select_by_contents,
+    select_by_position,
+    take_selection,
 )
 from gaverify.passes.user_code import loss_of
 
@@ -297,8 +297,8 @@ def rows(micro_batch: tuple[int, int], size: int, *shape: int, source: torch.Ten
 
 
 def taken(draw: Draw, wanted: Rows, inner: bool = False) -> list | None:
-    selection = by_position(draw, wanted, inner, GivenRows()).selection
-    return None if selection is None else taken_from(draw.value, selection).tolist()
+    selection = select_by_position(draw, wanted, inner, GivenRows()).selection
+    return None if selection is None else take_selection(draw.value, selection).tolist()
 
 
 def test_a_row_per_sample_lies_at_the_samples_place() -> None:
@@ -311,8 +311,8 @@ def test_a_draw_of_the_same_shape_is_repeated() -> None:
 
 
 def test_folded_rows_are_read_with_the_batch_outside_or_inside() -> None:
-    first = by_position(drawn(12), rows((0, 2), 6, 4), False, GivenRows())
-    second = by_position(drawn(12), rows((2, 4), 6, 4), False, first.given)
+    first = select_by_position(drawn(12), rows((0, 2), 6, 4), False, GivenRows())
+    second = select_by_position(drawn(12), rows((2, 4), 6, 4), False, first.given)
     assert [position.selection for position in (first, second)] == [[(0, range(4))], [(0, range(4, 8))]]
     assert taken(drawn(12), rows((2, 4), 6, 4), inner=True) == [2, 3, 8, 9]
     assert first.guessed, "without contents the fold's order is a guess"
@@ -324,24 +324,24 @@ def test_contents_tell_how_rows_are_folded(inner: bool) -> None:
     order = (lambda t: t.transpose(0, 1).reshape(-1, 7)) if inner else (lambda t: t.reshape(-1, 7))
     draw = drawn(12, 7, source=order(samples))
     wanted = rows((2, 4), 6, 4, 7, source=order(samples[2:4]))
-    first = by_position(draw, rows((0, 2), 6, 4, 7, source=order(samples[:2])), not inner, GivenRows())
-    selection, guessed, _ = by_position(draw, wanted, not inner, first.given)
+    first = select_by_position(draw, rows((0, 2), 6, 4, 7, source=order(samples[:2])), not inner, GivenRows())
+    selection, guessed, _ = select_by_position(draw, wanted, not inner, first.given)
     assert not guessed
-    assert doubtful(draw, wanted, selection).item() is False
+    assert have_other_contents(draw, wanted, selection).item() is False
 
 
 def test_shapes_that_do_not_correspond_have_no_rows() -> None:
-    assert by_position(drawn(6, 2), rows((2, 4), 6, 2), False, GivenRows()).selection is None
-    assert by_position(drawn(6), rows((2, 4), 6, 9), False, GivenRows()).selection is None
+    assert select_by_position(drawn(6, 2), rows((2, 4), 6, 2), False, GivenRows()).selection is None
+    assert select_by_position(drawn(6), rows((2, 4), 6, 9), False, GivenRows()).selection is None
 
 
 def test_selected_rows_follow_each_other_and_can_be_withdrawn() -> None:
     """Five of six samples passed a mask: the micro-batches' rows lie one behind the other."""
     draw = drawn(5)
     first, second = rows((0, 3), 6, 2), rows((3, 6), 6, 3)
-    selection, _, given = by_position(draw, first, False, GivenRows())
+    selection, _, given = select_by_position(draw, first, False, GivenRows())
     assert selection == [(0, range(2))]
-    selection, _, given = by_position(draw, second, False, given)
+    selection, _, given = select_by_position(draw, second, False, given)
     assert selection == [(0, range(2, 5))]
     assert given.count == 5
     assert given.withdraw(draw, second).count == 2
@@ -351,10 +351,10 @@ def test_rows_are_found_by_contents_wherever_they_lie() -> None:
     source = torch.randn(6, 9)
     draw = drawn(6, 9, source=source)
     order = torch.tensor([5, 1, 3])
-    selection = by_contents(draw, rows((0, 3), 6, 3, 9, source=source[order]), GivenRows())
+    selection = select_by_contents(draw, rows((0, 3), 6, 3, 9, source=source[order]), GivenRows())
     assert selection is not None and selection[0][1].tolist() == [5, 1, 3]
-    assert by_contents(draw, rows((0, 3), 6, 3, 9, source=torch.randn(3, 9)), GivenRows()) is None
-    assert by_contents(drawn(6, 9), rows((0, 3), 6, 3, 9, source=source[order]), GivenRows()) is None
+    assert select_by_contents(draw, rows((0, 3), 6, 3, 9, source=torch.randn(3, 9)), GivenRows()) is None
+    assert select_by_contents(drawn(6, 9), rows((0, 3), 6, 3, 9, source=source[order]), GivenRows()) is None
 
 
 def test_equal_rows_are_handed_out_once_each() -> None:
@@ -362,7 +362,7 @@ def test_equal_rows_are_handed_out_once_each() -> None:
     draw = drawn(4, 5, source=source)
     found, given = [], GivenRows()
     for micro_batch in ((0, 2), (2, 4)):
-        selection = by_contents(draw, rows(micro_batch, 4, 2, 5, source=source[:2]), given)
+        selection = select_by_contents(draw, rows(micro_batch, 4, 2, 5, source=source[:2]), given)
         assert selection is not None
         given = given.take(draw, selection)
         found += selection[0][1].tolist()
@@ -373,25 +373,25 @@ def test_rows_at_the_wrong_place_are_in_doubt() -> None:
     source = torch.randn(6, 9)
     draw = drawn(6, 9, source=source)
     here = [(0, range(2, 4))]
-    assert not doubtful(draw, rows((2, 4), 6, 2, 9, source=source[2:4]), here)
-    assert doubtful(draw, rows((2, 4), 6, 2, 9, source=source[:2]), here)
-    assert doubtful(draw, rows((2, 4), 6, 2, 9), here) is None
+    assert not have_other_contents(draw, rows((2, 4), 6, 2, 9, source=source[2:4]), here)
+    assert have_other_contents(draw, rows((2, 4), 6, 2, 9, source=source[:2]), here)
+    assert have_other_contents(draw, rows((2, 4), 6, 2, 9), here) is None
 
 
 def test_rows_that_rounding_changed_are_the_same_and_others_are_not() -> None:
     source = torch.randn(50, 30)
     noisy = source * (1 + 1e-6 * torch.randn_like(source))
-    assert not differ(fingerprint(noisy), fingerprint(source), tolerance(source))
-    assert differ(fingerprint(noisy.flip(0)), fingerprint(source), tolerance(source))
-    found = matching_rows(fingerprint(source), fingerprint(noisy[[7, 3]]), 0, [], tolerance(source))
+    assert not rows_differ(fingerprint(noisy), fingerprint(source), tolerance_of(source))
+    assert rows_differ(fingerprint(noisy.flip(0)), fingerprint(source), tolerance_of(source))
+    found = match_rows(fingerprint(source), fingerprint(noisy[[7, 3]]), 0, [], tolerance_of(source))
     assert found is not None and found.tolist() == [7, 3]
 
 
 def test_a_loose_match_has_to_stand_out() -> None:
     """Under the tolerance of lower precision, a row that two others are about as near to belongs to neither."""
     full = torch.tensor([[1.0], [1.04], [9.0]])
-    assert matching_rows(full, torch.tensor([[1.02]]), 0, [], LOOSE) is None
-    found = matching_rows(full, torch.tensor([[8.9]]), 0, [], LOOSE)
+    assert match_rows(full, torch.tensor([[1.02]]), 0, [], LOOSE) is None
+    found = match_rows(full, torch.tensor([[8.9]]), 0, [], LOOSE)
     assert found is not None and found.tolist() == [2]
 
 

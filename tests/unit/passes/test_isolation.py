@@ -467,7 +467,7 @@ def test_the_search_is_bounded_and_takes_the_nearest_first() -> None:
 
 def test_large_tensors_outside_of_buffers_wait_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tensors, "_WAITS", 100)
+    monkeypatch.setattr(tensors, "_LARGE", 100)
     table, batch = torch.randn(200), (torch.randn(8, 6), torch.randint(4, (8,)))
     before = table.clone()
     state = ModelState([], (lambda: table,))
@@ -492,9 +492,9 @@ def test_parameters_are_not_copied_unless_something_writes_to_them() -> None:
     state = ModelState([model])
     own = {tensors.storage(parameter) for parameter in model.parameters()}
     assert {tensors.storage(kept) for kept in _copies(state)} <= own
-    assert state.written == ()
+    assert state.written_tensors == ()
     state.before_write(model.weight.data[0])
-    assert [tensor is model.weight for tensor in state.written] == [True]
+    assert [tensor is model.weight for tensor in state.written_tensors] == [True]
 
 
 @pytest.mark.parametrize(
