@@ -97,8 +97,8 @@ def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> F
     if not terms or not weights.is_weighted_sum(terms, used):
         return None
     forward = replace(facts.forward, agree=True, loss_gap=0.0, shares=used, adds_constant=True)
-    found = backward.ask(bench, replace(facts, forward=forward))
-    return found if found.cleared else None
+    with_backward = backward.ask(bench, replace(facts, forward=forward))
+    return with_backward if with_backward.cleared else None
 
 
 def ask_branch(bench: Bench, facts: Facts) -> Facts:
@@ -174,8 +174,8 @@ class Explanation:
     """The relative difference that is left with the best micro-batch weights as well."""
     left_before: float = math.nan
     """`left` without the last cause."""
-    found: tuple[SuspectTrial, ...] = ()
-    """The causes in the order in which they were found, each neutralised beside those before it."""
+    trials: tuple[SuspectTrial, ...] = ()
+    """The trials of these causes in the order in which they were found, each beside those before it."""
     forward: Forward | None = None
     """The result of the first trace; None before it."""
     fit: WeightFit | None = None
@@ -196,7 +196,7 @@ class Explanation:
     def causes(self) -> tuple[Cause, ...]:
         """The causes in the order of execution; those on probation only where all together explain everything."""
         return tuple(
-            entry.cause for entry in self.found if entry.helps or entry.cause.control is None or self.is_complete
+            entry.cause for entry in self.trials if entry.helps or entry.cause.control is None or self.is_complete
         )
 
     @property
@@ -207,12 +207,12 @@ class Explanation:
     @property
     def ends_openly(self) -> bool:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
-        return bool(self.found) and self.found[-1].neutral is None
+        return bool(self.trials) and self.trials[-1].probe is None
 
     def neutralise(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> Bench:
         """Returns a bench with all causes neutralised, or some of them, as far as they have probes."""
-        entries = self.found if entries is None else entries
-        return bench.without(*(entry.neutral for entry in entries if entry.neutral is not None))
+        entries = self.trials if entries is None else entries
+        return bench.without(*(entry.probe for entry in entries if entry.probe is not None))
 
     def neutralise_all(self, bench: Bench) -> Bench | None:
         """Returns a bench with all causes neutralised and the right weights; None where the last one has no probe."""
@@ -225,9 +225,9 @@ class Explanation:
 
     def run_again(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> ControlRun:
         """Runs the last control again on another bench, or with only some of the causes neutralised."""
-        entries = self.found if entries is None else entries
+        entries = self.trials if entries is None else entries
         control_bench = self.neutralise(bench, entries)
-        if entries and entries[-1].neutral is None:
+        if entries and entries[-1].probe is None:
             return cached_gradients(control_bench, frozenset(entries[-1].cause.suspect.calls))
         if self.fit is not None:
             return weights.run_fitted_weights(control_bench, self.fit)
@@ -254,21 +254,21 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
         suspects, forward = trace_divergences(bench, facts.weights, foreign=facts.draws.foreign_differ)
         explanation = replace(explanation, forward=explanation.forward or forward)
         # Control: the first suspect that helps; without one, the best that can be neutralised.
-        explanation, tried = _try_suspects(explanation, bench, suspects)
+        explanation, trial = _try_suspects(explanation, bench, suspects)
         yield explanation
-        if tried is None:
+        if trial is None:
             break
         # Keep it neutralised.
-        control = tried.cause.control
-        explanation = replace(explanation, found=(*explanation.found, tried), left_before=explanation.left)
+        control = trial.cause.control
+        explanation = replace(explanation, trials=(*explanation.trials, trial), left_before=explanation.left)
         if control is None:
             break
         explanation = replace(explanation, left=control.left)
         yield explanation
         # A control that leaves a difference: there is another cause, or the weights are wrong beside this one.
-        if not control.rounding and tried.neutral is not None:
+        if not control.rounding and trial.probe is not None:
             explanation = _explain_by_weights(explanation, control.fit)
-        if control.rounding or tried.neutral is None or explanation.has_weights:
+        if control.rounding or trial.probe is None or explanation.has_weights:
             break
         if control.fit is not None and not control.fit.vacuous:
             explanation = replace(explanation, residual=control.fit.residual)
@@ -288,19 +288,19 @@ def _try_suspects(
         suspects: In the order of execution.
     """
     candidates: list[SuspectTrial] = []
-    places = {entry.cause.suspect.culprit.place for entry in explanation.found}
+    places = {entry.cause.suspect.culprit.place for entry in explanation.trials}
     new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in places]
     # An index as long as the batch differs in a correct loss too: suspects with a gradient are tried before it.
     for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
-        tried = _try_suspect(explanation, bench, suspect)
-        if tried is not None and tried.helps:
-            return explanation, tried
-        if tried is not None:
-            candidates.append(tried)
-    on_probation = [tried for tried in candidates if tried.neutral is not None]
-    unproven = [tried for tried in candidates if tried.cause.control is None]
+        trial = _try_suspect(explanation, bench, suspect)
+        if trial is not None and trial.helps:
+            return explanation, trial
+        if trial is not None:
+            candidates.append(trial)
+    on_probation = [trial for trial in candidates if trial.probe is not None]
+    unproven = [trial for trial in candidates if trial.cause.control is None]
     ruled_out = dict(explanation.ruled_out)
-    ruled_out |= {tried.cause.suspect.culprit.place: tried.cause.suspect.culprit for tried in on_probation}
+    ruled_out |= {trial.cause.suspect.culprit.place: trial.cause.suspect.culprit for trial in on_probation}
     return replace(explanation, ruled_out=ruled_out), next(iter([*on_probation, *unproven]), None)
 
 
@@ -313,15 +313,15 @@ def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Su
 
     try:
         suspect = replace(suspect, statistics=suspect.statistics or _normalises(bench, suspect))
-        tried = proof.try_suspect(bench, suspect, explanation.left, explanation.residual, counted=is_counted)
+        trial = proof.try_suspect(bench, suspect, explanation.left, explanation.residual, counted=is_counted)
     except FORESEEN as error:
         bench.failures[f"control of {suspect.culprit}"] = failure_sentence(error)
         return None
-    if tried is not None and tried.cause.control is None and tried.failures:
-        why = "; ".join(dict.fromkeys(tried.failures))
+    if trial is not None and trial.cause.control is None and trial.failures:
+        why = "; ".join(dict.fromkeys(trial.failures))
         bench.failures[f"control of {suspect.culprit}"] = why
-        tried = replace(tried, cause=replace(tried.cause, failure=why))
-    return tried
+        trial = replace(trial, cause=replace(trial.cause, failure=why))
+    return trial
 
 
 def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
@@ -329,7 +329,7 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
     # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
     # of the control.
-    runs_live = all(isinstance(entry.neutral, EvaluationMode) for entry in explanation.found)
+    runs_live = all(isinstance(entry.probe, EvaluationMode) for entry in explanation.trials)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
         if window_counts is not None:
@@ -344,19 +344,19 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
 
 def _widen_last_control(explanation: Explanation) -> Explanation:
     """Tries the other controls of the last cause, if its control left a difference and no further cause was found."""
-    last = explanation.found[-1] if explanation.found else None
+    last = explanation.trials[-1] if explanation.trials else None
     # Only cached gradients helped: the samples interact somewhere after the line that is named.
     if last is not None and last.region is not None and last.region.cause.control is not None:
-        return replace(explanation, found=(*explanation.found[:-1], last.region), left=last.region.cause.control.left)
-    if last is None or not last.helps or last.neutral is None:
+        return replace(explanation, trials=(*explanation.trials[:-1], last.region), left=last.region.cause.control.left)
+    if last is None or not last.helps or last.probe is None:
         return explanation
-    bench, suspect = explanation.neutralise(explanation.bench, explanation.found[:-1]), last.cause.suspect
+    bench, suspect = explanation.neutralise(explanation.bench, explanation.trials[:-1]), last.cause.suspect
     # Other samples may enter a module at two places, of which the control pinned one.
     wider = proof.try_suspect(bench, suspect, explanation.left_before, explanation.residual, all_of_it=True)
     control = wider.cause.control if wider is not None else None
     if wider is None or control is None or not control.rounding:
         return explanation
-    return replace(explanation, found=(*explanation.found[:-1], wider), left=control.left)
+    return replace(explanation, trials=(*explanation.trials[:-1], wider), left=control.left)
 
 
 def _give_last_probe(explanation: Explanation) -> Explanation:
@@ -364,42 +364,42 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
     # cached gradients compute the loss once: a change of state that only the loss reads would not show beside them
     if not (explanation.ends_openly and explanation.is_complete):
         return explanation
-    *before, last = explanation.found
+    *before, last = explanation.trials
     bench, suspect = explanation.neutralise(explanation.bench, before), last.cause.suspect
     for functions in (suspect.source_functions, suspect.functions):
         probe = PinnedResults(bench.experiment, functions, suspect.order)
         what = "what couples the samples held constant"
         control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
         if control_run is not None and control_run.rounding:
-            return replace(explanation, found=(*before, replace(last, neutral=probe)))
+            return replace(explanation, trials=(*before, replace(last, probe=probe)))
     return explanation
 
 
 def _release_causes(explanation: Explanation) -> Explanation:
     """Releases every cause alone: notes the difference that it makes, and drops those on probation that make none."""
     # The last cause was found with all others neutralised: what was left then is its own difference, without a run.
-    if explanation.found and not explanation.has_weights:
-        *before, last = explanation.found
+    if explanation.trials and not explanation.has_weights:
+        *before, last = explanation.trials
         last = replace(last, cause=replace(last.cause, alone=explanation.left_before))
-        explanation = replace(explanation, found=(*before, last))
+        explanation = replace(explanation, trials=(*before, last))
     # A last cause without a probe cannot be released: the others are released beside its cached gradients.
-    kept = () if explanation.has_weights else explanation.found[-1:]
-    released = [entry for entry in explanation.found if entry not in kept]
+    kept = () if explanation.has_weights else explanation.trials[-1:]
+    released = [entry for entry in explanation.trials if entry not in kept]
 
     def control(neutralised: list[SuspectTrial]) -> ControlRun | None:
-        remaining = [entry for entry in explanation.found if entry in neutralised or entry in kept]
+        remaining = [entry for entry in explanation.trials if entry in neutralised or entry in kept]
         bench = explanation.bench
         return bench.attempt("release of a cause", lambda: explanation.run_again(bench, remaining))
 
     # Those on probation are released first. A cause that helped by itself stays, even if another one hides it now.
     needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
     alone = {id(entry.item): entry.alone for entry in needed}
-    found = [
+    trials = [
         replace(entry, cause=replace(entry.cause, alone=alone[id(entry)])) if alone.get(id(entry), 0.0) > 0 else entry
-        for entry in explanation.found
+        for entry in explanation.trials
         if entry in kept or id(entry) in alone
     ]
-    return replace(explanation, found=tuple(found))
+    return replace(explanation, trials=tuple(trials))
 
 
 def _may_be_index(suspect: Suspect) -> bool:

@@ -26,7 +26,7 @@ class SuspectTrial:
 
     cause: Cause
     """The suspect, the control that was run, and its repairs."""
-    neutral: PassProbe | None
+    probe: PassProbe | None
     """The probe that neutralises it while others are looked for; None: cached gradients, which have no such probe."""
     failures: tuple[str, ...] = ()
     """Why other controls of it were impossible."""
@@ -59,7 +59,7 @@ def try_suspect(
     best: SuspectTrial | None = None
     for _, make in _list_controls(bench, suspect):
         try:
-            control, neutral = make()
+            control, probe = make()
         except FORESEEN as error:
             failures.append(failure_sentence(error))
             continue
@@ -67,35 +67,35 @@ def try_suspect(
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
-        trial = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
+        trial = SuspectTrial(Cause(suspect, control, (), explained), probe, tuple(failures))
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
-            remedies = tuple(_run_remedies(bench, suspect, neutral)) if control.rounding else ()
+            remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
-            return trial if neutral is not None else _put_on_probation(bench, trial, left) or trial
+            return trial if probe is not None else _put_on_probation(bench, trial, left) or trial
         # Only frozen layers leave the loss running as it is. A pinned result would cut off what is counted before it.
-        if isinstance(neutral, EvaluationMode) and counted(bench.without(neutral)):
+        if isinstance(probe, EvaluationMode) and counted(bench.without(probe)):
             return trial
         # Frozen layers stay the best guess: they are a repair, and other suspects can be tried behind them.
-        frozen = best is not None and isinstance(best.neutral, EvaluationMode)
-        if neutral is not None and (best is None or (explained > best.cause.explained and not frozen)):
+        frozen = best is not None and isinstance(best.probe, EvaluationMode)
+        if probe is not None and (best is None or (explained > best.cause.explained and not frozen)):
             best = replace(trial, helps=False)
     return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
-def _put_on_probation(bench: Bench, tried: SuspectTrial, left: float) -> SuspectTrial | None:
+def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> SuspectTrial | None:
     """Returns the suspect on probation if pinning its own result changes nothing; None if it does, or is impossible.
 
     Cached gradients compute all of the loss once, so that they prove a region and not a line. A value such as a centre
     that is subtracted from all outputs may depend on the batch although the loss does not depend on that value.
     """
-    suspect = tried.cause.suspect
+    suspect = trial.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
     probe = PinnedResults(bench.experiment, functions, suspect.order)
     what = f"the result of `{suspect.culprit.name}` held constant"
     run = bench.possible(lambda: bench.run(what, probe)) if functions else None
     if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
         return None
-    return SuspectTrial(Cause(suspect, run, (), 0.0), probe, tried.failures, helps=False, region=tried)
+    return SuspectTrial(Cause(suspect, run, (), 0.0), probe, trial.failures, helps=False, region=trial)
 
 
 def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
@@ -109,8 +109,8 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
             break
     if run_and_probe is None:
         return None
-    control, neutral = run_and_probe
-    remedies = tuple(_run_remedies(bench, cause.suspect, neutral)) if control.rounding else ()
+    control, probe = run_and_probe
+    remedies = tuple(_run_remedies(bench, cause.suspect, probe)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
@@ -193,11 +193,11 @@ def _find_layers_of_class(bench: Bench, path: str) -> list[nn.Module]:
     return [module for module in modules.values() if type(module) is kind]
 
 
-def _run_remedies(bench: Bench, suspect: Suspect, neutral: PassProbe | None) -> Iterator[ControlRun]:
+def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> Iterator[ControlRun]:
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
-    if isinstance(neutral, PinnedResults):
-        in_the_window = bench.possible(lambda: _pin_in_window(bench, neutral))
+    if isinstance(probe, PinnedResults):
+        in_the_window = bench.possible(lambda: _pin_in_window(bench, probe))
         if in_the_window is None:
             return
         yield in_the_window

@@ -257,7 +257,7 @@ def test_the_control_that_counts(
     monkeypatch.setattr(proof, "_list_controls", lambda *_: [(ControlKind.HELD, lambda run=run: run) for run in runs])
     bench: Any = SimpleNamespace(without=lambda _: None)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
-    assert found is not None and (found.cause.control, found.neutral) == runs[chosen]
+    assert found is not None and (found.cause.control, found.probe) == runs[chosen]
 
 
 @pytest.mark.parametrize(("left", "told"), [(0.5, [True, False, True]), (0.0, [True, True, True])])
@@ -271,6 +271,6 @@ def test_causes_on_probation_count_where_all_together_explain_everything(left: f
     )
     found = proof.SuspectTrial(unproven, None, helps=False), proof.SuspectTrial(probation, HELD, helps=False)
     explanation = operations.Explanation(
-        bench, measured.divergent(), left, 0.0, found=(*found, proof.SuspectTrial(proven, HELD))
+        bench, measured.divergent(), left, 0.0, trials=(*found, proof.SuspectTrial(proven, HELD))
     )
     assert [each in explanation.causes for each in (unproven, probation, proven)] == told
