@@ -40,12 +40,15 @@ class Ending(str, Enum):
     """The script moves its weights without an optimizer of torch's: the run is made again and told so."""
 
 
+_EVENTS: dict[str, type[Event]] = {}  # by kind; each class enters itself
+
+
 @dataclass(frozen=True)
 class Event:
     """One call, or one change without a call, that matters to accumulation."""
 
     kind: ClassVar[str] = ""
-    """The event's name in files, timelines and JSON documents."""
+    """The event's name in files, timelines and JSON documents; a base of several kinds has none."""
 
     update: int
     """Number of the update that was being worked on, counted from 1."""
@@ -53,6 +56,11 @@ class Event:
     """File of the script's line that did it; None where that is not known."""
     line: int | None = None
     """Number of that line; None where that is not known."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.kind:
+            _EVENTS[cls.kind] = cls
 
     @property
     def place(self) -> tuple[str | None, int | None]:
@@ -255,27 +263,6 @@ class End(Event):
 
     reason: Ending = Ending.SCRIPT
     """How it came about."""
-
-
-_EVENTS: Mapping[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (
-        Forward,
-        Backward,
-        ZeroGrad,
-        ClearedByHand,
-        Step,
-        WeightsMoved,
-        GradientsEdited,
-        Clipping,
-        SchedulerStep,
-        ScalerCall,
-        AverageUpdate,
-        SettingsChanged,
-        FileLoaded,
-        End,
-    )
-}
 
 
 def write_event(event: Event) -> str:
