@@ -80,7 +80,7 @@ class OptimizerEvent(Event):
 class Forward(Event):
     """The forward of an outermost module with something to train."""
 
-    kind: ClassVar[str] = "forward"
+    kind = "forward"
 
     rows: int | None = None
     """Size of the first input tensor's leading dimension; None where no input is a tensor."""
@@ -110,7 +110,7 @@ class LossOrigin:
 class Backward(OptimizerEvent):
     """A backward pass that reached parameters."""
 
-    kind: ClassVar[str] = "backward"
+    kind = "backward"
 
     targets: tuple[tuple[int, int], ...] = ()
     """Valid and all targets of each loss that was computed before it."""
@@ -147,21 +147,21 @@ class GradientsRemoved(OptimizerEvent):
 class ZeroGrad(GradientsRemoved):
     """A call of `zero_grad`, of an optimizer or a module."""
 
-    kind: ClassVar[str] = "zero_grad"
+    kind = "zero_grad"
 
 
 @dataclass(frozen=True)
 class ClearedByHand(GradientsRemoved):
     """Gradients were removed without a call: `.grad` was set to None or zero by hand."""
 
-    kind: ClassVar[str] = "cleared"
+    kind = "cleared"
 
 
 @dataclass(frozen=True)
 class Step(Event):
     """An optimizer's step, or one that the script makes itself."""
 
-    kind: ClassVar[str] = "step"
+    kind = "step"
 
     optimizer: int = 0
     """The optimizer that stepped."""
@@ -175,7 +175,7 @@ class Step(Event):
 class WeightsMoved(OptimizerEvent):
     """Parameters with gradients changed without a step."""
 
-    kind: ClassVar[str] = "moved"
+    kind = "moved"
 
     where: Literal["between", "forward", "backward"] = "between"
     """Where they changed: between calls, in a forward or in a backward pass."""
@@ -185,7 +185,7 @@ class WeightsMoved(OptimizerEvent):
 class GradientsEdited(OptimizerEvent):
     """Gradients were changed by hand before a forward or backward pass."""
 
-    kind: ClassVar[str] = "edited"
+    kind = "edited"
 
     factors: tuple[float | None, ...] = ()
     """Factor on each such optimizer's gradients; None where no one number makes them what they are."""
@@ -195,7 +195,7 @@ class GradientsEdited(OptimizerEvent):
 class Clipping(OptimizerEvent):
     """A call that clips gradients."""
 
-    kind: ClassVar[str] = "clip"
+    kind = "clip"
 
     call: str = ""
     """Name of the function."""
@@ -211,7 +211,7 @@ class Clipping(OptimizerEvent):
 class SchedulerStep(Event):
     """A step of a learning-rate scheduler."""
 
-    kind: ClassVar[str] = "scheduler"
+    kind = "scheduler"
 
     scheduler: int = 0
     """Identity of the scheduler."""
@@ -223,7 +223,7 @@ class SchedulerStep(Event):
 class ScalerCall(Event):
     """A call of an enabled `GradScaler`."""
 
-    kind: ClassVar[str] = "scaler"
+    kind = "scaler"
 
     call: str = ""
     """Name of the method: unscale_, step or update."""
@@ -235,21 +235,21 @@ class ScalerCall(Event):
 class AverageUpdate(Event):
     """A call of `AveragedModel.update_parameters`."""
 
-    kind: ClassVar[str] = "average"
+    kind = "average"
 
 
 @dataclass(frozen=True)
 class SettingsChanged(OptimizerEvent):
     """Numbers of optimizers were set by hand: a learning rate, a decay."""
 
-    kind: ClassVar[str] = "settings"
+    kind = "settings"
 
 
 @dataclass(frozen=True)
 class FileLoaded(Event):
     """A file that `torch.load` read: a checkpoint, if the weights are other ones afterwards."""
 
-    kind: ClassVar[str] = "loaded"
+    kind = "loaded"
 
     path: str = ""
     """Absolute path of the file."""
@@ -259,7 +259,7 @@ class FileLoaded(Event):
 class End(Event):
     """The end of the run."""
 
-    kind: ClassVar[str] = "end"
+    kind = "end"
 
     reason: Ending = Ending.SCRIPT
     """How it came about."""
