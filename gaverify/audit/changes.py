@@ -28,8 +28,8 @@ Order = Literal["turns", "blocks"]
 """How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
 
 Replay = Literal["samples", "batches", "inputs"] | Order
-"""What a replay gives besides draws: the samples of loaders, collated anew; their batches as they were collated, where
-that draws; the inputs of forwards as well; nothing, to ranks."""
+"""What is replayed besides draws: samples of loaders, which are collated anew; their batches, if collation draws; the
+inputs of forwards as well. Ranks share the samples themselves: only the order counts."""
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class UseEvaluationMode(Change):
 
 @dataclass(frozen=True)
 class RestoreState(Change):
-    """Puts values of modules back before each micro-batch, and notes which of all values forwards change."""
+    """Restores values of modules before each micro-batch, and notes all values that forwards change."""
 
     names: tuple[str, ...]
-    """Of the values; `EVERYTHING` stands for all."""
+    """Names of the values; `EVERYTHING` stands for all."""
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
@@ -222,13 +222,13 @@ class RestoreState(Change):
 
 @dataclass(frozen=True)
 class WatchModules(Change):
-    """Records what each module call gives and is given back for each row, in the last update that is recorded."""
+    """Records the outputs of every module call and their gradients, row by row, in the last update that is recorded."""
 
     moved: tuple[str, ...] = ()
     """Paths of modules, or `SCRIPT`, whose calls return changed values for the second half of the rows."""
 
     def install(self, recorder: Recorder) -> None:
-        """Listens to module calls; the lines of operations tell where rows meet."""
+        """Listens to module calls; the lines of operations tell where rows interact."""
         from gaverify.audit.recording.graph import keep_lines
         from gaverify.audit.recording.outputs import Outputs
 
@@ -240,15 +240,15 @@ class WatchModules(Change):
 class PinModules(Change):
     """Replaces outputs and input gradients of modules by the full batch's, in the last update that is recorded.
 
-    The full-batch run keeps them.
+    In the full-batch run it stores them.
     """
 
     paths: tuple[str, ...]
-    """Of the modules, or `SCRIPT`."""
+    """Paths of the modules, or `SCRIPT`."""
     rows: PinnedRows = ()
     """Which rows of the full-batch run belong to each forward; empty in the full-batch run."""
     factor: float = 1.0
-    """On the input gradients that are given back: the number of ranks that average them."""
+    """Factor on the input gradients: the number of ranks that average them."""
 
     def install(self, recorder: Recorder) -> None:
         """Listens to module calls."""
@@ -263,7 +263,7 @@ class PinModules(Change):
 
 @dataclass(frozen=True)
 class ReplayData(Change):
-    """Gives the samples and the draws of the loop, which lie outside the model, as the full-batch run kept them."""
+    """Replays the samples and the draws of the loop, which lie outside the model; the full-batch run stores them."""
 
     way: Replay
     """What is replayed."""
@@ -273,7 +273,7 @@ class ReplayData(Change):
     """Micro-batches in a short last window that ends every pass over a loader; 0: no change."""
 
     def install(self, recorder: Recorder) -> None:
-        """Replaces what the recorder does about loaders, inputs and draws of the loop."""
+        """Replaces what the recorder does with loaders, inputs and draws of the loop."""
         from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
         from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
 
@@ -286,7 +286,7 @@ class ReplayData(Change):
             loaders = KeptSamples(folder, loop.ignore_draws, tail, collated=collated)
         else:
             loop = DealtLoopDraws(source, self.parts, turns=self.way == "turns")
-            # in parts: a whole batch and the short one behind it
+            # of a pass over the loader: the micro-batches of a full batch and of the short one behind it, or these two
             length = (self.parts + self.tail if self.parts > 1 else 2) if self.tail else None
             loaders = (
                 Loaders(loop.ignore_draws)
