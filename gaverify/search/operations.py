@@ -196,7 +196,7 @@ class Explanation:
     def causes(self) -> tuple[Cause, ...]:
         """The causes in the order of execution; those on probation only where all together explain everything."""
         return tuple(
-            entry.cause for entry in self.trials if entry.helps or entry.cause.control is None or self.is_complete
+            trial.cause for trial in self.trials if trial.helps or trial.cause.control is None or self.is_complete
         )
 
     @property
@@ -209,10 +209,9 @@ class Explanation:
         """Whether the last cause has no probe of its own, so that it cannot be released."""
         return bool(self.trials) and self.trials[-1].probe is None
 
-    def neutralise(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> Bench:
-        """Returns a bench with all causes neutralised, or some of them, as far as they have probes."""
-        entries = self.trials if entries is None else entries
-        return bench.without(*(entry.probe for entry in entries if entry.probe is not None))
+    def neutralise(self, bench: Bench) -> Bench:
+        """Returns a bench with the causes neutralised, as far as they have probes."""
+        return bench.without(*(trial.probe for trial in self.trials if trial.probe is not None))
 
     def neutralise_all(self, bench: Bench) -> Bench | None:
         """Returns a bench with all causes neutralised and the right weights; None where the last one has no probe."""
@@ -223,12 +222,11 @@ class Explanation:
             return self.counts.apply_to(neutral_bench)
         return neutral_bench if self.fit is None else neutral_bench.with_weights(self.fit.weights)
 
-    def run_again(self, bench: Bench, entries: Sequence[SuspectTrial] | None = None) -> ControlRun:
-        """Runs the last control again on another bench, or with only some of the causes neutralised."""
-        entries = self.trials if entries is None else entries
-        control_bench = self.neutralise(bench, entries)
-        if entries and entries[-1].probe is None:
-            return cached_gradients(control_bench, frozenset(entries[-1].cause.suspect.calls))
+    def run_again(self, bench: Bench) -> ControlRun:
+        """Runs the last control again on another bench."""
+        control_bench = self.neutralise(bench)
+        if self.ends_openly:
+            return cached_gradients(control_bench, frozenset(self.trials[-1].cause.suspect.calls))
         if self.fit is not None:
             return weights.run_fitted_weights(control_bench, self.fit)
         if self.counts is not None:
@@ -288,7 +286,7 @@ def _try_suspects(
         suspects: In the order of execution.
     """
     candidates: list[SuspectTrial] = []
-    places = {entry.cause.suspect.culprit.place for entry in explanation.trials}
+    places = {trial.cause.suspect.culprit.place for trial in explanation.trials}
     new_suspects = [suspect for suspect in suspects if suspect.culprit.place not in places]
     # An index as long as the batch differs in a correct loss too: suspects with a gradient are tried before it.
     for suspect in sorted(new_suspects, key=_may_be_index)[:_TRIED]:
@@ -329,7 +327,7 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
     # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
     # of the control.
-    runs_live = all(isinstance(entry.probe, EvaluationMode) for entry in explanation.trials)
+    runs_live = all(isinstance(trial.probe, EvaluationMode) for trial in explanation.trials)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
         if window_counts is not None:
@@ -344,19 +342,21 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
 
 def _widen_last_control(explanation: Explanation) -> Explanation:
     """Tries the other controls of the last cause, if its control left a difference and no further cause was found."""
-    last = explanation.trials[-1] if explanation.trials else None
-    # Only cached gradients helped: the samples interact somewhere after the line that is named.
-    if last is not None and last.region is not None and last.region.cause.control is not None:
-        return replace(explanation, trials=(*explanation.trials[:-1], last.region), left=last.region.cause.control.left)
-    if last is None or not last.helps or last.probe is None:
+    if not explanation.trials:
         return explanation
-    bench, suspect = explanation.neutralise(explanation.bench, explanation.trials[:-1]), last.cause.suspect
+    *before, last = explanation.trials
+    # Only cached gradients helped: the samples interact somewhere after the line that is named.
+    if last.region is not None and last.region.cause.control is not None:
+        return replace(explanation, trials=(*before, last.region), left=last.region.cause.control.left)
+    if not last.helps or last.probe is None:
+        return explanation
+    bench, suspect = replace(explanation, trials=tuple(before)).neutralise(explanation.bench), last.cause.suspect
     # Other samples may enter a module at two places, of which the control pinned one.
     wider = proof.try_suspect(bench, suspect, explanation.left_before, explanation.residual, all_of_it=True)
     control = wider.cause.control if wider is not None else None
     if wider is None or control is None or not control.rounding:
         return explanation
-    return replace(explanation, trials=(*explanation.trials[:-1], wider), left=control.left)
+    return replace(explanation, trials=(*before, wider), left=control.left)
 
 
 def _give_last_probe(explanation: Explanation) -> Explanation:
@@ -365,7 +365,7 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
     if not (explanation.ends_openly and explanation.is_complete):
         return explanation
     *before, last = explanation.trials
-    bench, suspect = explanation.neutralise(explanation.bench, before), last.cause.suspect
+    bench, suspect = explanation.neutralise(explanation.bench), last.cause.suspect  # the last one has no probe yet
     for functions in (suspect.source_functions, suspect.functions):
         probe = PinnedResults(bench.experiment, functions, suspect.order)
         what = "what couples the samples held constant"
@@ -384,20 +384,20 @@ def _release_causes(explanation: Explanation) -> Explanation:
         explanation = replace(explanation, trials=(*before, last))
     # A last cause without a probe cannot be released: the others are released beside its cached gradients.
     kept = () if explanation.has_weights else explanation.trials[-1:]
-    released = [entry for entry in explanation.trials if entry not in kept]
+    released = [trial for trial in explanation.trials if trial not in kept]
 
     def control(neutralised: list[SuspectTrial]) -> ControlRun | None:
-        remaining = [entry for entry in explanation.trials if entry in neutralised or entry in kept]
-        bench = explanation.bench
-        return bench.attempt("release of a cause", lambda: explanation.run_again(bench, remaining))
+        remaining = tuple(trial for trial in explanation.trials if trial in neutralised or trial in kept)
+        bench, partial_explanation = explanation.bench, replace(explanation, trials=remaining)
+        return bench.attempt("release of a cause", lambda: partial_explanation.run_again(bench))
 
     # Those on probation are released first. A cause that helped by itself stays, even if another one hides it now.
     needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
     alone = {id(entry.item): entry.alone for entry in needed}
     trials = [
-        replace(entry, cause=replace(entry.cause, alone=alone[id(entry)])) if alone.get(id(entry), 0.0) > 0 else entry
-        for entry in explanation.trials
-        if entry in kept or id(entry) in alone
+        replace(trial, cause=replace(trial.cause, alone=alone[id(trial)])) if alone.get(id(trial), 0.0) > 0 else trial
+        for trial in explanation.trials
+        if trial in kept or id(trial) in alone
     ]
     return replace(explanation, trials=tuple(trials))
 
