@@ -43,7 +43,7 @@ class BackwardCulprit:
     """Where gradients that agreed start to differ."""
 
     place: BackwardPlace
-    """What kind of place it is."""
+    """The kind of place: a hook, a constant, a module or the loss."""
     operation: Operation
     """The operation or hook."""
     control: ControlRun | None

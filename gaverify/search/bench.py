@@ -42,7 +42,7 @@ class Bench:
     """Where control runs happen: an experiment in the deciding precision, and what its runs are compared with."""
 
     experiment: Experiment
-    """What is run; its probes are what is neutralised in every run."""
+    """The experiment that is run; its probes neutralise something in every run."""
     failures: dict[str, str] = field(default_factory=dict)
     """Question → why it could not be asked."""
     reference: SketchedPass | None = None
@@ -50,7 +50,7 @@ class Bench:
     total: float = math.inf
     """The relative difference that is looked into."""
     floor: float = 0.0
-    """What rounding was measured to leave of it below float32; 0 elsewhere."""
+    """Measured rounding, as a share of the gradient, below float32; 0 elsewhere."""
     live: Bench | None = None
     """The bench with the draws as they are, where this one holds them constant."""
 

@@ -83,7 +83,7 @@ class WindowCounts:
     """Counts of the window that explain a difference."""
 
     counts: tuple[Count, ...]
-    """What each of the calls divides by."""
+    """The numbers that each of the calls divides by."""
     control: ControlRun
     """The run with the window's counts."""
     factors: Mapping[FunctionKey, Sequence[float]]
@@ -130,7 +130,7 @@ def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> Windo
 
 @dataclass
 class _Divisor:
-    """What one call divides by.
+    """The numbers that one call divides by.
 
     A term that nothing divides is noted as a divisor that gives each micro-batch its right share: all of a sum, 1/K of
     a penalty.
@@ -143,7 +143,7 @@ class _Divisor:
     of_micro_batches: list[float]
     """The divisor in each micro-batch."""
     term: TermKind | None = None
-    """What kind of term it is that nothing divides; None for a call that divides."""
+    """For a term that nothing divides, its kind; None for a call that divides."""
 
     @property
     def adds_up(self) -> bool:
@@ -155,7 +155,7 @@ class _Divisor:
         return abs(total - self.of_full_batch) < abs(total / len(self.of_micro_batches) - self.of_full_batch)
 
     def factors(self, shares: Sequence[float]) -> list[float]:
-        """What the call's result is multiplied by in each micro-batch, so that it is divided by the window's count."""
+        """Factors of the call's result, one per micro-batch, with which it is divided by the window's count."""
         # A sum divided by the window's count is the micro-batch's share already: its weight would apply that twice.
         counted = self.trained and self.adds_up
         return [
@@ -236,7 +236,7 @@ def _find_undivided_terms(
 
 
 def _listen_to_window(bench: Bench) -> list[_Listener]:
-    """What is heard in the full batch's forward, and in those of the micro-batches."""
+    """Listens to the forward of the full batch, then to those of the micro-batches."""
     dealing = bench.experiment.deal()
     return [_listen_to_forward(bench.experiment, k, dealing) for k in (None, *range(bench.experiment.steps))]
 
@@ -359,7 +359,7 @@ class _Rescaled(PassProbe):
 
 
 def _read_count(name: str, func: Callable[..., Any], args: Any, kwargs: Any, result: torch.Tensor) -> float | None:
-    """What a call divides by, where that is one number without a gradient; None where it does not average."""
+    """The one number without a gradient that a call divides by; None where it does not average."""
     if name in _DIVISIONS and len(args) > 1 and not kwargs.get("rounding_mode"):
         return _read_number(args[1])
     if name in _PRODUCTS and len(args) > 1:

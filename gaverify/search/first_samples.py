@@ -31,14 +31,14 @@ _QUARTER, _LEAST, _MOST = 4, 2, 1024
 
 @dataclass(frozen=True)
 class FirstSamplesAnswer:
-    """What the first samples showed, measured, decided and searched in the place of the whole batch."""
+    """The results of the first samples, which were measured, decided and searched instead of the whole batch."""
 
     open_decision: Decision
     """The decision in the user's precision, which is open."""
     decision: Decision | None = None
     """The parameters of the whole batch, decided by the first samples; None where these decide nothing."""
     facts: Facts | None = None
-    """What the search for a cause showed in them; None: they were not searched."""
+    """The facts of the search in the first samples; None where they were not searched."""
 
 
 def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamplesAnswer:
@@ -90,16 +90,16 @@ def _judge_part(
     part: Experiment, measurement: Measurement, decision: Decision, make_watch: MakeWatch | None
 ) -> tuple[Measurement, Decision]:
     """Measures and decides the first samples: in float64 only, where their float32 result follows from the whole's."""
-    whole = measurement.experiment
+    full_experiment = measurement.experiment
     if decision.few is not None:  # below float32 only float64 decides them
         return measure_and_decide(part, exact=True, make_watch=make_watch)
-    recorded = part.record()[0] if whole.draws.count else part
-    if whole.reading.by_contents:  # what was right for the draws of the whole batch is right for these
+    recorded = part.record()[0] if full_experiment.draws.count else part
+    if full_experiment.reading.by_contents:  # what was right for the draws of the whole batch is right for these
         recorded = recorded.with_second_reading()
     control = run_in_float64(recorded, make_watch)
     losses = (control.full.loss, *control.accumulated.micro_losses)
     # the second reading is chosen only where the first one was ambiguous
-    is_ambiguous = whole.reading.by_contents or measurement.accumulated.draws.ambiguous
+    is_ambiguous = full_experiment.reading.by_contents or measurement.accumulated.draws.ambiguous
     if control.accumulated.draws.ambiguous > is_ambiguous or not all(map(math.isfinite, losses)):
         return measure_and_decide(part, make_watch=make_watch)
     # Working precision is not run on the first samples: its differences are those of the whole batch, to scale.

@@ -1,4 +1,4 @@
-"""What a verification showed, and where it diverged: questions in an explicit order, each with control runs.
+"""Searches for the causes of a divergence: questions in an explicit order, each with control runs.
 
 The search goes on until nothing is left.
 """

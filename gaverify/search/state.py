@@ -213,7 +213,7 @@ def is_to_blame(bench: Bench, state_facts: State) -> bool:
 
 
 def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
-    """What keeps the state neutralised for the questions after this one; None where no control run neutralised it."""
+    """The probe that neutralises the state in the later questions; None where no control run neutralised it."""
     if facts.state is None or facts.state.control is None:
         return None
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
@@ -355,7 +355,7 @@ def _run_primed_and_pinned(
 
 
 def _unexplained_difference(control: ControlRun) -> float:
-    """What a control leaves over, with the best weights."""
+    """The difference that a control leaves with the best weights."""
     return control.left if control.fit is None or control.fit.vacuous else control.fit.residual
 
 

@@ -1,4 +1,4 @@
-"""What does a forward change that the next micro-batch reads? State is compared by summaries of its values.
+"""Finds the state that a forward changes and the next micro-batch reads, by summaries of its values.
 
 Values are compared because the kernel of BatchNorm changes running statistics without increasing their `_version`.
 """
