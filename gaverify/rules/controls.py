@@ -121,24 +121,6 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     return f"repair {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
 
 
-def word_weighing(facts: Facts, run: ControlRun) -> str:
-    """Says what difference is left with other weights, and what that means."""
-    if run.rounding:
-        return f"the difference is {run.left:.0e}: proven"
-    text = f"a difference of {run.left:.0e} is left"
-    if not facts.weights_first:
-        return text
-    remainder = "the causes named beside it make that" if facts.cleared else "another cause is left"
-    share = run.left / facts.compared.total  # 0 where there was no number
-    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"
-
-
-def weights_proven(facts: Facts) -> bool:
-    """Whether other weights leave rounding, or next to nothing beside causes that explain the rest."""
-    run = facts.weights.remedy
-    return run is not None and (run.rounding or (facts.weights_first and facts.cleared))
-
-
 def behind(before: Sequence[Cause]) -> str:
     """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
     if not before:

@@ -9,8 +9,6 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts, Weights
-from gaverify.records.findings import Evidence
-from gaverify.rules.rule import word_control
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
@@ -112,26 +110,6 @@ def multipliers_of(loop: Record) -> tuple[float, ...]:
     if update is not None and factor is not None:
         return (1 / factor,) * update.backwards
     return weights[1].multipliers if weights is not None else ()
-
-
-def weighed_in_loop(loop: Record, number: int, *, means: bool = True) -> tuple[tuple[Evidence, ...], bool]:
-    """Returns what the run with the right weights of an update showed, and whether it proves them.
-
-    Of several ranks the fit alone tells, whose weights are those of all their passes.
-
-    Args:
-        loop: What was recorded.
-        number: The update.
-        means: Whether they stand for something; others make up for a number that moves as well.
-    """
-    update, run = loop.divergent, loop.weighed
-    if loop.ranks > 1:
-        return (), means
-    if update is None or run is None or update.number != number:
-        return (), False
-    remainder = "" if run.rounding else "another cause is left"
-    evidence = word_control("control", f"with {run.what} the difference", run.left, run.rounding and means, remainder)
-    return (evidence,), run.rounding and means
 
 
 def _of_one_rank(loop: Record, fit: WeightFit) -> bool:

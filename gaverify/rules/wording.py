@@ -25,11 +25,6 @@ from gaverify.rules.rule import finding_of, word_control
 from gaverify.thresholds import COINCIDENCE, FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
 from gaverify.tracebacks import display_path
 
-NOT_ENOUGH = (
-    "other weights alone do not repair it: look for what else changes the gradients between the micro-batches "
-    "(cleared gradients, state, a step)"
-)
-"""The remedy of weights that fit and whose control run came out otherwise."""
 _SHOWN = 6  # windows whose counts are listed
 _COUNTED = 8  # windows that documents list
 _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples and of tokens
@@ -38,12 +33,6 @@ _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples a
 def module_name(path: str | None, kind: str = "") -> str:
     """Returns a module path in backticks, with its class."""
     return f"`{path or '(root)'}`" + (f" ({kind})" if kind else "")
-
-
-def not_run(facts: Facts) -> tuple[Evidence, ...]:
-    """Why the accumulation could not be run with the fitted weights."""
-    text = f"no control run was possible ({facts.weights.failure}): suspected, not proven"
-    return (Evidence("micro-batch-weights", "control", text, {}),)
 
 
 def join_texts(texts: Sequence[str], most: int = 3) -> str:

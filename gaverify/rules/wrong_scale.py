@@ -11,11 +11,11 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
 from gaverify.records.experiment import ControlRun, TermKind, WeightFit
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.windows import Window
-from gaverify.rules.controls import beside, in_order, weights_proven, word_weighing
+from gaverify.rules.controls import in_order
 from gaverify.rules.frameworks import repair_scale, repair_shares
-from gaverify.rules.rule import control_evidence, rule, rule_of_loops
+from gaverify.rules.rule import rule, rule_of_loops
 from gaverify.rules.scale import (
     constant_factor,
     counted_at,
@@ -24,22 +24,19 @@ from gaverify.rules.scale import (
     factor_of_some,
     meaning_in_loop,
     told_steps,
-    weighed_in_loop,
     weights_of,
 )
 from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
+from gaverify.rules.weighing import NOT_ENOUGH, WeightsTrial, trial_in_loop, trial_in_run
 from gaverify.rules.wording import (
-    NOT_ENOUGH,
     backward_place,
     difference,
     exact,
     fill_sentence,
     line_of,
-    not_run,
     window_counts,
     word_finding,
-    word_trial,
     words,
 )
 from gaverify.rules.wrong_shares import (
@@ -68,31 +65,33 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         return
     close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * residual)
     right = exact([weight / factor for weight in facts.weights.used], close)
+    trial = trial_in_run(facts)
+    remedy = f"multiply each micro-batch's loss by {exact([1 / factor], close)} (weights {right}){trial.tested}"
+    if counts and run is not None:
+        remedy = counts_remedy(facts, counts, run)
     yield word_finding(
         "GAV201.factor",
-        *_control(facts, right),
+        *trial.evidence("" if counts else f"weights {right}"),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        proven=weights_proven(facts),
+        proven=trial.proven,
         factor=factor,
         meaning=_meaning(facts, factor),
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
         residual=residual,
-        remedy=in_order(facts, _remedy(facts, exact([1 / factor], close), right)),
+        remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
 
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
     counts = tuple(count for count in facts.weights.counts if count.term is kind)
-    source = counts[0].operation.source
+    source, trial = counts[0].operation.source, trial_in_run(facts)
     return word_finding(
         "GAV201.undivided",
-        control_evidence(
-            "micro-batch-weights", f"with other weights of this term {word_weighing(facts, run)}", left=run.left
-        ),
+        *trial.evidence("other weights of this term"),
         location=counts[0].operation.location,
-        proven=weights_proven(facts),
+        proven=trial.proven,
         together=[count.operation.location for count in counts],
         places=places(counts),
         what=fill_sentence(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
@@ -115,24 +114,6 @@ def _meaning(facts: Facts, factor: float) -> str:
         (float(size), "B"),
     )
     return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
-
-
-def _control(facts: Facts, right: str) -> tuple[Evidence, ...]:
-    run = facts.weights.remedy
-    if run is None:
-        return not_run(facts) if facts.weights.failure else ()
-    what = run.what if facts.weights.counts else f"weights {right}"
-    return (control_evidence("micro-batch-weights", f"with {what} {word_weighing(facts, run)}", left=run.left),)
-
-
-def _remedy(facts: Facts, times: str, right: str) -> str:
-    run = facts.weights.remedy
-    if run is not None and not (run.rounding or facts.cleared or facts.weights_first):
-        return NOT_ENOUGH
-    if run is not None and facts.weights.counts:
-        return counts_remedy(facts, facts.weights.counts, run)
-    text = f"multiply each micro-batch's loss by {times} (weights {right})"
-    return text + (f": {word_trial(run, beside(facts))}" if run is not None and run.rounding else "")
 
 
 def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -166,17 +147,17 @@ def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
     update, term = shares.update, shares.term
     if repair_shares(loop, update, shares.shares_of):  # a framework's own divisor repairs the factor with the shares
         return
-    control, proven = weighed_in_loop(loop, update.number) if term is None else ((), True)  # each term ran alone
+    trial = trial_in_loop(loop, update.number) if term is None else WeightsTrial(proven=True)  # each term ran alone
     remedy = NOT_ENOUGH
-    if proven:
+    if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
         remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
         remedy = _repair_beside_skipped(loop, update) or remedy
     yield word_finding(
         "GAV201.together",
-        *control,
+        *trial.evidence(),
         location=backward_place(facts, update.number),
-        proven=proven,
+        proven=trial.proven,
         update=update,
         total=total,
         where="" if term is None else f" in term {term.number} of {term.count} of the loss",
@@ -235,28 +216,27 @@ def _of_update(
     number = update.number if update is not None else 1
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
-    control, proven = weighed_in_loop(loop, number) if update is not None else ((), True)  # undone steps are a control
+    # steps that are undone are a control already
+    trial = trial_in_loop(loop, number) if update is not None else WeightsTrial(proven=True)
     moving = _other_factor(loop, update, factor) if update is not None else None
     if update is not None and (repair := repair_scale(loop, update, factor)):
-        remedy = f"{repair} ({'' if moving is None else f'in update {number} '}as good as a loss times {right}"
-        remedy += ": tested, equivalent)" if control else ")"
+        of_update = "" if moving is None else f"in update {number} "
+        remedy = f"{repair} ({of_update}as good as a loss times {right}{trial.tested})"
     elif moving is not None:
         later, other = moving
         remedy = "divide by what the whole window counts: no constant repairs "
         remedy += f"{factor:.4g} in update {number} and {other:.4g} in update {later.number}"
-    elif control:
-        remedy = f"{remedy}: tested, equivalent"
+    else:
+        remedy += trial.tested
     meaning = ""
     if update is not None:
         remedy = _repair_beside_skipped(loop, update) or remedy
         meaning = _meaning_beside_skipped(loop, update, factor, "the loss")
-    if control and not proven:
-        remedy = NOT_ENOUGH
     return word_finding(
         "GAV201.update",
-        *control,
+        *trial.evidence(),
         location=backward_place(facts, number),
-        proven=proven,
+        proven=trial.proven,
         what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
         factor=factor,
         meaning=meaning
@@ -264,7 +244,7 @@ def _of_update(
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
         residual=fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual,
         update=number,
-        remedy=remedy,
+        remedy=trial.replace_refuted(remedy),
     )
 
 
@@ -302,12 +282,12 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         pass_counts = short_by(loop, update)
         if pass_counts is None or explains_skipped(loop, update):  # GAV203 tells why it is short
             continue
-        (short, full_count), (control, proven) = pass_counts, weighed_in_loop(loop, update.number)
+        (short, full_count), trial = pass_counts, trial_in_loop(loop, update.number)
         yield word_finding(
             "GAV605.misscaled",
-            *control,
+            *trial.evidence(),
             location=backward_place(facts, update.number),
-            proven=proven,
+            proven=trial.proven,
             update=update,
             short=short,
             whole=full_count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Backward
@@ -20,30 +21,28 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.controls import beside, in_order, weights_proven, word_weighing
+from gaverify.rules.controls import beside, in_order
 from gaverify.rules.frameworks import repair_shares
-from gaverify.rules.rule import control_evidence, rule, word_control
+from gaverify.rules.rule import rule, word_control
 from gaverify.rules.scale import (
     are_near_shares,
     constant,
     counted_at,
     factor_in_loop,
     factor_of,
-    weighed_in_loop,
     weighted_term,
     weights_of,
 )
 from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
 from gaverify.rules.skipping import explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.steps import is_meant
+from gaverify.rules.weighing import WeightsTrial, trial_in_loop, trial_in_run
 from gaverify.rules.wording import (
-    NOT_ENOUGH,
     backward_place,
     exact,
     fill_sentence,
     first_place,
     largest,
-    not_run,
     share_texts,
     weights_text,
     word_finding,
@@ -107,12 +106,12 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
     skipped, explained = find_skipped(loop, update), explains_skipped(loop, update)
     if skipped is None or (update.fit.residual <= loop.tolerance and not explained):
         return
-    control, proven = weighed_in_loop(loop, update.number) if explained else ((), False)
+    trial = trial_in_loop(loop, update.number) if explained else WeightsTrial()
     yield word_finding(
         "GAV203.dropped-empty" if explained else "GAV203.dropped",
-        *control,
+        *trial.evidence(),
         location=skipped.location,
-        proven=proven,
+        proven=trial.proven,
         skipped=skipped,
         update=update,
         dropped=list(skipped.positions),
@@ -198,28 +197,24 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if fit is None or not facts.weights.blamed or facts.weights.lost or factor_of(facts)[0] is not None:
         return
     meaning, remedy = _meaning(facts, fit)
-    if run is not None and run.rounding and meaning:
-        remedy = f"{remedy}: {word_trial(run, beside(facts))}"
-    elif run is not None and not (run.rounding or facts.cleared or facts.weights_first):
-        remedy = NOT_ENOUGH
-    fit_text = f"a fit leaves {fit.residual:.0e} of the gradient over"
-    if run is not None:
-        fit_text = word_weighing(facts, run)
+    trial = trial_in_run(facts)
+    if meaning:
+        remedy += trial.tested
     yield word_finding(
         "GAV202.fitted",
-        *not_run(facts) if run is None else (),
+        *trial.evidence() if run is None else (),
         location=facts.weights.place.location if facts.weights.place is not None else None,
-        proven=weights_proven(facts),
+        proven=trial.proven,
         summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _describe_average(facts)],
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
         used=list(facts.weights.used),
-        left=fit_text,
+        left=trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over",
         meaning=meaning,
         unsure=_unsure(fit),
         fit=fit,
         weights=list(fit.weights),
-        remedy=in_order(facts, remedy),
+        remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
 
 
@@ -230,17 +225,16 @@ def _describe_average(facts: Facts) -> str:
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
     count_texts = "; ".join(map(_describe_count, counts))
-    fit, weights = facts.weights.fit, {}
-    text = f"with {run.what} {word_weighing(facts, run)}"
+    fit, text, weights = facts.weights.fit, "", dict[str, Any]()
     if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
-        text += f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
-    windows = [count.window for count in counts]
+        text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
+    windows, trial = [count.window for count in counts], trial_in_run(facts)
     return word_finding(
         "GAV202.counts",
-        control_evidence("micro-batch-weights", text, left=run.left, counts=windows, **weights),
+        *trial.evidence(more=text, counts=windows, **weights),
         location=counts[0].operation.location,
-        proven=weights_proven(facts),
+        proven=trial.proven,
         together=[count.operation.location for count in counts],
         summary=words("GAV202")["summaries"][_describe_average(facts)],
         largest=facts.compared.largest,
@@ -350,25 +344,22 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     kind = shares.shares_of or _kind(shares, loop.tolerance)
     adds_up = script is not None or kind == "running-sum"
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
-    control: tuple[Evidence, ...] = ()
-    proven = adds_up  # each term ran alone
+    trial = WeightsTrial(proven=adds_up)  # each term ran alone
     if shares.term is None:
-        control, proven = weighed_in_loop(loop, update.number, means=adds_up)
+        trial = trial_in_loop(loop, update.number, means=adds_up)
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
     ) + (_instead_of(script) if script is not None else "")
     multiply = ""
-    if all(weights) and proven:
-        multiply = _multiply(loop, shares) + (": tested, equivalent" if control else "")
+    if all(weights) and trial.proven:
+        multiply = _multiply(loop, shares) + trial.tested
     if adds_up and (repair := repair_shares(loop, update, kind)):
-        remedy, multiply = repair, " (with the right weights: tested, equivalent)" if control and proven else ""
-    if control and adds_up and not proven:
-        remedy = NOT_ENOUGH
+        remedy, multiply = repair, f" (with the right weights{trial.tested})" if trial.tested else ""
     yield word_finding(
         "GAV202.update",
-        *control,
+        *trial.evidence(),
         location=backward_place(facts, update.number),
-        proven=proven,
+        proven=trial.proven,
         summary=table["summaries"].get(kind, table["summaries"]["equally" if _is_equal(script) else "by-shares"]),
         update=update,
         where=f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else "",
@@ -379,7 +370,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         meaning=fill_sentence(table["meanings"].get(kind, ""), usual=usual),
         script=_say_script_weights(script),
         unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
-        remedy=remedy,
+        remedy=trial.replace_refuted(remedy),
         multiply=multiply,
     )
 
