@@ -23,13 +23,25 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     explained = any(finding.severity == "fault" for finding in findings)
     if not facts.compared.divergent or (explained and facts.stopped_after is None):
         return
+    kind, ruled_out = "run" if facts.stopped_after is None else "stopped", _ruled_out_in_run(facts)
     if facts.loop is not None:
-        yield from _in_loop(facts, facts.loop)
-    elif facts.diagnosed:
-        yield _in_run(facts)
+        kind, ruled_out = "loop", _ruled_out_in_loop(facts, facts.loop)
+    if ruled_out is not None:
+        yield word_finding(
+            f"GAV000.{kind}",
+            severity="note",
+            proven=False,
+            ruled_out="; ".join(ruled_out) or "nothing",
+            limit=facts.stopped_after,
+            advice=_advice(facts),
+            update=facts.loop.divergent if facts.loop is not None else None,
+        )
 
 
-def _in_run(facts: Facts) -> Finding:
+def _ruled_out_in_run(facts: Facts) -> list[str] | None:
+    """What the search ruled out; None where it did not run."""
+    if not facts.diagnosed:
+        return None
     ruled_out = []
     if facts.weights.fit is not None:
         ruled_out.append(f"weights: the best ones leave {facts.weights.fit.residual:.1e} over")
@@ -44,11 +56,7 @@ def _in_run(facts: Facts) -> Finding:
     ruled_out += [
         f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
     ]
-    ruled_out += _not_asked(facts)
-    text, limit = "; ".join(ruled_out) or "nothing", facts.stopped_after
-    if limit is not None:
-        return word_finding("GAV000.stopped", severity="note", proven=False, ruled_out=text, limit=limit)
-    return word_finding("GAV000.run", severity="note", proven=False, ruled_out=text, advice=_advice(facts))
+    return [*ruled_out, *_not_asked(facts)]
 
 
 def _not_asked(facts: Facts) -> Iterator[str]:
@@ -75,7 +83,8 @@ def _advice(facts: Facts) -> str:
     return f"samples meet inside the model: {halves}, until the outputs of a sample depend on no other"
 
 
-def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+def _ruled_out_in_loop(facts: Facts, loop: Record) -> list[str] | None:
+    """What the audit ruled out; None where its gradients do not show whether a cause is left."""
     update = loop.divergent
     if (
         update is None
@@ -83,7 +92,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         or facts.draws.unaligned
         or (facts.ranks is not None and facts.ranks.is_altered)
     ):
-        return
+        return None
     ruled_out = ["no call stands in the wrong place"]
     if update.fit is not None and update.fit.used_residual > loop.tolerance:
         ruled_out.insert(0, "what the optimizer sees is no weighted sum of what the backward passes give")
@@ -92,7 +101,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
     if loop.ranks > 1 and terms > 1:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
-    yield word_finding("GAV000.loop", severity="note", proven=False, update=update, ruled_out="; ".join(ruled_out))
+    return ruled_out
 
 
 @rule("GAV901")
