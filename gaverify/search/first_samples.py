@@ -22,7 +22,7 @@ from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import MakeWatch, run_in_float64
 from gaverify.verdict.criteria import Difference, record, zero_in_float64
 from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
-from gaverify.verdict.measurement import Measurement, is_worth_a_part
+from gaverify.verdict.measurement import Measurement, is_large
 
 # Sizes of the two micro-batches: a quarter of the first micro-batch, at least two samples, and no more than 1,024,
 # which show a fault as well as any larger number.
@@ -57,8 +57,8 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
         if part is None:
             return FirstSamplesAnswer(decision)
         part.progress(f"a part of the batch: {part.batch_size} samples")
-        part_answer = _judge_part(part, measurement, decision, watch_state if searches else None)
-        rows = _decide_by_part(measurement, decision, *part_answer)
+        part_answer = _judge_first_samples(part, measurement, decision, watch_state if searches else None)
+        rows = _decide_by_first_samples(measurement, decision, *part_answer)
         if searches:
             facts = investigate(*part_answer, diagnose=True, in_part=True)
     except Exception as error:  # a model that does not take so few samples, a loss that is no number
@@ -81,12 +81,12 @@ def _take_first_samples(measurement: Measurement, decision: Decision) -> Experim
     # a weighting in words has the same meaning for any samples; numbers and functions of the user's may not
     plain = isinstance(experiment.weighting, str) and (decision.few is not None or is_float32)
     comparable = all(row.why in (None, NotCompared.UNUSED) for row in decision.rows)
-    if not plain or not comparable or 2 * sum(sizes) > experiment.batch_size or not is_worth_a_part(experiment):
+    if not plain or not comparable or 2 * sum(sizes) > experiment.batch_size or not is_large(experiment):
         return None
     return experiment.first_samples(sizes)
 
 
-def _judge_part(
+def _judge_first_samples(
     part: Experiment, measurement: Measurement, decision: Decision, make_watch: MakeWatch | None
 ) -> tuple[Measurement, Decision]:
     """Measures and decides the first samples: in float64 only, where their float32 result follows from the whole's."""
@@ -113,7 +113,7 @@ def _judge_part(
     return Measurement(recorded, control.full, control.accumulated, {}), part_decision
 
 
-def _decide_by_part(
+def _decide_by_first_samples(
     measurement: Measurement, decision: Decision, part: Measurement, part_decision: Decision
 ) -> tuple[ParameterComparison, ...] | None:
     """The records of all parameters, where the first samples and the whole batch agree; None where they do not."""

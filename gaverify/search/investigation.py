@@ -21,7 +21,7 @@ from gaverify.passes.precision import buffers_differ
 from gaverify.records.comparison import Compared
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Repeatability, Weights
-from gaverify.search import again, backward, counts, coupling, operations, state, weights
+from gaverify.search import backward, counts, coupling, operations, second_batch, state, weights
 from gaverify.search.bench import Bench
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.decision import Decision
@@ -113,7 +113,7 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
             difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
-        facts = again.ask(bench, facts, in_part=in_part)
+        facts = second_batch.ask(bench, facts, in_part=in_part)
         facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
     except TimeUp:
         facts = replace(facts, stopped_after=bench.experiment.limit.seconds)

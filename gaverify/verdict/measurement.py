@@ -110,7 +110,7 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
     coarse = max(working_unit(experiment, full), rounded_unit(rounded_product_kinds(experiment, full)))
     with_sketch = with_sketch and experiment.strategy == "accumulate" and experiment.steps > 1
     # In float32 the difference itself tells; below it only the fit of the window's weights does.
-    listens = with_sketch and coarse > U32 and is_worth_a_part(experiment)
+    listens = with_sketch and coarse > U32 and is_large(experiment)
     accumulation = _accumulate(experiment, full, listens, find_worst)
     accumulated_at = time.perf_counter()
     experiment = experiment.with_counts_of(accumulation.result.draws)
@@ -203,7 +203,7 @@ def shows_divergence(measurement: Measurement, unit: float) -> bool:
     return experiment.strategy == "accumulate" and experiment.steps > 1 and relative_total(finite) > SHOWS_UNITS * unit
 
 
-def is_worth_a_part(experiment: Experiment) -> bool:
+def is_large(experiment: Experiment) -> bool:
     """Whether a batch is so large that float64 on all of it costs more than what a part of it shows."""
     tensors = [leaf for _, leaf in leaves(experiment.problem.batch) if isinstance(leaf, torch.Tensor)]
     elements = sum(tensor.numel() for tensor in (*experiment.parameters.values(), *tensors))

@@ -173,11 +173,11 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
         return measurement, SimpleNamespace(rows=rows, few=few, float64=object())
 
     whole, of_part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
-    rows = first_samples._decide_by_part(*whole, *of_part)
+    rows = first_samples._decide_by_first_samples(*whole, *of_part)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
     of_part[1].float64 = None
-    assert first_samples._decide_by_part(*whole, *of_part) is None, "float64 did not run"
+    assert first_samples._decide_by_first_samples(*whole, *of_part) is None, "float64 did not run"
 
 
 DRAWN = DrawLedger(draws=(object(),))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     )
     first: Any = First(DrawLedger(), Reading())
     decision: Any = SimpleNamespace(few=None)
-    found: Any = first_samples._judge_part(first, whole, decision, None)
+    found: Any = first_samples._judge_first_samples(first, whole, decision, None)
     assert bool(given[0].draws.count) is bool(drawn.count)
     assert given[0].reading.by_contents is reading.by_contents
     if not alone:
@@ -256,7 +256,7 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     allowed = [row.allowed for row in decided.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
     decision.few = "below float32"
-    assert first_samples._judge_part(first, whole, decision, None) == "in both"
+    assert first_samples._judge_first_samples(first, whole, decision, None) == "in both"
 
 
 @pytest.mark.parametrize(
