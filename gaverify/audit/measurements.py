@@ -77,6 +77,7 @@ ForwardInputs = Mapping[str, Fingerprints]
 
 def read_step(path: Path) -> StepSample:
     """Reads a sample of a step, which was stored as it is."""
+    # A file of this class and tensors alone; anything else in it is refused.
     with torch.serialization.safe_globals([StepSample]):
         sample: StepSample = torch.load(path, weights_only=True)
     return sample

@@ -93,7 +93,7 @@ class RankedRun(RecordedRun):
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
         """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""
         merged = self.ranks[0].gradients(round_, summed=summed)
-        sharded = self.sharded_places & merged.keys()
+        sharded = self.sharded_places & merged.keys()  # ranks hold whole replicas of all others
         if not sharded:
             return merged
         parts = [run.gradients(round_, summed=summed) for run in self.ranks]
@@ -102,7 +102,7 @@ class RankedRun(RecordedRun):
             for run, gradients in zip(self.ranks, parts, strict=True):
                 if place in gradients:
                     part = gradients[place]
-                    parameter = run.parameter(place)
+                    parameter = run.parameter(place)  # each rank's own: their pieces lie elsewhere
                     shard = gradient[parameter.shard.slices] if parameter.shard is not None else gradient
                     shard.copy_(part if parameter.addends is None else shard + part / parameter.addends)
             merged[place] = gradient

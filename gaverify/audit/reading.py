@@ -65,6 +65,7 @@ class RecordedRun:
         gradients: dict[Place, torch.Tensor] = {}
         for optimizer, step in round_:
             paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]
+            # The sum was stored only where the optimizer used something else.
             path = paths[0] if summed and paths[0].exists() else paths[1]
             if path.exists():
                 stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -96,7 +97,7 @@ class RecordedRun:
             samples: The steps.
             reached: Of the forwards that a backward pass reached; else of all forwards of their updates.
         """
-        if not reached:
+        if not reached:  # forwards whose result hides its graph count, too
             return [row for update in sorted(samples.updates) for row in self.rows(update)]
         return [self.rows(update)[position] for update, position in samples.forwards]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -267,7 +267,7 @@ class End(Event):
 
 def write_event(event: Event) -> str:
     """Returns an event as one line of JSON."""
-    return json.dumps({"kind": event.kind, **asdict(event)})
+    return json.dumps({"kind": event.kind, **vars(event)}, default=vars)
 
 
 def read_event(line: str) -> Event:
@@ -456,7 +456,7 @@ class ClosingRecord:
 
 def write_closing_record(record: ClosingRecord) -> str:
     """Returns a closing record as JSON."""
-    return json.dumps(asdict(record))
+    return json.dumps(record, default=vars)
 
 
 def read_closing_record(text: str) -> ClosingRecord:

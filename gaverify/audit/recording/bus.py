@@ -59,7 +59,7 @@ class Bus:
     @contextmanager
     def announce(self, call: Call) -> Iterator[None]:
         """Surrounds a call with everything that is subscribed to its kind."""
-        kind = type(call)
+        kind = type(call)  # a subclass is another kind: handlers of its base would run twice
         with ExitStack() as outside:
             for context in self._outside[kind]:
                 outside.enter_context(context(call))
@@ -79,7 +79,7 @@ class Bus:
         self._run(self._after[type(call)], call)
 
     def _run(self, handlers: list[Callable[[Any], None]], call: Call) -> None:
-        if handlers:
+        if handlers:  # entering the guard takes longer than most handlers
             with self.guard.work():
                 for handler in handlers:
                     handler(call)
@@ -135,7 +135,7 @@ def announce_calls(
             with bus.announce(call):
                 call.result = original(*args, **kwargs)
             return call.result
-        finally:
+        finally:  # also where the script catches what the function raises
             nesting.is_running = False
 
     replace_function(owner, name, run)

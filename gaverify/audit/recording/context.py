@@ -85,6 +85,7 @@ class Recording:
     """Where the script is."""
 
     def __post_init__(self) -> None:
+        # Shared, because every call ends what happened without a call before it.
         self.unannounced = UnannouncedChanges(self.watch, self.journal)
         """Turns into events what no call announced."""
 

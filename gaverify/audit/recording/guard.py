@@ -41,7 +41,7 @@ class Guard:
         if self._is_busy or self.searching is not None or os.getpid() != self._storage.process:
             return True
         why = out_of_sight()
-        if why:
+        if why:  # the report says what was not seen
             self.leave_out(why)
         return bool(why)
 
@@ -53,11 +53,11 @@ class Guard:
     def work(self) -> Iterator[None]:
         """Runs the recorder's own code: one thread at a time, unrecorded, its failures never the script's."""
         with self.lock:
-            before, self._is_busy = self._is_busy, True
+            before, self._is_busy = self._is_busy, True  # a handler may run inside another one's work
             try:
                 with suspend_modes():
                     yield
-            except Exception as error:
+            except Exception as error:  # the script must not catch it: it would go on unrecorded
                 self._storage.give_up(error)
             finally:
                 self._is_busy = before or self.closed

@@ -25,7 +25,7 @@ class Journal:
         Args:
             place: The script's line; None for the one that is running, two None for a line that is not known.
         """
-        file, line = place or user_place() or (None, None)
+        file, line = place or user_place() or (None, None)  # a pair of None is true: it stays unknown
         return self.update, file, line
 
     def add(self, event: Event) -> None:

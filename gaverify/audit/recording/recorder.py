@@ -109,13 +109,13 @@ class Recorder:
             self.losses.begin,
             self.gradients.listen_to_parameters,
             self.traffic.begin,
-            self.controls.describe_loss,
+            self.controls.describe_loss,  # finds the terms, which the modules look at
             self.modules.trace_loss,
         )
         bus.around(BackwardCall, self.controls.run_backward, self.traffic.count, self.controls.find_setter)
         bus.after(
             BackwardCall,
-            self.losses.end,
+            self.losses.end,  # takes its hooks off, whether the pass counts or not
             self.gradients.collect,  # decides whether the pass counts
             self.losses.describe,
             self.traffic.describe,
@@ -135,7 +135,7 @@ class Recorder:
         )
         bus.after(
             StepCall,
-            self.controls.restore_step,
+            self.controls.restore_step,  # tells whether the step was led
             self.windows.note_result,
             self.controls.end_window,
             self.updates.end_if_complete,
@@ -180,7 +180,7 @@ class Recorder:
             status: Its exit status.
             code: What the script gave `sys.exit`, as Python writes it.
         """
-        with self.recording.guard.lock:
+        with self.recording.guard.lock:  # no other thread may write behind the end
             self.close(reason, code)
             if self.job.meeting is not None and not status:
                 leave_together(self.job.meeting, self.windows.rank, self.windows.ranks)
@@ -191,9 +191,9 @@ class Recorder:
         guard, journal = self.recording.guard, self.recording.journal
         with guard.work():
             self.data.loop.close()
-            if guard.closed:
+            if guard.closed:  # the last update's timer and the end of the script may meet here
                 return
-            self.by_hand.settle()
+            self.by_hand.settle()  # the script's last step has no call behind it
             guard.closed = True
             self.recording.unannounced.end_hunt()
             self.updates.close()

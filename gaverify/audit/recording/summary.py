@@ -46,6 +46,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         windows.rank,
         windows.ranks,
         groups=tuple(_summarise_group(recorder, index) for index in range(len(watch))),
+        # Each model that is moved by hand has an entry that stands for an optimizer; people are told once.
         optimizers=(_BY_THE_SCRIPT,) if recorder.by_hand.is_expected else optimizers,
         models=ModelSummary(
             tuple(type(model).__name__ for model in models),
@@ -94,8 +95,8 @@ def _summarise_group(recorder: Recorder, index: int) -> TrainedGroup:
 
 def started_processes() -> int:
     """Returns how many processes the script has started by `multiprocessing` so far; workers of loaders are some."""
-    counter = getattr(multiprocessing.process, "_process_counter", None)
-    return 0 if counter is None else next(copy.copy(counter)) - 1
+    counter = getattr(multiprocessing.process, "_process_counter", None)  # private: newer Pythons may lack it
+    return 0 if counter is None else next(copy.copy(counter)) - 1  # a copy: `next` counts on
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -70,13 +70,13 @@ class HandListener:
         """Records steps; looks whether the script moves its weights itself, and what no optimizer holds."""
         if not call.trains:
             return
-        self.settle()
+        self.settle()  # weights that moved until now are a step of the window that ends
         watch, module = self._recording.watch, call.module
         watched_ids = {id(parameter) for parameter in watch.all_parameters()}
         new = [parameter for parameter in module.parameters() if id(parameter) not in watched_ids]
         if self.is_expected:
             trained = [parameter for parameter in new if parameter.requires_grad]
-            if trained:
+            if trained:  # stands for an optimizer of the parameters that this model adds
                 watch.add(ByHand(trained))
         elif not self._windows.steps:
             has_optimizer = len(new) < len(list(module.parameters()))
@@ -135,6 +135,7 @@ class HandListener:
         self._gradients.count_waiting(entry)
         if not entry.increments:
             return  # nothing was differentiated: weights that were loaded, say
+        # A second step of the same weights begins an update of its own, as it does with an optimizer.
         if entry.index in self._updates.open.steps:
             self._updates.close()
         windows.count_step(entry)

@@ -49,6 +49,7 @@ class ControlListener:
         watch, names = self._recording.watch, self._recording.names
         if self.perturbation is not None:
             self.perturbation.move([*call.module.parameters(), *watch.all_parameters()])
+            # Neither an optimizer nor the script has moved them: the next look must not find it.
             watch.look()
             self._by_hand.accept_weights()
         if self._recording.job.is_reference:
@@ -100,7 +101,7 @@ class ControlListener:
 
     def restore_step(self, call: StepCall) -> None:
         """Restores weights and gradients after a step."""
-        if self._undone is not None:
+        if self._undone is not None:  # before the look after the step: the weights stay at the first ones
             self._undone.undo()
             self._undone = None
         call.was_led = self.lead.restore_gradients()
@@ -110,7 +111,7 @@ class ControlListener:
         if self.state is not None:
             self.state.end_window()
         recording, step = self._recording, f"{call.entry.index}-{call.entry.steps}"
-        buffers = recording.names.buffers(of_losses=True)
+        buffers = recording.names.buffers(of_losses=True)  # a criterion may keep a running average, too
         if recording.job.is_reference:
             self._buffers.store(recording.storage, step, buffers)
         elif call.was_led:

@@ -26,7 +26,7 @@ class DrawListener:
 
     def begin_forward(self, call: ForwardCall) -> None:
         """Turns to the draws of a forward."""
-        if call.trains:
+        if call.trains:  # others are called alike in both runs, and draw alike
             self.draws.begin((call.model, call.module.training, len(call.shapes)), call.shapes, call.inputs)
 
     @contextmanager
@@ -82,12 +82,12 @@ class DataListener:
         """Surrounds a call whose draws are not the loop's."""
         with self.loop.ignore_draws():
             if self.starts_at_forward and isinstance(call, ForwardCall):
-                self.loop.start()
+                self.loop.start()  # outside the guard, which would take the loop's dispatch mode off again
             yield
 
     def begin_forward(self, call: ForwardCall) -> None:
         """Notes a forward; its inputs are replaced where that is asked for."""
-        if call.is_graded:
+        if call.is_graded:  # an evaluation reads other data
             self.loop.forward(next((shape[0] for shape in input_shapes(call.args, call.kwargs)), None))
             if self._inputs is not None:
                 self._inputs.forward(call.module, call.args, call.kwargs)

@@ -32,7 +32,7 @@ class ForwardListener:
         """Finds out whether the module trains."""
         try:
             call.trains = call.is_graded and self._recording.names.add(call.module)
-        except OutOfSight:
+        except OutOfSight:  # a lazy module, or one on the meta device: the report says that it was left out
             self._recording.guard.leave_out("modules without values")
 
     def note_arithmetic(self, call: ForwardCall) -> None:
@@ -47,7 +47,7 @@ class ForwardListener:
         self._count += 1
         call.number, call.model = self._count, self._recording.names.index(call.module)
         call.shapes = input_shapes(call.args, call.kwargs)
-        rows = next((shape[0] for shape in call.shapes), None)
+        rows = next((shape[0] for shape in call.shapes), None)  # of the first tensor: masks may come behind it
         journal = self._recording.journal
         journal.add(Forward(*journal.stamp(), rows=rows, model=call.model, number=call.number))
         # An audit of calls alone compares no data.

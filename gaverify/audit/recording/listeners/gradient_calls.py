@@ -101,7 +101,7 @@ class ClippingListener:
         changed = watch.look().changed
         for index in changed:
             watch.of(index).clipped = True
-        norm = call.norm if call.result is None else call.result
+        norm = call.norm if call.result is None else call.result  # `clip_grads_with_norm_` is given the norm
         norm = float(norm) if isinstance(norm, torch.Tensor) else norm
         event = Clipping(
             *journal.stamp(), tuple(sorted(changed)), call.name, active=bool(changed), norm=norm, limit=call.limit
@@ -171,7 +171,7 @@ class ScalerListener:
     def note(self, call: ScalerMethodCall) -> None:
         """Writes the call; a step that no optimizer made was skipped, and its gradients are gone."""
         watch, journal = self._recording.watch, self._recording.journal
-        watch.look()
+        watch.look()  # `update` and `unscale_` change gradients; no script's line did
         skipped = call.name == "step" and self._count_steps() == self._steps_before
         journal.add(ScalerCall(*journal.stamp(self._place), call=call.name, skipped=skipped))
         if skipped:

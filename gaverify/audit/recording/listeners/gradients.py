@@ -126,7 +126,7 @@ class GradientListener:
             for entry in self._recording.watch
             if any(id(parameter) in results_by_id for parameter in entry.sample.parameters)
         }
-        if changes:
+        if changes:  # gradients of inputs alone train nothing
             self._waiting.append(Waiting(call.place, self._reach.peek(), self._targets.read(), changes))
 
     def begin_step(self, call: StepCall) -> None:

@@ -40,6 +40,7 @@ class ModuleListener:
         """Looks at the graph behind a loss, while there is one."""
         if not self._recording.is_last_update:
             return
+        # After the pass the graph is gone, and with it the lines that it keeps.
         if self.outputs is not None:
             call.origin = replace(
                 call.origin,
@@ -53,7 +54,7 @@ class ModuleListener:
     def end_update(self, call: UpdateEnd) -> None:
         """Stores what was recorded."""
         recording, watch = self._recording, self._recording.watch
-        if call.number != recording.job.updates:
+        if call.number != recording.job.updates:  # earlier updates only lead to the one that differs
             return
         if self.outputs is not None:
             recording.storage.tensors("outputs", self.outputs.forwards)

@@ -42,8 +42,9 @@ class TrafficListener:
         """Describes what a pass that counts has sent."""
         if not call.is_counted:
             return
-        for dtype in self._meter.reduced_in:
+        for dtype in self._meter.reduced_in:  # a reduction in half precision rounds as a product does
             self._recording.roundoff.arithmetic.dtypes.add(dtype)
+        # Gathers of a pass that does not count belong to the next one that does.
         call.gathers, self._gathers = self._gathers, []
         if self._recording.job.has_ranks:
             sizes = self._meter.sizes

@@ -60,7 +60,7 @@ class UpdateListener:
     def close(self) -> None:
         """Writes an update whose steps have been made."""
         recording, number = self._recording, self.open.number
-        if not self.open.steps:
+        if not self.open.steps:  # micro-batches follow each other without a step
             return
         if recording.job.role != "events":
             steps = {at: recording.watch.of(at).steps for at in self.open.steps}
@@ -74,7 +74,7 @@ class UpdateListener:
         if wanted and self.open.number >= wanted and not self._is_complete:
             self._is_complete = True
             timer = threading.Timer(GRACE, self._stop)
-            timer.daemon = True
+            timer.daemon = True  # a script that ends by itself does not wait for it
             timer.start()
 
     def _end(self) -> None:
