@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
@@ -12,8 +13,18 @@ from gaverify.records.facts import Facts, Weights
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
-def factor_in_loop(loop: Record, update: UpdateComparison) -> float | None:
-    """Returns c where the accumulated gradient of an update is c ≠ 1 times the full batch's, to rounding."""
+@dataclass(frozen=True)
+class GradientFactor:
+    """The one number by which an accumulated gradient differs from the full batch's; a run and an audit find it."""
+
+    value: float
+    """How many times the full batch's gradient the accumulated one is."""
+    residual: float
+    """What it leaves over, relative to the full batch's gradient."""
+
+
+def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | None:
+    """Returns the factor of an update whose accumulated gradient is c ≠ 1 times the full batch's, to rounding."""
     if not update.judged or not _differs(update) or update.fit is None or _of_one_rank(loop, update.fit):
         return None
     return None if contradict_losses(loop, update) else constant_factor(update.fit, loop.tolerance)
@@ -53,14 +64,14 @@ def _differs(update: UpdateComparison) -> bool:
     return any(row.outcome is Outcome.DIVERGENT and math.isfinite(row.difference_norm) for row in update.parameters)
 
 
-def constant_factor(fit: WeightFit, tolerance: float) -> float | None:
+def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
     """Returns c ≠ 1 where used = c · full, or where every micro-batch is short of its right weight by the same c."""
-    factor = fit.factor
+    factor = GradientFactor(fit.factor, fit.factor_residual)
     if fit.factor_residual > tolerance:
         if fit.residual > tolerance or not constant(fit.multipliers, tolerance):
             return None
-        factor = 1 / fit.multipliers[0]
-    if not math.isfinite(factor) or abs(factor - 1) < tolerance:
+        factor = GradientFactor(1 / fit.multipliers[0], fit.residual)
+    if not math.isfinite(factor.value) or abs(factor.value - 1) < tolerance:
         return None
     return factor
 
@@ -108,7 +119,7 @@ def multipliers_of(loop: Record) -> tuple[float, ...]:
     update, weights = loop.divergent, weights_of(loop)
     factor = factor_in_loop(loop, update) if update is not None else None
     if update is not None and factor is not None:
-        return (1 / factor,) * update.backwards
+        return (1 / factor.value,) * update.backwards
     return weights[1].multipliers if weights is not None else ()
 
 
@@ -160,28 +171,32 @@ def weight_tolerance(tolerance: float) -> float:
     return min(FIT_MAGNIFIES * tolerance, max(FIT_FLOAT32, 2 * tolerance))
 
 
-def factor_of(facts: Facts) -> tuple[float | None, float]:
-    """Returns the factor in accumulated = factor · full and what it leaves over; None where there is no such factor."""
+def factor_in_run(facts: Facts) -> GradientFactor | None:
+    """Returns the factor in accumulated = factor · full, which is 1 where only the window's counts are wrong.
+
+    Where a search ran, its weights or counts tell, and the norms of the gradients do not.
+    """
     if not (facts.compared.divergent and facts.compared.comparable):
-        return None, math.inf
+        return None
     exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
     fit = facts.weights.fit
     if facts.weights.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
-        return _of_count(facts.weights), math.inf if fit is None else fit.residual
+        factor = _factor_of_counts(facts.weights)
+        return None if factor is None else GradientFactor(factor, math.inf if fit is None else fit.residual)
     if fit is not None and facts.weights.blamed:
         ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
         is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
         if is_one_factor and not is_constant(
             [*ratios, 1.0], fit.residual
         ):  # 1: counts of the window, beside right weights
-            return ratios[0], fit.residual
-        return None, math.inf
+            return GradientFactor(ratios[0], fit.residual)
+        return None
     factor, residual = facts.compared.scale
-    return (factor, residual) if not facts.diagnosed and residual < accurate else (None, math.inf)
+    return GradientFactor(factor, residual) if not facts.diagnosed and residual < accurate else None
 
 
-def _of_count(known: Weights) -> float | None:
+def _factor_of_counts(known: Weights) -> float | None:
     """How many times too much the micro-batches count by the numbers that divide them; None where it is no one factor.
 
     Those of several terms are the same factor, or no weights explain them together.

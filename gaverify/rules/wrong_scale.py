@@ -9,7 +9,7 @@ from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
-from gaverify.records.experiment import ControlRun, TermKind, WeightFit
+from gaverify.records.experiment import ControlRun, TermKind
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.records.windows import Window
@@ -17,10 +17,11 @@ from gaverify.rules.controls import in_order
 from gaverify.rules.frameworks import repair_scale, repair_shares
 from gaverify.rules.rule import rule, rule_of_loops
 from gaverify.rules.scale import (
+    GradientFactor,
     constant_factor,
     counted_at,
     factor_in_loop,
-    factor_of,
+    factor_in_run,
     factor_of_some,
     meaning_in_loop,
     told_steps,
@@ -60,13 +61,13 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
             _finding_of_terms(facts, run, kind) for kind in TermKind if any(count.term is kind for count in counts)
         )
         return
-    factor, residual = factor_of(facts)
-    if factor is None or abs(factor - 1) < max(SAME_NUMBER, residual):
+    factor = factor_in_run(facts)
+    if factor is None or abs(factor.value - 1) < max(SAME_NUMBER, factor.residual):
         return
-    close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * residual)
-    right = exact([weight / factor for weight in facts.weights.used], close)
+    close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * factor.residual)
+    right = exact([weight / factor.value for weight in facts.weights.used], close)
     trial = trial_in_run(facts)
-    remedy = f"multiply each micro-batch's loss by {exact([1 / factor], close)} (weights {right}){trial.tested}"
+    remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
     yield word_finding(
@@ -74,11 +75,11 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         *trial.evidence("" if counts else f"weights {right}"),
         location=facts.weights.place.location if facts.weights.place is not None else None,
         proven=trial.proven,
-        factor=factor,
-        meaning=_meaning(facts, factor),
+        factor=factor.value,
+        meaning=_meaning(facts, factor.value),
         largest=facts.compared.largest,
         counted=counted_at(facts.weights),
-        residual=residual,
+        residual=factor.residual,
         remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
 
@@ -126,8 +127,8 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     if update is not None:
         factor = factor_in_loop(loop, update)
-        if factor is not None and update.fit is not None and short_by(loop, update) is None:
-            yield _of_update(facts, loop, factor, update.fit, update.backwards, update)
+        if factor is not None and short_by(loop, update) is None:
+            yield _of_update(facts, loop, factor, update.backwards, update)
         elif factor is None and weights_of(loop) is None:
             findings = list(_of_some(facts, loop, update))
             yield from findings or _of_terms(loop, update)
@@ -135,7 +136,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
-            yield _of_update(facts, loop, factor, loop.steps_undone, len(loop.steps_undone.weights), None)
+            yield _of_update(facts, loop, factor, len(loop.steps_undone.weights), None)
 
 
 def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -181,12 +182,12 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             proven=True,
             term=term,
             which="" if term.samples else ", which is the same in every micro-batch,",
-            factor=factor,
+            factor=factor.value,
             update=update,
-            meaning=meaning_in_loop(factor, update.backwards, 1, loop.tolerance, "it"),
+            meaning=meaning_in_loop(factor.value, update.backwards, 1, loop.tolerance, "it"),
             others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
             rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
-            right=exact([1 / factor], loop.tolerance),
+            right=exact([1 / factor.value], loop.tolerance),
         )
 
 
@@ -210,8 +211,9 @@ def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[F
 
 
 def _of_update(
-    facts: Facts, loop: Record, factor: float, fit: WeightFit, count: int, update: UpdateComparison | None
+    facts: Facts, loop: Record, gradient_factor: GradientFactor, count: int, update: UpdateComparison | None
 ) -> Finding:
+    factor = gradient_factor.value
     count = count or told_steps(loop, factor)
     number = update.number if update is not None else 1
     right = exact([1 / factor], loop.tolerance)
@@ -242,7 +244,7 @@ def _of_update(
         meaning=meaning
         or meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
-        residual=fit.factor_residual if fit.factor_residual < loop.tolerance else fit.residual,
+        residual=gradient_factor.residual,
         update=number,
         remedy=trial.replace_refuted(remedy),
     )
@@ -253,9 +255,10 @@ def _other_factor(loop: Record, update: UpdateComparison, factor: float) -> tupl
     for other in loop.updates:
         if not other.judged or other.backwards != update.backwards or find_skipped(loop, other) is not None:
             continue
-        times = 1.0 if other.outcome is Outcome.EQUIVALENT else factor_in_loop(loop, other)
-        if times is not None and not math.isclose(times, factor, rel_tol=loop.tolerance):
-            return other, times
+        agrees = other.outcome is Outcome.EQUIVALENT
+        other_factor = GradientFactor(1.0, 0.0) if agrees else factor_in_loop(loop, other)
+        if other_factor is not None and not math.isclose(other_factor.value, factor, rel_tol=loop.tolerance):
+            return other, other_factor.value
     return None
 
 
@@ -306,7 +309,7 @@ def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
     short = update.backwards
     if factor is None or not 0 < short < full_count:
         return None
-    return (short, full_count) if math.isclose(factor, short / full_count, rel_tol=loop.tolerance) else None
+    return (short, full_count) if math.isclose(factor.value, short / full_count, rel_tol=loop.tolerance) else None
 
 
 def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from gaverify.rules.scale import (
     constant,
     counted_at,
     factor_in_loop,
-    factor_of,
+    factor_in_run,
     weighted_term,
     weights_of,
 )
@@ -191,10 +191,10 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     fit, run, counts = facts.weights.fit, facts.weights.remedy, facts.weights.counts
     if counts and all(count.term is not None for count in counts):
         return  # of terms that nothing divides GAV201 tells
-    if counts and run is not None and factor_of(facts)[0] is None:
+    if counts and run is not None and factor_in_run(facts) is None:
         yield _finding_of_counts(facts, facts.weights.counts, run)
         return
-    if fit is None or not facts.weights.blamed or facts.weights.lost or factor_of(facts)[0] is not None:
+    if fit is None or not facts.weights.blamed or facts.weights.lost or factor_in_run(facts) is not None:
         return
     meaning, remedy = _meaning(facts, fit)
     trial = trial_in_run(facts)
