@@ -27,7 +27,7 @@ DECIDE_NOTHING = {
     "audit/request.py": "seconds",
     "audit/recording/outputs.py": "what values are moved by",
     "audit/recording/storage.py": "seconds",
-    "audit/recording/steps.py": "seconds",
+    "audit/recording/listeners/updates.py": "seconds",
     "audit/recording/values.py": "what stands for NaN",
 }
 
