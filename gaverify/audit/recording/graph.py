@@ -105,6 +105,7 @@ class Reach:
         """Listens at the result of the forward with this number; one whose result hides its graph counts as reached."""
         results = tensors_in(output)
         nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+        # A hook lives as long as its node: it keeps no graph longer than the script does.
         for node in nodes[:_MOST]:
             node.register_prehook(lambda *_: self._reached.add(forward))
         if not nodes and (not results or any(result.requires_grad for result in results)):
@@ -174,6 +175,7 @@ class Weight:
                 return
             self._hooks.append(node.register_prehook(partial(self._note, depth, alone)))
             following = [child for child, _ in node.next_functions if child is not None]
+            # Behind a sum the chain follows its first term, whose weight is not the loss's.
             alone = alone and len(following) == 1
             node = following[0] if following else None
 

@@ -60,7 +60,7 @@ class Storage:
     def tensors(self, name: str, content: Any) -> None:
         """Writes tensors as one file, streamed from where they lie."""
         torch.save(content, self.folder / f"{name}.pt")
-        self._events.flush()
+        self._events.flush()  # a script that is killed leaves its events up to this step
 
     def finish(self, record: ClosingRecord) -> None:
         """Writes the closing record; only a run that has one is complete.
@@ -82,7 +82,7 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(status)
+    os._exit(status)  # `sys.exit` would raise in the script, which may catch it
 
 
 _BUFFER = 4096  # elements of a buffer that are kept

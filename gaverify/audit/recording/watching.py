@@ -106,7 +106,7 @@ class Watch:
     def add(self, optimizer: Any) -> int:
         """Notes an optimizer and returns its number."""
         for at, each in enumerate(self._optimizers):
-            if each is optimizer:
+            if each is optimizer:  # an optimizer may define equality otherwise
                 return at
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
@@ -128,7 +128,7 @@ class Watch:
         if entry is None or len(entry.sample.parameters) != len(parameters) or not entry.sample.complete:
             sample = Sample(parameters)
             if entry is not None and entry.sample.sizes == sample.sizes:
-                return entry
+                return entry  # parameters that can never be read: its window goes on
             steps = entry.steps if entry is not None else 0
             entry = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
             self._watched[index] = entry
@@ -162,7 +162,7 @@ class Watch:
         for entry in self:
             index, had = entry.index, not entry.is_cleared
             gradients, weights = entry.sample.gradients(), entry.sample.weights()
-            if not same(entry.gradients, gradients):
+            if not same(entry.gradients, gradients):  # an exact comparison: a division by 1.0 is no change
                 look.changed[index] = gradients - entry.gradients
                 entry.gradients = gradients
                 if had and entry.is_cleared:
@@ -182,7 +182,7 @@ class Watch:
         for index in indices:
             entry = self.of(index)
             entry.pending, entry.summed, entry.used = 0, None, None
-            for part in entry.increments:
+            for part in entry.increments:  # kept: another optimizer's step may still use the same passes
                 part.cleared = True
 
     def differs(self) -> bool:
