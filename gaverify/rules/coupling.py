@@ -134,8 +134,8 @@ def _remedy(facts: Facts, cause: Cause) -> str:
 @rule("GAV104")
 def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
-    if facts.loop is not None:
-        yield from _in_loop(facts.loop)
+    if facts.loop is not None:  # no forwards of a script were traced: its losses have to tell
+        yield from _judge_loop(facts.loop)
         return
     repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
     if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= SAME_IN_FLOAT32 or not repeats:
@@ -157,14 +157,14 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
         else (f", the losses to {facts.forward.loss_gap:.0e}"),
         loss_gap=facts.forward.loss_gap,
         restored=" from the same state" if facts.state is not None and facts.state.blamed else "",
-        where=f"; gradients part in {_where(place, culprit)}" if culprit is not None else "",
+        where=f"; gradients part in {_word_place(place, culprit)}" if culprit is not None else "",
         hooks=f"; hooks are registered on {hooked}" if hooked else "",
         remedy=words("GAV104")["remedies"][(place or BackwardPlace.MODULE).name],
     )
 
 
-def _in_loop(loop: Record) -> Iterator[Finding]:
-    """The same for a training loop, whose losses add up as they are: other weights explain its gradients alone."""
+def _judge_loop(loop: Record) -> Iterator[Finding]:
+    """Yields a finding where a loop's losses add up to the full batch's, and its gradients need other weights."""
     update, cause = loop.divergent, loop.backward
     if update is None or update.fit is None or not contradict_losses(loop, update):
         return
@@ -190,7 +190,7 @@ def _in_loop(loop: Record) -> Iterator[Finding]:
     )
 
 
-def _where(place: BackwardPlace | None, culprit: Operation) -> str:
+def _word_place(place: BackwardPlace | None, culprit: Operation) -> str:
     place = place or BackwardPlace.MODULE
     text = fill_sentence(words("GAV104")["places"][place.name], module=module_name(culprit.module))
     if place is BackwardPlace.MODULE:

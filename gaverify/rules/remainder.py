@@ -56,10 +56,10 @@ def _ruled_out_in_run(facts: Facts) -> list[str] | None:
     ruled_out += [
         f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
     ]
-    return [*ruled_out, *_not_asked(facts)]
+    return [*ruled_out, *_word_failures(facts)]
 
 
-def _not_asked(facts: Facts) -> Iterator[str]:
+def _word_failures(facts: Facts) -> Iterator[str]:
     """What could not run, each reason once."""
     reasons: dict[str, list[str]] = {}
     for name, why in facts.failures.items():
@@ -107,7 +107,7 @@ def _ruled_out_in_loop(facts: Facts, loop: Record) -> list[str] | None:
 @rule("GAV901")
 def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
-    reasons = list(_of_a_run(facts) if facts.loop is None else _of_a_loop(facts))
+    reasons = list(_list_reasons_in_run(facts) if facts.loop is None else _list_reasons_in_loop(facts))
     counts = facts.weights.valid_targets
     averaged = facts.loop is not None or facts.weights.weighting == "uniform"
     equal = len(counts) > 1 and len(set(counts)) == 1
@@ -120,14 +120,14 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         yield word_finding("GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(counts))
 
 
-def _of_a_run(facts: Facts) -> Iterator[str]:
+def _list_reasons_in_run(facts: Facts) -> Iterator[str]:
     if facts.steps == 1 and facts.ranks is None:
         yield "K = 1: the full batch was compared with itself"
     if facts.identical:
         unseen = "" if facts.blind else "; what they draw at random tells them apart"
         yield f"all samples are identical, so that samples acting on each other could not show{unseen}"
     rows = facts.compared.rows
-    if _all_zero([row for row in rows if not math.isnan(row.difference_norm)]):
+    if _are_all_zero([row for row in rows if not math.isnan(row.difference_norm)]):
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
@@ -135,17 +135,17 @@ def _of_a_run(facts: Facts) -> Iterator[str]:
         yield f"hooks on {hook_names} take the gradients away before anything is compared (optimizer in backward?)"
 
 
-def _of_a_loop(facts: Facts) -> Iterator[str]:
+def _list_reasons_in_loop(facts: Facts) -> Iterator[str]:
     first = facts.loop.updates[0] if facts.loop is not None and facts.loop.updates else None
     if facts.loop is None or first is None or first.outcome is Outcome.DIVERGENT:
         return
     if facts.loop.same_pieces:
         yield "both runs fed the first update in the same pieces: the full batch was compared with itself"
-    if _all_zero(first.parameters):
+    if _are_all_zero(first.parameters):
         yield "every gradient is zero"
 
 
-def _all_zero(rows: Sequence[ParameterComparison]) -> bool:
+def _are_all_zero(rows: Sequence[ParameterComparison]) -> bool:
     return bool(rows) and all(row.reference_norm == row.accumulated_norm == 0 for row in rows)
 
 
@@ -170,7 +170,7 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
     named = join_texts([f"`{name}`" for name in parameters], 1)
-    if facts.loop is not None and _other_optimizers(facts.loop, number):
+    if facts.loop is not None and _have_other_optimizers(facts.loop, number):
         yield word_finding("GAV502.optimizers", proven=True, update=number, named=named, parameters=parameters)
         return
     yield word_finding(
@@ -188,7 +188,7 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _other_optimizers(loop: Record, number: int | None) -> bool:
+def _have_other_optimizers(loop: Record, number: int | None) -> bool:
     full_window = next((window for window in loop.full_windows if window.number == number), None)
     window = loop.window_of(number) if number is not None else None
     return full_window is not None and window is not None and set(full_window.optimizers) != set(window.optimizers)
@@ -205,11 +205,11 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
     for update, compared in facts.comparisons:
         rows = [row for row in compared if row.why is not None and row.why.not_finite]
         if rows:
-            yield _finding(rows, update)
+            yield _finding_of_rows(rows, update)
             return
 
 
-def _finding(rows: list[ParameterComparison], update: int | None) -> Finding:
+def _finding_of_rows(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
     listed_rows = one_sided or rows
     return word_finding(

@@ -30,7 +30,7 @@ def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | N
     return None if contradict_losses(loop, update) else constant_factor(update.fit, loop.tolerance)
 
 
-def counted_at(weights: Weights) -> str:
+def word_count_place(weights: Weights) -> str:
     """Names the loss call or division that counts otherwise than the micro-batches are weighted; empty if unknown."""
     place = weights.place
     if place is None:
@@ -216,7 +216,7 @@ def _factor_of_counts(known: Weights) -> float | None:
     return ratios[0] if len(counts) == 1 or agrees else None
 
 
-def told_steps(loop: Record, factor: float) -> int:
+def find_steps(loop: Record, factor: float) -> int:
     """K where no backward pass was seen: the number among the run's own arguments that the factor is, or is one over.
 
     Returns 0 where there is none.
@@ -226,7 +226,7 @@ def told_steps(loop: Record, factor: float) -> int:
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
 
 
-def meaning_in_loop(factor: float, steps: int, ranks: int, tolerance: float, what: str = "the loss") -> str:
+def word_factor_in_loop(factor: float, steps: int, ranks: int, tolerance: float, what: str = "the loss") -> str:
     """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
 
     Args:

@@ -19,13 +19,13 @@ from gaverify.rules.rule import rule, rule_of_loops
 from gaverify.rules.scale import (
     GradientFactor,
     constant_factor,
-    counted_at,
     factor_in_loop,
     factor_in_run,
     factor_of_some,
-    meaning_in_loop,
-    told_steps,
+    find_steps,
     weights_of,
+    word_count_place,
+    word_factor_in_loop,
 )
 from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
@@ -52,8 +52,8 @@ from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME
 @rule("GAV201")
 def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters and micro-batches makes the gradients agree."""
-    if facts.loop is not None:
-        yield from _in_loop(facts, facts.loop)
+    if facts.loop is not None:  # no count of a script can be replaced: its fits and the noise of its runs decide
+        yield from _judge_loop(facts, facts.loop)
         return
     counts, run = facts.weights.counts, facts.weights.remedy
     if counts and run is not None and all(count.term is not None for count in counts):
@@ -76,9 +76,9 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         location=facts.weights.place.location if facts.weights.place is not None else None,
         proven=trial.proven,
         factor=factor.value,
-        meaning=_meaning(facts, factor.value),
+        meaning=_word_factor(facts, factor.value),
         largest=facts.compared.largest,
-        counted=counted_at(facts.weights),
+        counted=word_count_place(facts.weights),
         residual=factor.residual,
         remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
@@ -102,7 +102,7 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     )
 
 
-def _meaning(facts: Facts, factor: float) -> str:
+def _word_factor(facts: Facts, factor: float) -> str:
     steps, size = facts.steps, facts.batch_size
     ranks = 1 if facts.ranks is None or facts.ranks.own.count() else facts.ranks.ranks
     parts = "(K · R)" if ranks > 1 else "K"
@@ -117,8 +117,8 @@ def _meaning(facts: Facts, factor: float) -> str:
     return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
 
 
-def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same for the first differing update of a training loop, or for all its micro-batches with steps undone.
+def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields findings of the first update of a loop that differs, or of all its micro-batches with steps undone.
 
     Unless steps come too early, undoing them joins windows that were meant to be smaller than the full batch.
     """
@@ -128,19 +128,19 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     if update is not None:
         factor = factor_in_loop(loop, update)
         if factor is not None and short_by(loop, update) is None:
-            yield _of_update(facts, loop, factor, update.backwards, update)
+            yield _finding_of_factor(facts, loop, factor, update.backwards, update)
         elif factor is None and weights_of(loop) is None:
-            findings = list(_of_some(facts, loop, update))
-            yield from findings or _of_terms(loop, update)
-        yield from _of_all_together(facts, loop)
+            findings = list(_judge_some_parameters(facts, loop, update))
+            yield from findings or _judge_terms(loop, update)
+        yield from _judge_total(facts, loop)
     elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(loop.steps_undone, loop.tolerance)
         if factor is not None:
-            yield _of_update(facts, loop, factor, len(loop.steps_undone.weights), None)
+            yield _finding_of_factor(facts, loop, factor, len(loop.steps_undone.weights), None)
 
 
-def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same beside weights that are wrong one to another: together they add up to K or 1/K and not to 1."""
+def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where weights are wrong one to another, and add up to K or 1/K and not to 1."""
     shares = find_wrong_shares(facts, loop)
     total = shares.total(loop.tolerance) if shares is not None else 1.0
     if shares is None or total == 1.0:
@@ -163,13 +163,13 @@ def _of_all_together(facts: Facts, loop: Record) -> Iterator[Finding]:
         total=total,
         where="" if term is None else f" in term {term.number} of {term.count} of the loss",
         meaning=_meaning_beside_skipped(loop, update, total, "the loss" if term is None else "it")
-        or meaning_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
+        or word_factor_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
         remedy=remedy,
     )
 
 
-def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
-    """The same for the terms of a loss that is a sum, each fitted for itself: a penalty that is not divided, say."""
+def _judge_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """Yields a finding per term of a loss with a factor of its own: a penalty that is not divided, say."""
     factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.terms}
     for term, factor in factors.items():
         if factor is None:
@@ -184,15 +184,15 @@ def _of_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             which="" if term.samples else ", which is the same in every micro-batch,",
             factor=factor.value,
             update=update,
-            meaning=meaning_in_loop(factor.value, update.backwards, 1, loop.tolerance, "it"),
+            meaning=word_factor_in_loop(factor.value, update.backwards, 1, loop.tolerance, "it"),
             others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
             rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
             right=exact([1 / factor.value], loop.tolerance),
         )
 
 
-def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
-    """The same where it is some parameters alone that get a factor: what they feel is counted in every micro-batch."""
+def _judge_some_parameters(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+    """Yields a finding where some parameters alone have a factor: their loss is counted in every micro-batch."""
     factor_and_rows = factor_of_some(loop, update)
     if factor_and_rows is None:
         return
@@ -210,11 +210,11 @@ def _of_some(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[F
     )
 
 
-def _of_update(
+def _finding_of_factor(
     facts: Facts, loop: Record, gradient_factor: GradientFactor, count: int, update: UpdateComparison | None
 ) -> Finding:
     factor = gradient_factor.value
-    count = count or told_steps(loop, factor)
+    count = count or find_steps(loop, factor)
     number = update.number if update is not None else 1
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
@@ -242,7 +242,7 @@ def _of_update(
         what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
         factor=factor,
         meaning=meaning
-        or meaning_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
+        or word_factor_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
         residual=gradient_factor.residual,
         update=number,
@@ -279,7 +279,7 @@ def _repair_beside_skipped(loop: Record, update: UpdateComparison) -> str:
 def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a short window differs by r/K."""
     if not loop.updates:
-        yield from _by_calls(facts, loop)
+        yield from _judge_calls(facts, loop)
         return
     for update in loop.updates:
         pass_counts = short_by(loop, update)
@@ -312,12 +312,12 @@ def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
     return (short, full_count) if math.isclose(factor.value, short / full_count, rel_tol=loop.tolerance) else None
 
 
-def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same by what the losses are multiplied by: 1/K in whole windows, and 1/K still where there are fewer."""
+def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding where losses are multiplied by 1/K in a window of fewer than K micro-batches as well."""
     for window in loop.complete:
         full_count, short = loop.steps or loop.usual(window), window.backwards
         alike = [similar for similar in loop.complete if similar.optimizers == window.optimizers]
-        weights = {weight for similar in alike for weight in _weights(similar)}
+        weights = {weight for similar in alike for weight in _round_weights(similar)}
         if not 0 < short < full_count or alike[0].backwards != full_count or len(weights) != 1:
             continue
         weight = weights.pop()
@@ -336,7 +336,7 @@ def _by_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
             return
 
 
-def _weights(window: Window) -> list[float | None]:
+def _round_weights(window: Window) -> list[float | None]:
     """What each loss of a window was multiplied by, rounded; None where it is not known."""
     event_weights = [backward.weight for backward in window.of(Backward)]
     return [None if weight is None else float(f"{weight:.3g}") for weight in event_weights]

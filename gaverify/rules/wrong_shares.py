@@ -27,11 +27,11 @@ from gaverify.rules.rule import rule, word_control
 from gaverify.rules.scale import (
     are_near_shares,
     constant,
-    counted_at,
     factor_in_loop,
     factor_in_run,
     weighted_term,
     weights_of,
+    word_count_place,
 )
 from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
 from gaverify.rules.skipping import explains_skipped, find_skipped, missed_boundaries
@@ -57,12 +57,12 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a micro-batch without valid targets gives NaN or drops out of the mean."""
     empty = empty_micro_batches(facts)
     if facts.loop is not None and (facts.loop.divergent is None or facts.loop.divergent.number > 1):
-        yield from _of_other_samples(facts.loop)
+        yield from _judge_other_samples(facts.loop)
     if not facts.compared.divergent:
         return
     if not empty:
-        yield from _without_backward(facts)
-        yield from _by_turns(facts)
+        yield from _judge_skipped(facts)
+        yield from _judge_turns(facts)
         return
     losses, counts = facts.weights.losses, facts.weights.valid_targets
     lost = [k for k in empty if k < len(losses) and not math.isfinite(losses[k])]
@@ -83,9 +83,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _weights_leave_nothing(facts: Facts) -> bool:
     """Whether other weights give the full batch's gradient: what a run with them left."""
-    run = facts.weights.remedy
-    if facts.loop is not None:
-        return facts.loop.weighed is not None and facts.loop.weighed.rounding
+    run = facts.weights.remedy if facts.loop is None else facts.loop.weighed
     return run is not None and run.rounding
 
 
@@ -97,8 +95,8 @@ def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
         yield word_control("micro-batch-weights", what, difference_left, True, weights=list(fit.weights))
 
 
-def _without_backward(facts: Facts) -> Iterator[Finding]:
-    """The same where a training loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
+def _judge_skipped(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where a loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
     loop, number = facts.loop, facts.compared.update
     update = loop.update_of(number) if loop is not None and number is not None else None
     if loop is None or update is None or update.fit is None:
@@ -118,8 +116,8 @@ def _without_backward(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _of_other_samples(loop: Record) -> Iterator[Finding]:
-    """The same of the first update whose samples are others than the full batch's because of that: it is not judged."""
+def _judge_other_samples(loop: Record) -> Iterator[Finding]:
+    """Yields a finding of the first update that is not judged because skipped micro-batches leave it other samples."""
     joined = {each.window.number for each in missed_boundaries(loop)}
     for update in loop.updates:
         skipped = find_skipped(loop, update)
@@ -138,8 +136,8 @@ def _of_other_samples(loop: Record) -> Iterator[Finding]:
             return
 
 
-def _by_turns(facts: Facts) -> Iterator[Finding]:
-    """The same for networks that take turns, where micro-batches of a turn are left to the other networks."""
+def _judge_turns(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding where networks take turns, and micro-batches of one's turn are left to the others."""
     loop, update = facts.loop, facts.loop.divergent if facts.loop is not None else None
     window = loop.window_of(update.number) if loop is not None and update is not None else None
     if update is None or update.missed is None or window is None:
@@ -185,8 +183,8 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where other micro-batch weights give the full-batch gradient exactly."""
     if explains_weights(facts):
         return
-    if facts.loop is not None:
-        yield from _in_loop(facts, facts.loop)
+    if facts.loop is not None:  # the script's own weights are not known, and have to be found first
+        yield from _judge_loop(facts, facts.loop)
         return
     fit, run, counts = facts.weights.fit, facts.weights.remedy, facts.weights.counts
     if counts and all(count.term is not None for count in counts):
@@ -196,7 +194,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         return
     if fit is None or not facts.weights.blamed or facts.weights.lost or factor_in_run(facts) is not None:
         return
-    meaning, remedy = _meaning(facts, fit)
+    meaning, remedy = _word_shares(facts, fit)
     trial = trial_in_run(facts)
     if meaning:
         remedy += trial.tested
@@ -207,11 +205,11 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         proven=trial.proven,
         summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _describe_average(facts)],
         largest=facts.compared.largest,
-        counted=counted_at(facts.weights),
+        counted=word_count_place(facts.weights),
         used=list(facts.weights.used),
         left=trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over",
         meaning=meaning,
-        unsure=_unsure(fit),
+        unsure=_word_doubt(fit),
         fit=fit,
         weights=list(fit.weights),
         remedy=in_order(facts, trial.replace_refuted(remedy)),
@@ -272,11 +270,11 @@ def places(counts: Sequence[Count]) -> str:
     return " and ".join(str(count.operation) for count in counts)
 
 
-def _unsure(fit: WeightFit) -> str:
+def _word_doubt(fit: WeightFit) -> str:
     return "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
 
 
-def _meaning(facts: Facts, fit: WeightFit) -> tuple[str, str]:
+def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     table = words("GAV202")
     for of, amounts in (("samples", facts.weights.sizes), ("targets", facts.weights.valid_targets)):
@@ -335,13 +333,13 @@ def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
     return WrongShares(update, fit, term, multipliers, script, weights, named)
 
 
-def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
-    """The same for the first differing update of a training loop."""
+def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding of the first update of a loop that differs."""
     shares = find_wrong_shares(facts, loop)
     if shares is None or (shares.term is None and explains_skipped(loop, shares.update)):
         return
     update, fit, script, weights, table = shares.update, shares.fit, shares.script, shares.weights, words("GAV202")
-    kind = shares.shares_of or _kind(shares, loop.tolerance)
+    kind = shares.shares_of or _classify_weights(shares, loop.tolerance)
     adds_up = script is not None or kind == "running-sum"
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
     trial = WeightsTrial(proven=adds_up)  # each term ran alone
@@ -349,10 +347,10 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         trial = trial_in_loop(loop, update.number, means=adds_up)
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
-    ) + (_instead_of(script) if script is not None else "")
+    ) + (_word_replaced_weights(script) if script is not None else "")
     multiply = ""
     if all(weights) and trial.proven:
-        multiply = _multiply(loop, shares) + trial.tested
+        multiply = _word_multipliers(loop, shares) + trial.tested
     if adds_up and (repair := repair_shares(loop, update, kind)):
         remedy, multiply = repair, f" (with the right weights{trial.tested})" if trial.tested else ""
     yield word_finding(
@@ -369,7 +367,7 @@ def _in_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         multipliers=list(fit.multipliers),
         meaning=fill_sentence(table["meanings"].get(kind, ""), usual=usual),
         script=_say_script_weights(script),
-        unsure=_unsure(fit) + ("" if adds_up else table["unproven"]["moving"]),
+        unsure=_word_doubt(fit) + ("" if adds_up else table["unproven"]["moving"]),
         remedy=trial.replace_refuted(remedy),
         multiply=multiply,
     )
@@ -389,7 +387,7 @@ def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: S
     return next((name for name, each in amounts if are_near_shares(weights, each, tolerance)), "")
 
 
-def _script_factor(script: ScriptWeights) -> str:
+def _word_script_weights(script: ScriptWeights) -> str:
     table = words("GAV202")["script_weights"]
     return fill_sentence(table[script.shares.name.lower()], weights=script.weights)
 
@@ -398,14 +396,14 @@ def _say_script_weights(script: ScriptWeights | None) -> str:
     """Says what the script weights its micro-batches by; empty where it is nothing, or 1/K."""
     if script is None or _is_equal(script):
         return ""
-    return f"; the script weights them by {_script_factor(script)}"
+    return f"; the script weights them by {_word_script_weights(script)}"
 
 
-def _instead_of(script: ScriptWeights) -> str:
-    return "" if _is_equal(script) else f", in place of {_script_factor(script)}"
+def _word_replaced_weights(script: ScriptWeights) -> str:
+    return "" if _is_equal(script) else f", in place of {_word_script_weights(script)}"
 
 
-def _kind(shares: WrongShares, tolerance: float) -> str:
+def _classify_weights(shares: WrongShares, tolerance: float) -> str:
     """What is wrong with weights that are no shares of anything seen."""
     update, weights, script = shares.update, shares.weights, shares.script
     if all(abs(weight) < tolerance for weight in weights[:-1]):
@@ -428,7 +426,7 @@ def _needed_multipliers(fit: WeightFit, update: UpdateComparison) -> tuple[float
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
 
 
-def _multiply(loop: Record, shares: WrongShares) -> str:
+def _word_multipliers(loop: Record, shares: WrongShares) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
     tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * shares.fit.residual, FIT_EXACT))
     what = "the losses" if shares.term is None else f"term {shares.term.number}"  # the other terms may be right

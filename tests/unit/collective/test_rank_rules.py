@@ -38,7 +38,7 @@ from gaverify.rules import (
     synchronised_every_micro_batch,
     wrong_rank_scale,
 )
-from gaverify.rules.scale import meaning_in_loop
+from gaverify.rules.scale import word_factor_in_loop
 from gaverify.rules.wording import shares
 from gaverify.thresholds import U32
 from gaverify.verdict.criteria import Difference
@@ -151,11 +151,11 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
     ],
 )
 def test_readings_of_a_factor(factor: float, steps: int, ranks: int, text: str) -> None:
-    assert meaning_in_loop(factor, steps, ranks, 1e-4) == text
+    assert word_factor_in_loop(factor, steps, ranks, 1e-4) == text
 
 
 def test_a_factor_below_one_has_both_readings_as_well() -> None:
-    assert "1/K = 1/R" in meaning_in_loop(0.5, 2, 2, 1e-4)
+    assert "1/K = 1/R" in word_factor_in_loop(0.5, 2, 2, 1e-4)
 
 
 LOOP_RULES = (
