@@ -22,7 +22,8 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torch
 from gaverify.audit.recording.values import place_in_group
 from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
 from gaverify.passes.layouts import SampleLayout, take_entries
-from gaverify.passes.randomness import draw_mode, foreign
+from gaverify.passes.randomness import Refusal, draw_mode, foreign
 from gaverify.passes.randomness.foreign import loop_site
 from gaverify.passes.randomness.operations import Drawing
 from gaverify.torch_internals import current_dispatch_mode
@@ -40,31 +41,54 @@ from gaverify.tracebacks import user_place
 
 @dataclass(frozen=True)
 class LoopDraw:
-    """A draw of the full-batch run.
+    """A draw of the full-batch run's loop."""
 
-    Args:
-        place: Where it was made.
-        steps: Optimizer steps before it.
-        interval: Backward passes before it.
-        operation: What drew.
-        shape: Of what was drawn; empty for a single number.
-        value: What was drawn.
-    """
-
-    place: Hashable
+    site: Hashable
+    """The place in the code that drew (`foreign.loop_site`)."""
     steps: int
-    interval: int
+    """Optimizer steps before it."""
+    backwards: int
+    """Backward passes before it."""
     operation: str
+    """What drew: `randn`, `numpy.random.normal`."""
     shape: tuple[int, ...]
+    """Of what was drawn; empty for a single number."""
     value: Any
+    """What was drawn."""
 
 
-class Part(NamedTuple):
-    """The part of a draw that belongs to a micro-batch; a dimension of −1 means all of it."""
+@dataclass(frozen=True)
+class LoopLedger:
+    """Every draw of the full-batch run's loop, in order. Dealing them to micro-batches changes nothing here."""
+
+    draws: tuple[LoopDraw, ...] = ()
+    """The draws from torch's, Python's and NumPy's generators."""
+    rows: Mapping[int, int] = field(default_factory=dict)
+    """Backward passes before a forward → the samples of that forward; 0 where unknown."""
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps have draws before them, or behind the last one."""
+        return max((draw.steps for draw in self.draws), default=-1) + 1
+
+    @cached_property
+    def sites(self) -> dict[Hashable, list[LoopDraw]]:
+        """The draws by the place in the code that made them."""
+        sites: dict[Hashable, list[LoopDraw]] = {}
+        for draw in self.draws:
+            sites.setdefault(draw.site, []).append(draw)
+        return sites
+
+
+class DealtLoopDraw(NamedTuple):
+    """The part of a draw that belongs to a micro-batch."""
 
     draw: LoopDraw
-    dim: int = -1
+    """The full-batch run's draw."""
+    dimension: int = -1
+    """The dimension that the rows are taken along; −1: all of the draw is the micro-batch's."""
     rows: range = range(0)
+    """The rows."""
 
 
 class Share(NamedTuple):
@@ -78,105 +102,105 @@ class Share(NamedTuple):
 _ALONE = Share()
 
 
-class Unalignable(Exception):
-    """The draw has no counterpart; the message says why."""
-
-
-class _Row:
-    """Every m-th draw of a place."""
+class _Series:
+    """Every m-th draw of a place, and how far it was dealt."""
 
     def __init__(self, draws: Sequence[LoopDraw]) -> None:
         self._draws = draws
-        self._at = self._taken = 0
+        self._next_draw = self._next_row = 0
         self._visits: Counter[int] = Counter()
 
-    def take_all(self, steps: int, parts: int) -> Part:
+    def deal_whole(self, steps: int, parts: int) -> DealtLoopDraw | Refusal:
+        """All micro-batches of a window get the same draw: that of the window's batch they belong to."""
         draws_of_window = [draw for draw in self._draws if draw.steps == steps]
         self._visits[steps] += 1
         if not draws_of_window:
-            raise Unalignable("the full-batch run drew nothing at this place in this window")
+            return Refusal("the full-batch run drew nothing at this place in this window")
         if len(draws_of_window) > 1 and not parts:
-            raise Unalignable("the full-batch run drew several times at this place in this window")
-        return Part(draws_of_window[min((self._visits[steps] - 1) // max(parts, 1), len(draws_of_window) - 1)])
+            return Refusal("the full-batch run drew several times at this place in this window")
+        batch = (self._visits[steps] - 1) // max(parts, 1)
+        return DealtLoopDraw(draws_of_window[min(batch, len(draws_of_window) - 1)])
 
-    def rows(self, shape: tuple[int, ...], share: Share) -> Part:
-        while self._at < len(self._draws):
-            draw = self._draws[self._at]
+    def deal_rows(self, shape: tuple[int, ...], share: Share) -> DealtLoopDraw | Refusal:
+        """The micro-batches get the rows of a draw one behind the other."""
+        while self._next_draw < len(self._draws):
+            draw = self._draws[self._next_draw]
             layout = SampleLayout.find(draw.shape, shape)
             if layout is None:
                 break
             if len(layout.dimensions) != 1:
-                raise Unalignable("its shape follows the batch in more than one dimension")
-            dim = layout.first.at
-            size, start = shape[dim], self._taken
-            if start + size * share.ranks <= draw.shape[dim]:
-                self._taken += size * share.ranks
+                return Refusal("its shape follows the batch in more than one dimension")
+            dimension = layout.first.at
+            size, start = shape[dimension], self._next_row
+            if start + size * share.ranks <= draw.shape[dimension]:
+                self._next_row += size * share.ranks
                 first, step = (share.rank, share.ranks) if share.turns else (share.rank * size, 1)
-                return Part(draw, dim, range(start + first, start + first + size * step, step))
-            self._at, self._taken = self._at + 1, 0
-        raise Unalignable("the full-batch run drew fewer rows at this place")
+                return DealtLoopDraw(draw, dimension, range(start + first, start + first + size * step, step))
+            # Rows that are fewer than a micro-batch belong to none: the loop goes on with its next batch.
+            self._next_draw, self._next_row = self._next_draw + 1, 0
+        return Refusal("the full-batch run drew fewer rows at this place")
 
 
-class _Place:
+class _Site:
+    """The draws of one place, and how far they were dealt."""
+
     def __init__(self, draws: Sequence[LoopDraw], rows: Mapping[int, int]) -> None:
         self._draws, self._visits = draws, 0
-        counts = Counter(draw.interval for draw in draws)
-        self._rows = [_Row(draws[at :: min(counts.values())]) for at in range(min(counts.values()))]
+        counts = Counter(draw.backwards for draw in draws)
+        per_batch = min(counts.values())
+        self._series = [_Series(draws[at::per_batch]) for at in range(per_batch)]
         # As many single numbers as the forward has samples: one for each.
-        self._single = len({draw.shape for draw in draws}) == 1 and all(
-            rows.get(interval, 0) > 1 and count % rows[interval] == 0 for interval, count in counts.items()
+        self._is_per_sample = len({draw.shape for draw in draws}) == 1 and all(
+            rows.get(backwards, 0) > 1 and count % rows[backwards] == 0 for backwards, count in counts.items()
         )
 
-    def find(self, steps: int, operation: str, shape: tuple[int, ...], parts: int, share: Share) -> Part:
+    def deal(
+        self, steps: int, operation: str, shape: tuple[int, ...], parts: int, share: Share
+    ) -> DealtLoopDraw | Refusal:
         first = self._draws[0]
         visit, self._visits = self._visits, self._visits + 1
         if first.operation != operation or len(first.shape) != len(shape):
-            raise Unalignable("the full-batch run drew something else at this place")
-        if self._single and first.shape == shape:
+            return Refusal("the full-batch run drew something else at this place")
+        if self._is_per_sample and first.shape == shape:
             if share.ranks > 1:
-                raise Unalignable("a number for each sample is not dealt to several ranks")
+                return Refusal("a number for each sample is not dealt to several ranks")
             if visit >= len(self._draws):
-                raise Unalignable("the full-batch run drew less often at this place")
-            return Part(self._draws[visit])
-        row = self._rows[visit % len(self._rows)]
-        return (
-            row.take_all(steps, parts) if any(draw.shape == shape for draw in self._draws) else row.rows(shape, share)
-        )
+                return Refusal("the full-batch run drew less often at this place")
+            return DealtLoopDraw(self._draws[visit])
+        series = self._series[visit % len(self._series)]
+        # A shape that some draw of the full batch has as well does not follow the batch's size.
+        if any(draw.shape == shape for draw in self._draws):
+            return series.deal_whole(steps, parts)
+        return series.deal_rows(shape, share)
 
 
-class Counterparts:
-    """Finds for each draw of the accumulated run the part of the full-batch run's that is its own.
+class LoopDealing:
+    """The draws of a ledger on their way to the micro-batches of one run; the ledger stays as it is.
 
     Args:
-        draws: Of the full-batch run, in order.
-        rows: The rows of its forwards, by backward passes before them.
+        ledger: The full-batch run's draws.
         parts: Micro-batches per batch of the full-batch run; 0 where that is not known.
     """
 
-    def __init__(self, draws: Sequence[LoopDraw], rows: Mapping[int, int], parts: int) -> None:
-        self._parts = parts
-        self.steps = max((draw.steps for draw in draws), default=-1) + 1
-        by_place: dict[Hashable, list[LoopDraw]] = {}
-        for draw in draws:
-            by_place.setdefault(draw.place, []).append(draw)
-        self._places = {place: _Place(members, rows) for place, members in by_place.items()}
+    def __init__(self, ledger: LoopLedger, parts: int) -> None:
+        self.ledger, self._parts = ledger, parts
+        self._sites = {site: _Site(draws, ledger.rows) for site, draws in ledger.sites.items()}
 
-    def find(self, place: Hashable, steps: int, operation: str, shape: tuple[int, ...], share: Share = _ALONE) -> Part:
-        """Returns the part of the full-batch run's draw.
+    def deal(
+        self, site: Hashable, steps: int, operation: str, shape: tuple[int, ...], share: Share = _ALONE
+    ) -> DealtLoopDraw | Refusal:
+        """Returns the part of the full-batch run's draw that is a micro-batch's, or why there is none.
 
         Args:
-            place: Where the accumulated run draws.
+            site: The place in the code of the accumulated run that draws.
             steps: Optimizer steps before it.
             operation: What draws.
             shape: Of what was drawn.
             share: Which rank draws.
-
-        Raises:
-            Unalignable: There is none.
         """
-        if place not in self._places:
-            raise Unalignable("the full-batch run drew nothing at this place")
-        return self._places[place].find(steps, operation, shape, self._parts, share)
+        if site not in self._sites:
+            return Refusal("the full-batch run drew nothing at this place")
+        return self._sites[site].deal(steps, operation, shape, self._parts, share)
 
 
 _ORDERS = ("randperm", "permutation", "shuffle")
@@ -329,7 +353,7 @@ class KeptLoopDraws(LoopDraws):
 
     def close(self) -> None:
         """Writes the draws."""
-        torch.save((self._draws, self._rows), self._folder / _FILE)
+        torch.save(LoopLedger(tuple(self._draws), self._rows), self._folder / _FILE)
 
     def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> None:
         if isinstance(drawn, torch.Tensor):
@@ -356,25 +380,25 @@ class DealtLoopDraws(LoopDraws):
     def __init__(self, source: Path, parts: int, turns: bool = False) -> None:
         super().__init__()
         self._turns = turns
-        draws, rows = torch.load(source / _FILE, weights_only=False) if (source / _FILE).exists() else ([], {})
-        self._counterparts = Counterparts(draws, rows, parts)
+        ledger = torch.load(source / _FILE, weights_only=False) if (source / _FILE).exists() else LoopLedger()
+        self._dealing = LoopDealing(ledger, parts)
 
     def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> Any:
-        if self.steps >= self._counterparts.steps:
+        if self.steps >= self._dealing.ledger.steps:
             return None  # behind what the full-batch run recorded
-        try:
-            share = Share(*place_in_group(), self._turns)
-            part = self._counterparts.find(loop_site(), self.steps, operation, shape, share)
-            if part.dim >= 0 and operation.rpartition(".")[2] in _ORDERS:
-                raise Unalignable("an order of the whole batch has no part for some of its samples")
-        except Unalignable as error:
-            self._lose(operation, str(error))
+        dealt = self._dealing.deal(loop_site(), self.steps, operation, shape, Share(*place_in_group(), self._turns))
+        if isinstance(dealt, DealtLoopDraw) and dealt.dimension >= 0 and operation.rpartition(".")[2] in _ORDERS:
+            dealt = Refusal("an order of the whole batch has no part for some of its samples")
+        if isinstance(dealt, Refusal):
+            self._lose(operation, dealt.why)
             return None
         self.count += 1
-        value = part.draw.value
+        value, is_whole = dealt.draw.value, dealt.dimension < 0
         if isinstance(value, torch.Tensor):
-            rows = value if part.dim < 0 else take_entries(value, part.dim, part.rows)
+            rows = value if is_whole else take_entries(value, dealt.dimension, dealt.rows)
             return rows.to(drawn.device, drawn.dtype)
-        if part.dim < 0:
-            return copy.copy(value)
-        return [value[at] for at in part.rows] if isinstance(value, list) else value.take(part.rows, part.dim)
+        if is_whole:
+            return copy.copy(value)  # the loop may change what it was given
+        if isinstance(value, list):
+            return [value[at] for at in dealt.rows]
+        return value.take(dealt.rows, dealt.dimension)

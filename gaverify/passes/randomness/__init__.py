@@ -14,10 +14,11 @@ their contents, folded rows with the batch as inner index. It covers loops over 
 tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
 
 What is special about an operation stands in one table (`operations`). The draws of a training script's loop are no
-pass's: an audit keeps their values and deals them out by their place in the loop (`audit/recording`).
+pass's: an audit keeps them in a ledger of its own kind and deals them out by their place in the loop
+(`audit/recording/loop`).
 """
 
-from gaverify.passes.randomness.dealing import Dealer, Dealing, DealingReport, Reading, Recomputing
+from gaverify.passes.randomness.dealing import Dealer, Dealing, DealingReport, Reading, Recomputing, Refusal
 from gaverify.passes.randomness.draws import Draw, DrawLedger, Recorder
 from gaverify.passes.randomness.foreign import named_modules
 from gaverify.passes.randomness.operations import draw_mode
@@ -31,6 +32,7 @@ __all__ = [
     "Reading",
     "Recomputing",
     "Recorder",
+    "Refusal",
     "draw_mode",
     "named_modules",
 ]

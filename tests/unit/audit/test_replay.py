@@ -21,11 +21,12 @@ from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _find_drifted as drifted_in
 from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples, labels
-from gaverify.audit.recording.loop import Counterparts, LoopDraw, Share, Unalignable
+from gaverify.audit.recording.loop import DealtLoopDraw, LoopDealing, LoopDraw, LoopLedger, Share
 from gaverify.audit.recording.rows import input_rows
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import Runs, compare_gradients
+from gaverify.passes.randomness import Refusal
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import ArithmeticSummary, Backward, Event, Forward, Step, ZeroGrad, ledger_of
@@ -45,35 +46,40 @@ def draws(*shapes: tuple[int, ...], steps: tuple[int, ...] = (), intervals: tupl
     ]
 
 
-def taken(found: Counterparts, steps: int, shape: tuple[int, ...]) -> tuple[Any, int, int]:
-    part = found.find("here", steps, "randn", shape)
-    return part.draw.value, part.rows.start, part.dim
+def dealing(draws: list[LoopDraw], rows: dict[int, int], parts: int) -> LoopDealing:
+    return LoopDealing(LoopLedger(tuple(draws), rows), parts)
+
+
+def taken(found: LoopDealing, steps: int, shape: tuple[int, ...]) -> tuple[Any, int, int]:
+    part = found.deal("here", steps, "randn", shape)
+    assert isinstance(part, DealtLoopDraw)
+    return part.draw.value, part.rows.start, part.dimension
 
 
 class TestDraws:
     def test_a_batch_that_is_drawn_ahead(self) -> None:
         """The first window draws its own batch and the next one's."""
-        found = Counterparts(draws((8,), (8,), (8,), steps=(0, 0, 1), intervals=(0, 0, 1)), {}, 4)
+        found = dealing(draws((8,), (8,), (8,), steps=(0, 0, 1), intervals=(0, 0, 1)), {}, 4)
         assert [taken(found, 0, (2,)) for _ in range(5)] == [(0, 0, 0), (0, 2, 0), (0, 4, 0), (0, 6, 0), (1, 0, 0)]
 
     def test_two_views_at_one_line(self) -> None:
-        found = Counterparts(draws((8,), (8,), steps=(0, 0), intervals=(0, 0)), {0: 8}, 4)
+        found = dealing(draws((8,), (8,), steps=(0, 0), intervals=(0, 0)), {0: 8}, 4)
         assert [taken(found, 0, (4,)) for _ in range(4)] == [(0, 0, 0), (1, 0, 0), (0, 4, 0), (1, 4, 0)]
 
     def test_a_draw_for_the_whole_batch_is_repeated(self) -> None:
-        found = Counterparts(draws((), ()), {}, 2)
+        found = dealing(draws((), ()), {}, 2)
         assert [taken(found, at // 2, ())[0] for at in range(4)] == [0, 0, 1, 1]
 
     def test_several_windows_of_the_full_batch_between_two_steps(self) -> None:
-        found = Counterparts(draws((), (), steps=(0, 0), intervals=(0, 1)), {}, 2)
+        found = dealing(draws((), (), steps=(0, 0), intervals=(0, 1)), {}, 2)
         assert [taken(found, 0, ())[0] for _ in range(4)] == [0, 0, 1, 1]
 
     def test_one_by_one(self) -> None:
-        found = Counterparts(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
+        found = dealing(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
         assert [taken(found, 0, ())[0] for _ in range(4)] == [0, 1, 2, 3]
 
     def test_another_dimension(self) -> None:
-        found = Counterparts(draws((3, 8)), {}, 4)
+        found = dealing(draws((3, 8)), {}, 4)
         assert [taken(found, 0, (3, 2)) for _ in range(2)] == [(0, 0, 1), (0, 2, 1)]
 
     @pytest.mark.parametrize(
@@ -82,8 +88,7 @@ class TestDraws:
         ids=["another operation", "fewer dimensions", "two dimensions follow", "another window"],
     )
     def test_what_has_no_counterpart(self, operation: str, shape: tuple[int, ...], steps: int) -> None:
-        with pytest.raises(Unalignable):
-            Counterparts(draws((8, 3)), {}, 4).find("here", steps, operation, shape)
+        assert isinstance(dealing(draws((8, 3)), {}, 4).deal("here", steps, operation, shape), Refusal)
 
     @pytest.mark.parametrize(
         ("turns", "first", "second"),
@@ -93,9 +98,10 @@ class TestDraws:
         self, turns: bool, first: list[tuple[int, ...]], second: list[tuple[int, ...]]
     ) -> None:
         for rank, rows in enumerate((first, second)):
-            found = Counterparts(draws((8, 3), (8, 3)), {}, 2)
-            given = [found.find("here", at // 2, "randn", (2, 3), Share(rank, 2, turns)) for at in range(4)]
-            assert [(part.draw.value, tuple(part.rows)) for part in given] == [
+            found = dealing(draws((8, 3), (8, 3)), {}, 2)
+            given = [found.deal("here", at // 2, "randn", (2, 3), Share(rank, 2, turns)) for at in range(4)]
+            dealt = [part for part in given if isinstance(part, DealtLoopDraw)]
+            assert [(part.draw.value, tuple(part.rows)) for part in dealt] == [
                 (0, rows[0]),
                 (0, rows[1]),
                 (1, rows[0]),
@@ -103,16 +109,14 @@ class TestDraws:
             ]
 
     def test_numbers_for_each_sample_are_not_dealt_to_ranks(self) -> None:
-        found = Counterparts(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
-        with pytest.raises(Unalignable):
-            found.find("here", 0, "randn", (), Share(1, 2, True))
+        found = dealing(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
+        assert isinstance(found.deal("here", 0, "randn", (), Share(1, 2, True)), Refusal)
 
     def test_more_rows_than_were_drawn(self) -> None:
-        found = Counterparts(draws((4,)), {}, 2)
+        found = dealing(draws((4,)), {}, 2)
         for _ in range(2):
             taken(found, 0, (2,))
-        with pytest.raises(Unalignable):
-            taken(found, 0, (2,))
+        assert isinstance(found.deal("here", 0, "randn", (2,)), Refusal)
 
 
 @contextlib.contextmanager
