@@ -71,7 +71,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         "GAV203.empty",
         *_weighing_evidence(facts),
         location=backward_place(facts),
-        proven=bool(rows) or _weights_leave_nothing(facts),
+        proven=bool(rows) or _run_that_leaves_nothing(facts) is not None,
         which=", ".join(str(k + 1) for k in empty),
         window=f"of {facts.steps}" if facts.loop is None else f"of update {facts.compared.update}",
         effect="its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing",
@@ -81,18 +81,17 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _weights_leave_nothing(facts: Facts) -> bool:
-    """Whether other weights give the full batch's gradient: what a run with them left."""
+def _run_that_leaves_nothing(facts: Facts) -> ControlRun | None:
+    """The run with other weights that gives the full batch's gradient; None where none was made, or it leaves more."""
     run = facts.weights.remedy if facts.loop is None else facts.loop.weighed
-    return run is not None and run.rounding
+    return run if run is not None and run.rounding else None
 
 
 def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
-    fit, run = facts.weights.fit, facts.weights.remedy
-    if fit is not None and _weights_leave_nothing(facts):
-        difference_left = run.left if run is not None else fit.residual
+    fit, run = facts.weights.fit, _run_that_leaves_nothing(facts)
+    if fit is not None and run is not None:
         what = f"with weights {weights_text(fit.weights, each=False)} the difference"
-        yield word_control("micro-batch-weights", what, difference_left, True, weights=list(fit.weights))
+        yield word_control("micro-batch-weights", what, run.left, True, weights=list(fit.weights))
 
 
 def _judge_skipped(facts: Facts) -> Iterator[Finding]:
