@@ -482,12 +482,14 @@ class TestWeights:
     def test_an_empty_micro_batch_is_proven_where_weights_without_it_leave_nothing(
         self, left: float, proven: bool
     ) -> None:
-        factor = fit(0.75, 0.3, right=(1.0, 4 / 3, 4 / 3, 4 / 3), residual=left)
+        factor = fit(0.75, 0.3, right=(1.0, 4 / 3, 4 / 3, 4 / 3), residual=2 * left)
         empty = update(ratio=0.75, fit=factor, valid_targets=(0, 4, 4, 4), ignored_targets=True)
         weighed = ControlRun("each loss multiplied", left, proven)
         judged = findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,), weighed=weighed))
         found = [f for f in judged if f.code == "GAV203"]
         assert [finding.proven for finding in found] == [proven]
+        tried = [entry.values["left"] for entry in found[0].evidence if entry.kind == "control"]
+        assert tried == ([left] if proven else []), "what the run left, not what the fit did"
 
     @pytest.mark.parametrize(("ranks", "said"), [(2, True), (1, False)])
     def test_terms_that_ranks_leave_untried_are_said(self, ranks: int, said: bool) -> None:
