@@ -488,7 +488,7 @@ class TestWeights:
         judged = findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,), weighed=weighed))
         found = [f for f in judged if f.code == "GAV203"]
         assert [finding.proven for finding in found] == [proven]
-        tried = [entry.values["left"] for entry in found[0].evidence if entry.kind == "control"]
+        tried = [entry.values["left"] for entry in found[0].evidence if entry.label == "control"]
         assert tried == ([left] if proven else []), "what the run left, not what the fit did"
 
     @pytest.mark.parametrize(("ranks", "said"), [(2, True), (1, False)])
