@@ -68,6 +68,7 @@ def compare_updates(
         {window.number: window for window in windows_of(run.events, number_steps(rounds))}
         for run in (full, accumulated)
     ]
+    # Steps of networks that take turns are rounds of their own: one update then makes several rounds.
     most = sum(len(round_) for round_ in rounds_of(full.events)[:updates])
     compared: list[UpdateComparison] = []
     step_count = 0
@@ -92,6 +93,7 @@ def _compare_update(
     fit = fit_of(full, accumulated)
     data, missed = _data(runs.full, full, runs.accumulated, accumulated), None
     of_networks = _data_of_networks(runs, round_)
+    # With several networks a window also holds forwards of those that did not step: the others' rows decide.
     if of_networks is not None and (not data.same or of_networks[1] is not None):
         data, missed = of_networks
     terms = terms_of(accumulated, fit)
@@ -104,6 +106,7 @@ def _compare_update(
     if full.of("summed") or accumulated.of("summed"):
         summed = decide_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
     clips, clips_full = clips_of(window), clips_of(full_window)
+    # One rank may step with other settings although all have the same gradient: every process is looked at.
     each = runs.accumulated.each(round_)
     change = farthest_change(full, each, unit)
     decided, unclear = Stage.USED, False
@@ -114,10 +117,12 @@ def _compare_update(
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     start_difference = _distance(full, accumulated, "before")
+    # Asked only for other samples: it reads the rows of the next update as well.
     fed, never_fed = (None, 0) if data.same else _unlike_samples(runs, full, accumulated)
     if fed is not None and fed.is_part and _explains_all(fit):
         data = replace(fed, adds_nothing=True)
     judged = (
+        # `not a > b` and not `a <= b`: an unknown distance is NaN, and must not forbid the comparison.
         data.is_comparable and not unrepeatable and not start_difference > _start_allowed(runs, round_, number, unit)
     )
     open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
@@ -126,10 +131,12 @@ def _compare_update(
         decided = Stage.CHANGE
         # Weights that change alike to their rounding may have had gradients that differ by more than that.
         outcome = Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT else outcome
+    # The same rows stand for both stages where nothing changed the sum: the report would show one line twice.
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)
     backwards = window.of(Backward) if window is not None else ()
+    # The weights in the report have to belong to the gradients that decided, or they contradict the verdict.
     of_sum = decided is Stage.SUMMED or summed is used
     counted = tuple(math.nan if backward.counted is None else backward.counted for backward in backwards)
     valid = tuple(max((count for count, _ in backward.targets), default=-1) for backward in backwards)
@@ -174,11 +181,12 @@ def _losses(window: Window | None) -> tuple[float, ...]:
 
 
 def _full_loss(full: Samples, window: Window | None, *, summed: bool) -> float:
-    """The value whose gradient the full batch's is; NaN where the script makes more of its passes than a weighted sum.
+    """The loss whose gradient is the full batch's; NaN where that gradient is no weighted sum of the backward passes'.
 
     A `GradScaler` differentiates the loss times its scale, and takes it out of the gradient later.
     """
     fit, losses = fit_of(full, full, summed=summed), _losses(window)
+    # With clipped or otherwise edited gradients the losses do not add up as the gradients do.
     if fit is None or fit.residual > COMPUTED_FLOAT32 or len(fit.weights) != len(losses):
         return math.nan
     return sum(weight * loss for weight, loss in zip(fit.weights, losses, strict=True))
@@ -188,6 +196,7 @@ def farthest_change(full: Samples, each: Sequence[Samples], unit: float) -> Stag
     """Returns the change of the weights in the process where it is farthest from the full-batch run's."""
     per_process = [compare_changes(full, samples, unit) for samples in each if is_led(samples)]
     changes = [change for change in per_process if change is not None]
+    # The outcome counts first: a process that diverges may differ by less than one whose rounding allows more.
     return max(
         changes, key=lambda change: (change.outcome is Outcome.DIVERGENT, _difference_or_inf(change)), default=None
     )
@@ -207,7 +216,7 @@ def differing_settings(full: Samples, each: Sequence[Samples]) -> tuple[SettingD
 
 
 def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | None] | None:
-    """What the networks of each optimizer were fed since the last step of this round's, where several train.
+    """Compares what each optimizer's networks were fed since the round's optimizers last stepped, if several train.
 
     One network's loss may run through another (a generator's through its critic), so that samples count once.
 
@@ -218,6 +227,7 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
     both_runs = (runs.full, runs.accumulated)
     trained = runs.accumulated.models_by_optimizer
     stepped = {optimizer for optimizer, _ in round_}
+    # One optimizer, or all at once: the rows of the whole window are those of the step.
     if not stepped < set(trained):
         return None
     stretches = [_events_since_last_step(run, round_) for run in both_runs]
@@ -225,6 +235,7 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
     for optimizer, models in trained.items():
         fed = [_forwards_reached(events, optimizer, models) for events in stretches]
         rows = [run.rows_behind(forwards) for run, forwards in zip(both_runs, fed, strict=True)]
+        # In a GAN the critic sees the samples in its own pass and in the generator's: their number differs by design.
         checks[optimizer] = check_rows(*rows, distinct=True)
     checked = {optimizer: check for optimizer, check in checks.items() if check.checked}
     own_checks = [check for optimizer, check in checked.items() if optimizer in stepped]
@@ -279,15 +290,16 @@ def _forwards_reached(events: Sequence[Event], optimizer: int, models: frozenset
 
 
 def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:
-    """At which stage an update is decided, and whether neither can decide it.
+    """Returns the stage that decides an update, and whether it stays unclear which of the two is right.
 
-    Clipping hides a wrong scale, so where one was active the sum before it counts; it was kept just before the clip,
-    after what the script did to it by hand. What it does after it may be the division. Without a clip, a gradient that
-    only the accumulated run changed and that ends like the full batch's was divided, or put together elsewhere. Any
-    other that was changed without a known call may have been divided or clipped by hand: a control tells.
+    An active clip hides a wrong scale, so the sum just before the clip counts. A script that edits gradients after the
+    clip (`late`) may divide them there. Without a clip, a gradient that only the accumulated run changed and that ends
+    like the full batch's was divided, or put together elsewhere. Any other gradient that was changed without a known
+    call may have been divided or clipped by hand: a control tells.
     """
     if summed is used:
         return Stage.USED, False
+    # Two different gradients over the limit have the same norm after the clip: a missing division would not show.
     if any(clip.active for clip in clips):
         late = late and used.outcome is not Outcome.EQUIVALENT and summed.outcome is not Outcome.EQUIVALENT
         return (Stage.USED if late or summed.outcome is Outcome.EQUIVALENT else Stage.SUMMED), late
@@ -308,7 +320,8 @@ def _data(full_run: RecordedRun, full: Samples, own_run: RecordedRun, accumulate
 
 
 def _unlike_samples(runs: Runs, full: Samples, accumulated: Samples) -> tuple[RowCheck | None, int]:
-    """The samples of all forwards of an update, and how many of the full batch's the next one is not fed, either."""
+    """The check of all rows of an update, and how many of the full batch's rows the next update is not fed either."""
+    # `rows` of several ranks are those of rank 0 alone: the samples of all others would seem to be missing.
     if isinstance(runs.accumulated, RankedRun):
         return None, 0
     full_rows, own_rows = runs.full.rows_of(full, reached=False), runs.accumulated.rows_of(accumulated, reached=False)
@@ -390,11 +403,14 @@ def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float
 
 def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: float) -> str:
     full, perturbed = runs.full.samples(round_), runs.perturbed.samples(round_)
+    # The perturbed run may lack this update: then nothing tells whether it repeats itself.
     if not perturbed.steps:
         return ""
     start = _distance(full, perturbed, "before")
+    # Only before the first update: later weights differ by what training makes of one roundoff, which may be much.
     if number == 1 and start > MANY_UNITS * unit:
         return f"its weights start {start:.1e} apart (relative) although only rounding was added"
+    # One division by K = 2 too many halves the gradient: noise above that would hide such a fault completely.
     if floors_allowed(unit) * noise > VISIBLE:
         rows = _data(runs.full, full, runs.perturbed, perturbed)
         row_note = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
@@ -410,6 +426,7 @@ def _rates(samples: Samples) -> tuple[float, ...]:
 def _distance(full: Samples, accumulated: Samples, when: Moment) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
     ours, theirs = full.of(when), accumulated.of(when)
+    # The weights of sharded parameters are known of the shards alone, and have no elements here.
     common = [at for at in ours if at in theirs and len(theirs[at]) == len(ours[at])]
     size = full.norm({at: ours[at] for at in common})
     return full.norm({at: theirs[at] - ours[at] for at in common}) / size if size else math.nan

@@ -1,4 +1,4 @@
-"""From the record and its findings to the report: the outcome, and why; where it stays open, what to do about it."""
+"""Decides the outcome of an audit from its record and findings, and says why; if it stays open, what to do about it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gaverify.rules.wording import phrase
 def explain_undecided(record: Record, update: UpdateComparison) -> str:
     """Returns why an update leaves the question open; empty where it does not."""
     before = update.number - 1
+    # Both runs cut the batch alike, so even a faulty loop would agree: nothing was compared.
     if not before and record.same_pieces:
         return phrase("outcome.same-pieces")
     why = _why(record, update)
@@ -32,10 +33,12 @@ def explain_undecided(record: Record, update: UpdateComparison) -> str:
 
 
 def _why(record: Record, update: UpdateComparison) -> str:
+    # Asked first: a run that does not repeat itself makes all comparisons below meaningless.
     if update.unrepeatable:
         return phrase("outcome.unrepeatable", update=update, advice=_start_advice(record))
     if not update.data.is_comparable:
         return _other_data(record, update)
+    # Weights that differ before the update make its gradients differ whatever the loop does.
     if not update.judged:
         return phrase("outcome.started-apart", update=update, advice=_advice(record, update))
     if update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE:
@@ -46,6 +49,7 @@ def _why(record: Record, update: UpdateComparison) -> str:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
         noun = phrase("outcome.undecided", count=count, total=len(update.parameters))
+        # Every parameter agrees, but the noise is so large, or the gradient so small, that a fault would agree as well.
         if not count:
             hidden = hidden_share(update.parameters)
             noun = phrase("outcome.hidden" if 0 < hidden < math.inf else "outcome.zero", hidden=hidden)
@@ -57,6 +61,7 @@ def _advice(record: Record, update: UpdateComparison) -> str:
     before = record.update_of(update.number - 1)
     if before is None:
         return _start_advice(record)
+    # Other rates make other steps of the same gradient: the advice can then name the scheduler.
     if before.learning_rates != before.learning_rates_full:
         rates = ", ".join(f"{rate:.4g}" for rate in before.learning_rates)
         full = ", ".join(f"{rate:.4g}" for rate in before.learning_rates_full)
@@ -65,7 +70,7 @@ def _advice(record: Record, update: UpdateComparison) -> str:
 
 
 def _start_advice(record: Record) -> str:
-    """What to do about weights that start elsewhere: a run that read a checkpoint resumes, any other lacks a seed."""
+    """The advice for initial weights that differ: one run resumed from a checkpoint, or a seed is missing."""
     loads = [
         {(event.path, event.place) for window in windows for event in window.of(FileLoaded)}
         for windows in (record.full_windows, record.windows)
@@ -73,6 +78,7 @@ def _start_advice(record: Record) -> str:
     alone = sorted(
         (path, place, run)
         for run, ours, theirs in (("full-batch", loads[0], loads[1]), ("accumulated", loads[1], loads[0]))
+        # A file that both runs read makes no difference: only one that a single run read explains other weights.
         for path, place in ours - theirs
     )
     if alone:
@@ -91,9 +97,11 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         rows, advice = f"{data.full} rows in both", phrase("outcome.drawn", drawn=drawn)
     else:
         rows, advice = f"{data.full} rows in both", phrase("outcome.shuffled", fed=_fed_at(record, update))
+    # From here on, more special advice replaces the general one: the last that applies is shown.
     if is_skipping(record, update):
         advice = phrase("outcome.skipping")
     ranks = record.together
+    # A sampler that fills up the last batch repeats less than one row per rank.
     if ranks is not None and 0 < data.accumulated - data.full < record.ranks:
         advice = phrase("outcome.repeated")
     if ranks is not None and ranks.fed_alike:
@@ -105,7 +113,7 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
 
 
 def _fed_at(record: Record, update: UpdateComparison) -> str:
-    """Where the rows went in, and how a script lets the audit give both runs the same."""
+    """The advice for shuffled samples, with the line of the forward that is given them."""
     window = record.window_of(update.number)
     forwards = window.of(Forward) if window is not None else ()
     file, line = forwards[0].place if forwards else (None, None)
@@ -121,7 +129,7 @@ def report_of(
     closing: ClosingRecord,
     timings: Mapping[str, float],
 ) -> AuditReport:
-    """Returns the answer of an audit.
+    """Returns the report of an audit: its outcome, the reason, and everything that is shown beside them.
 
     Args:
         request: What was asked for.
@@ -164,6 +172,7 @@ def report_of(
 
 def is_explained(record: Record) -> bool:
     """Whether a rule finds a fault in what is known so far, and no term of the loss is left for another one."""
+    # A fault in one term of the loss explains nothing about another term: the search for causes has to go on.
     if unexplained_term(record):
         return False
     return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))
@@ -176,6 +185,7 @@ def is_proven(record: Record) -> bool:
 
 def _method(record: Record) -> Method:
     """What decided the updates: runs in float32, or the weights that fit where they decided every parameter of all."""
+    # The report names one method: as soon as one parameter needed the noise floor, the whole answer rests on it.
     methods = {row.method for update in record.updates for row in update.parameters}
     if record.float32:
         return Method.FLOAT32_RUNS
@@ -197,6 +207,7 @@ def same_arguments(request: Request) -> AuditReport:
 def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
     faults = [finding for finding in findings if finding.severity == "fault"]
     differing = record.divergent
+    # The gradient of one rank is only its part of the batch's, so that even faults of this process may be none.
     if _is_one_of_several(record):
         return Outcome.INCONCLUSIVE, phrase("outcome.one-of-several", record=record)
     open_ = _open(record, differing, faults)
@@ -204,6 +215,7 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
         return Outcome.INCONCLUSIVE, open_
     if differing is not None:
         return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_describe_blind_spot(record)}"
+    # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
         values = {
@@ -222,12 +234,14 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
         why = explain_undecided(record, update)
         if why:
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
+    # A fault that is not proven forbids the answer EQUIVALENT, but is not enough for DIVERGENT.
     if faults:
         return Outcome.INCONCLUSIVE, phrase(
             "outcome.suspected", compared=_describe_agreement(record), named=_list_findings(faults)
         )
     if not record.updates:
         return Outcome.INCONCLUSIVE, phrase("outcome.none-in-common")
+    # A later update may differ where the first agree: a script that ended early is told how little was compared.
     update_count, wanted = len(record.updates), request.updates
     fewer = phrase("outcome.fewer", made=update_count, wanted=wanted) if update_count < wanted else ""
     remarks = (
@@ -251,9 +265,11 @@ def _list_findings(findings: Sequence[Finding]) -> str:
 
 
 def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[Finding]) -> str:
-    """Why a difference without a fault decides nothing; empty where it does."""
+    """Why a difference for which no rule found a fault stays undecided; empty if it decides."""
+    # A rule has found the cause: other samples or draws are then no better explanation of the difference.
     if differing is None or faults:
         return ""
+    # A communication hook that compresses gradients changes them on purpose, by more than rounding.
     if record.together is not None and record.together.is_altered:
         return phrase("outcome.altered", number=differing.number, altered=record.together.altered)
     if not differing.data.checked:
@@ -264,17 +280,17 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
 
 
 def _describe_blind_spot(record: Record) -> str:
-    """What cannot show where both runs trained in several processes; empty where one did."""
+    """The remark on faults that do not show if both runs have ranks; empty if the full-batch run has none."""
     return phrase("outcome.ranks-in-both", record=record) if record.full_ranks > 1 else ""
 
 
 def _launched_alone(request: Request, record: Record) -> str:
-    """That a launcher made no ranks; empty where it did, or there is none."""
+    """The remark that a launcher started no ranks; empty if it did, or there is none."""
     return phrase("outcome.launched-alone") if request.launcher and record.ranks < 2 else ""
 
 
 def _in_both_runs(record: Record) -> str:
-    """What an equal gradient of ranks does not tell: what both runs lose, and which rows counted."""
+    """The remarks on what agreeing ranks leave open: gradients altered in both runs, and rows that ranks share."""
     ranks, remarks = record.together, ""
     if ranks is not None and ranks.is_altered:
         remarks += phrase("outcome.altered-in-both", altered=ranks.altered)
@@ -284,7 +300,7 @@ def _in_both_runs(record: Record) -> str:
 
 
 def _short(record: Record) -> str:
-    """What calls alone do not tell of a window that is shorter than the others; empty where none is."""
+    """The remark that calls alone do not show how a shorter window is weighted; empty if no window is shorter."""
     short = next((window for window in record.complete if 0 < window.backwards < record.usual(window)), None)
     if short is None:
         return ""
@@ -299,6 +315,7 @@ def _differing(update: UpdateComparison) -> str:
     if update.decided is Stage.CHANGE:
         text, of = f"the changes of the weights: {text}", "change"
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
+    # Relative to a zero gradient every difference is infinite: no number would tell the reader anything.
     if math.isinf(difference):
         return f"{text}; the full-batch run has no {of} at all: every one is zero"
     return (
@@ -316,6 +333,7 @@ def _describe_agreement(record: Record) -> str:
     names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
     rows = judged[0].parameters
     factors = [f"{update.fit.factor:.4g}" for update in judged if update.step_takes_factor and update.fit is not None]
+    # The gradients themselves differ in this case: "agree to rounding" would be false, only the weights agree.
     if len(factors) == len(judged):
         return (
             f"{names}: the gradient is {factors[0]} times the full batch's and the step takes the factor out again "

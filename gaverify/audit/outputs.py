@@ -78,6 +78,7 @@ def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
     working_folder = os.getcwd()
     try:
         _unshare()
+        # Opened before anything is covered: afterwards the same path leads to the overlay, and a file handle does not.
         through = [(str(path), os.open(path, os.O_PATH)) for path in dict.fromkeys([folder, *passed])]
         _Cover(folder).all_of(needed)
         for path, original in through:
@@ -113,6 +114,7 @@ class _Cover:
 
     def _cover(self, path: str) -> None:
         """One overlay; a folder with mounts below it cannot be covered as a whole, but each of its own folders can."""
+        # An overlay of the outer folder would hide these mounts: a home on its own disk would look empty.
         if any(_is_under(mount, path) and mount != path for mount in self._mounts):
             for entry in os.scandir(path):
                 if entry.is_dir(follow_symlinks=False):
@@ -122,9 +124,11 @@ class _Cover:
         if self._count > _MOST:
             raise _Impossible(f"there are more than {_MOST} folders with mounts of their own")
         parts = [f"{self._count}/upper", f"{self._count}/work"]
+        # `/proc/self/fd` still finds this folder after its own path was covered.
         for part in parts:
             os.makedirs(f"/proc/self/fd/{self._changes}/{part}")
         upper, work = (f"/proc/self/fd/{self._changes}/{part}" for part in parts)
+        # A path with a comma or a colon would end the mount option: the number of the handle has neither.
         lower = os.open(path, os.O_PATH | os.O_DIRECTORY)
         layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
         try:
@@ -139,7 +143,9 @@ def _unshare() -> None:
     uid, gid = os.geteuid(), os.getegid()
     if libc.unshare(_NEW_USER | _NEW_MOUNTS):
         raise _Impossible(f"user namespaces are not allowed here ({os.strerror(ctypes.get_errno())})")
+    # root may map all users, so that files of others keep their owner; in a container without that right it may not.
     everybody = ("uid_map", "0 0 4294967295"), ("gid_map", "0 0 4294967295")
+    # Without privilege the kernel takes a group map only after `setgroups` is denied: user_namespaces(7).
     ourselves = ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")
     for lines in (everybody, ourselves) if uid == 0 else (ourselves,):
         try:
@@ -149,6 +155,7 @@ def _unshare() -> None:
         except OSError as error:
             if lines is ourselves:
                 raise _Impossible(f"user namespaces are not allowed here ({error.strerror})") from error
+    # Mounts may be shared with the parent's namespace: neither side shall see what the other mounts from now on.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
 
 
@@ -186,6 +193,7 @@ class Guard:
     def __init__(self, folder: Path, passed: Sequence[Path], note_refused: Callable[[str], None]) -> None:
         self._free = tuple(os.path.realpath(path) + os.sep for path in (folder, *passed))
         self._note_refused = note_refused
+        # Forked processes share this handle: with O_APPEND none overwrites the lines of another.
         self._list = os.open(folder / "added.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._read = folder / "added.txt"
         self._added: set[str] = set()
@@ -200,13 +208,14 @@ class Guard:
             return
         if event in _CHANGING:
             self._check_change(args[0])
+        # `os.rename` is in both tables: its source has to be the run's own, and its target may replace no other file.
         if event in _MAKING:
             self._note_new_file(args[_MAKING[event]])
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and not isinstance(args[0], int):
             self._note_new_file(args[0])
 
     def _note_new_file(self, path: Any) -> None:
-        """A file that is new, or one that is opened for writing."""
+        """Lists a new file as added; ends the run if it opens a file for writing that was there before."""
         name = self._name(path)
         if name is None:
             return
@@ -228,7 +237,9 @@ class Guard:
         except TypeError:
             return None
         folder, base = os.path.split(os.path.abspath(text))
+        # Only the folder is resolved: to remove a link changes the link, and not the file that it leads to.
         name = os.path.join(os.path.realpath(folder), base)
+        # Python itself writes its compiled modules, beside sources of the user's as well.
         free = name.startswith(self._free) or f"{os.sep}__pycache__{os.sep}" in name
         return None if free or name.startswith(_ELSEWHERE) else name
 
@@ -244,6 +255,7 @@ class Guard:
     def _refuse(self, name: str) -> NoReturn:
         self._reading = True
         self._note_refused(name)
+        # An exception could be caught by the script, which would then go on without the file it meant to write.
         os._exit(REFUSED)
 
 
@@ -257,6 +269,7 @@ def read_added(path: Path) -> list[str]:
 
 def take_away(folder: Path) -> None:
     """Removes what the guarded run in `folder` added: files, and folders that are empty again."""
+    # A folder was listed before the files in it: the last come first, so that it is empty when its turn comes.
     for name in reversed(read_added(folder / "added.txt")):
         try:
             (os.rmdir if os.path.isdir(name) and not os.path.islink(name) else os.remove)(name)
@@ -265,7 +278,7 @@ def take_away(folder: Path) -> None:
 
 
 def tell_of_saving() -> None:
-    """Makes `torch.save` tell the hooks of its file, which it writes in compiled code."""
+    """Makes `torch.save` report its file to the audit hooks: it writes in compiled code, which raises no event."""
     import torch
 
     original = torch.save

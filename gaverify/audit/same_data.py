@@ -62,6 +62,7 @@ def check_rows(
             continue
         if check.differing:
             check = _read_as_pointers(path, by_path_full[path], by_path[path]) or check
+        # A later input without padding must not hide that an earlier one was padded, whichever of them is the worst.
         padded = check.padded or worst.padded
         worst = check if not worst.checked or check.differing > worst.differing else worst
         worst = replace(worst, padded=padded)
@@ -72,6 +73,7 @@ def _by_path(forwards: Sequence[ForwardInputs]) -> dict[str, list[Fingerprints]]
     by_path: dict[str, list[Fingerprints]] = {}
     for forward in forwards:
         for path, rows in forward.items():
+            # The entries of a list may be the samples: the lists of the two runs then differ in length.
             by_path.setdefault(_ENTRY.sub("", path), []).append(rows)
     return by_path
 
@@ -83,6 +85,7 @@ def _check(
     contents = {tuple(rows.hash[:, -1].tolist()) for rows in [*full, *accumulated]}
     if len(shapes) == len(contents) == 1 and len(full) != len(accumulated):
         return None  # a mask, a table of positions: the same in every forward
+    # Sequences may come as (T, B): the dimension that accumulation cut holds the samples.
     dim = _batch_dimension(full, accumulated)
     full_rows, micro_rows = rows_of(full, dim), rows_of(accumulated, dim)
     if distinct:
@@ -93,6 +96,7 @@ def _check(
         _without(micro_rows, full_counts & micro_counts),
     )
     exactly = len(full_left)
+    # Tokenizers pad on the right or on the left, to the longest row of a batch: the full batch's rows are often longer.
     for side in (0, 1):
         full_left, micro_left = _pair_padded(full_left, micro_left, side)
     padded = len(full_left) < exactly
@@ -103,8 +107,10 @@ def _check(
 def _read_as_pointers(path: str, full: list[Fingerprints], accumulated: list[Fingerprints]) -> RowCheck | None:
     """The check with numbers that count rows within a batch read as what they count, where all rows then agree."""
     for reading in sorted({reading for rows in [*full, *accumulated] for reading in rows.readings}):
+        # The same box has image number 3 in a batch of 8 and number 0 in a micro-batch.
         sides = [[rows.readings.get(reading, rows) for rows in side] for side in (full, accumulated)]
         check = _check(path, *sides)
+        # A reading that leaves some rows differing proves nothing: labels may look like numbers of rows by chance.
         if check is not None and not check.differing:
             return check
     return None
@@ -146,6 +152,7 @@ def alike(row: Row, other: Row) -> bool:
 def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
     unpaired, open_rows = [], paired.copy()
     for row in rows:
+        # A row that one run holds twice and the other once is paired once: samples that repeat have to repeat in both.
         if open_rows[row.contents] > 0:
             open_rows[row.contents] -= 1
         else:
@@ -163,12 +170,14 @@ def _pair_padded(full: list[Row], accumulated: list[Row], side: int) -> tuple[li
         if partner is None:
             unpaired.append(row)
         else:
+            # Two short rows may both be beginnings of one long row: each row can be paired only once.
             del candidates[partner]
     return unpaired, candidates
 
 
 def _goes_on(one: Side, other: Side) -> bool:
     """Whether the longer of two rows begins with the shorter, and what is behind that is constant."""
+    # The long row has to be constant from where the short one ends: else it holds another sample.
     (short, _), (long, tail) = sorted((one, other), key=lambda side: len(side[0]))
     return tail <= len(short) < len(long) and long[len(short) - 1] == short[-1]
 
@@ -184,11 +193,13 @@ def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], li
         torch.tensor([row.projections for row in rows], dtype=torch.float64, device="cpu")
         for rows in (full_computed, micro_computed)
     )
+    # Projections of rows with large values round by more: the norm in the third column tells how much is rounding.
     scale = torch.maximum(a[:, 2:].abs(), b[:, 2:].abs().T).clamp_min(TINY)
     close = torch.cdist(a, b, p=float("inf")) / scale < COMPUTED_FLOAT32
     paired: set[int] = set()
     for row, near in zip(full_computed, close, strict=True):
         partners = (id(micro_computed[at]) for at in near.nonzero().flatten().tolist())
+        # Without this, two rows near the same one would both count as that one, and a missing sample would not show.
         partner = next((candidate for candidate in partners if candidate not in paired), None)
         if partner is not None:
             paired |= {id(row), partner}
@@ -229,6 +240,7 @@ class Matcher:
         best: list[Spot] = []
         for path, rows in self._samples(among, micro_batch):
             spots = self._spots(among, path, rows)
+            # Rows have other numbers in a micro-batch than in the full batch: not to find them there says nothing.
             if not spots and best and micro_batch[path].readings:
                 continue
             if not spots:
@@ -240,6 +252,7 @@ class Matcher:
                 best = spots
         if not best:
             return None
+        # A batch may hold the same sample several times: each micro-batch with it gets the next of its places.
         spot = next((spot for spot in best if spot not in self._taken), best[0])
         self._taken.add(spot)
         return spot
@@ -250,6 +263,7 @@ class Matcher:
         sizes = {path: (len(rows), {len(self._rows(at, path)) for at in among}) for path, rows in inputs.items()}
         shrunk = next((size for size in sizes.values() if max(size[1], default=0) > size[0]), None)
         alike = [(path, rows) for path, rows in inputs.items() if shrunk is None or sizes[path] == shrunk]
+        # Other inputs are tried first: numbers within a micro-batch would be found at the wrong samples.
         return sorted(alike, key=lambda pair: bool(micro_batch[pair[0]].readings))
 
     def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:

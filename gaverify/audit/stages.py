@@ -76,6 +76,7 @@ def fit_gradients(
 
     target, used = flat(target_of), flat(used_of)
     columns = torch.stack([flat(part) for part in increments], 1) if increments else target.new_zeros(len(target), 0)
+    # One NaN would spread to all weights of the fit, and a target of zeros is fitted by any weights of zero.
     everything = torch.cat([target[None], used[None], columns.T])
     if not bool(torch.isfinite(everything).all()) or not bool(target.any()):
         return None
@@ -102,6 +103,7 @@ def fit_terms(
     round_ = rounds[update - 1]
     pairs = [tuple(run.samples(round_) for run in pair) for pair in alone]
     for at, run in enumerate(runs):
+        # A term alone shows its part only if a script does nothing but add the terms up: clipping, say, is no sum.
         if not add_up(run.samples(round_), [pair[at] for pair in pairs], tolerance):
             return ()
     terms = []
@@ -110,6 +112,7 @@ def fit_terms(
         passes = [
             event for event in pair[1].events if isinstance(event, Backward) and event.update in accumulated.updates
         ]
+        # A term without gradient (a constant, a detached value) cannot be weighted wrongly.
         if fit is None or not passes:
             continue
         place = passes[-1].origin.term or (None, None)
@@ -118,7 +121,7 @@ def fit_terms(
 
 
 def _feels_samples(samples: Samples, tolerance: float) -> bool:
-    """Whether the micro-batches, which hold other samples, have other gradients."""
+    """Whether a term's gradient depends on the samples: then it differs between micro-batches."""
     first, *following = samples.increments
     return any(
         float(torch.linalg.vector_norm(increment[at] - gradient))
@@ -135,6 +138,7 @@ def add_up(total: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
         members = [
             part.summed_gradients[at] for part in parts if len(part.summed_gradients.get(at, ())) == len(gradient)
         ]
+        # Measured by the sizes of the terms: where terms cancel, their rounding is large beside their sum.
         residual = float((gradient - sum(members)).norm())
         if len(members) < len(parts) or not residual <= tolerance * sum(float(member.norm()) for member in members):
             return False
@@ -167,7 +171,8 @@ class Rows:
         return outcome_of(self.parameters)
 
     def stage(self, stage: Stage) -> StageComparison:
-        """Returns the rows in short."""
+        """Returns one comparison of a stage that sums up all rows."""
+        # One parameter with NaN must not make the numbers of all others unreadable: its own row tells.
         rows = [row for row in self.parameters if math.isfinite(row.difference_norm)]
         size = math.hypot(*(row.reference_norm for row in rows))
         ratio = math.hypot(*(row.accumulated_norm for row in rows)) / size if size else math.nan
@@ -191,6 +196,7 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
     reference = {key: full.get(place) for key, place in keys.items()}
     working = measure({key: accumulated.get(place) for key, place in keys.items()}, reference)
     floor = dict.fromkeys(keys, 0.0)
+    # The largest difference counts: one run with moved weights may round alike by chance and measure no noise.
     for run, factor in ((runs.perturbed, 1.0), *runs.extra_perturbed):
         perturbed = run.gradients(round_, summed=summed)
         perturbed_by_key = {
@@ -225,6 +231,7 @@ def weight_rounding(samples: Samples, unit: float) -> dict[Place, float]:
 def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
     """Returns Σ_k ‖u_k g_k‖ of every parameter: the size of what was summed, in the units of the sum."""
     increments = samples.increments
+    # Micro-batches that are divided by K enter the sum with 1/K, and so does their rounding.
     used = fit.used if fit is not None and len(fit.used) == len(increments) else (1.0,) * len(increments)
     sizes: dict[Place, float] = {}
     for weight, increment in zip(used, increments, strict=True):
@@ -233,6 +240,7 @@ def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
             squares = (change.square() * step.stretches).split(step.sizes)
             for at, square in enumerate(squares):
                 sizes[optimizer, at] = sizes.get((optimizer, at), 0.0) + abs(weight) * math.sqrt(float(square.sum()))
+    # An infinite size would allow any difference: without it the comparison itself finds the value not finite.
     return {place: size for place, size in sizes.items() if math.isfinite(size)}
 
 
@@ -257,11 +265,14 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
         full.norm({at: actual[at] - reference[at] for at in common}),
         full.norm({at: after[at] for at in common}),
     )
+    # Weights are rounded by their own size, not by that of their change: a small step loses most of its digits.
     allowed = FEW_UNITS * unit * scale + noise * max(size, own_size)
     outcome = Outcome.EQUIVALENT if difference <= allowed else Outcome.DIVERGENT
+    # NaN in the weights: a comparison with NaN is false, which would read as a difference of the step.
     if not math.isfinite(difference):
         outcome = Outcome.INCONCLUSIVE
     relative = 0.0 if difference == 0.0 else difference / size if size else math.inf
+    # The norm ratio tells a rate from a direction: a higher learning rate only makes the change longer.
     return StageComparison(Stage.CHANGE, outcome, relative, own_size / size if size else math.nan)
 
 
@@ -274,6 +285,7 @@ def clips_of(window: Window | None) -> tuple[Clip, ...]:
     """Returns the clippings after the last backward pass of a window."""
     if window is None:
         return ()
+    # Clipping between micro-batches is another fault, with a rule of its own: it does not limit the sum.
     last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
     return tuple(
         Clip(event.call, event.active, *(math.nan if value is None else value for value in (event.norm, event.limit)))
@@ -295,6 +307,7 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
                 for name, value in mine.items()
                 if name in theirs and not math.isclose(value, theirs[name], rel_tol=SAME_IN_FLOAT32, abs_tol=TINY)
             ]
+        # Adam divides by 1 - beta^t: one that has counted K times as many steps makes others of the same gradient.
         counted, own_counted = step.counted, own_step.counted
         if counted is not None and own_counted is not None and counted != own_counted:
             differences.append(SettingDifference(at, 0, "steps counted", counted, own_counted))
@@ -302,13 +315,14 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
 
 
 def decide_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
-    """Returns the rows as the fit decides them; as they are where it tells nothing, and in float32.
+    """Returns the rows decided by the fitted weights; unchanged in float32, and where the fit decides nothing.
 
     Args:
         rows: What was measured, decided by the noise floor.
         fit: Of the gradients at the same stage.
         unit: Unit roundoff of the coarsest arithmetic.
     """
+    # In float32 the noise floor is low enough; a fit with as many weights as elements explains anything.
     if unit <= U32 or fit is None or fit.vacuous or any(row.why is not None for row in rows.parameters):
         return rows
     size = math.hypot(*(row.reference_norm for row in rows.parameters))
@@ -316,6 +330,7 @@ def decide_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
     allowed = REST_UNITS * unit
     if not size > 0.0 or not math.isfinite(difference) or not fit.residual <= allowed:
         return rows
+    # Rounding has no direction, so that other weights explain little of it; a wrong weight is explained wholly.
     explained = 1.0 - (fit.residual / difference) ** 2 if difference > 0.0 else 0.0
     if difference <= allowed and (difference <= LAST_DIGITS * unit or explained <= LITTLE):
         decided = [_by_weights(row, Outcome.EQUIVALENT, allowed * size) for row in rows.parameters]
