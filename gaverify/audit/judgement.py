@@ -93,7 +93,7 @@ def _compare_update(
     fit = fit_of(full, accumulated)
     data, missed = _data(runs.full, full, runs.accumulated, accumulated), None
     of_networks = _data_of_networks(runs, round_)
-    # With several networks a window also holds forwards of those that did not step: the others' rows decide.
+    # A window of several networks holds forwards of all: the rows of the network that stepped decide.
     if of_networks is not None and (not data.same or of_networks[1] is not None):
         data, missed = of_networks
     terms = terms_of(accumulated, fit)
