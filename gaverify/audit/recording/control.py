@@ -164,9 +164,11 @@ class Lead:
         # a fused step divides by the scale of a `GradScaler` itself, and the stored gradients may have another scale
         if path is None or not path.exists() or getattr(entry.optimizer, "grad_scale", None) is not None:
             return False
+        # Mapped privately: a step that changes gradients in place leaves the file, which other runs read, as it is.
         stored = torch.load(path, mmap=True, weights_only=True)
         parameters = entry.sample.parameters
         gradients = [_move_to_parameter(parameter, stored.get(at)) for at, parameter in enumerate(parameters)]
+        # All or none: a step with gradients of both runs would be a step of neither.
         if any(gradient is None and at in stored for at, gradient in enumerate(gradients)):
             return False
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -190,6 +192,7 @@ class Lead:
 
 def _move_to_parameter(parameter: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
     """Returns a stored gradient on the parameter's device; None if it does not fit."""
+    # Stored gradients are plain tensors, which cannot stand for those of a `DTensor`.
     if stored is None or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if stored.shape != parameter.shape or stored.dtype is not (
@@ -259,6 +262,7 @@ def use_evaluation_mode(buffers: Sequence[torch.Tensor], models: Iterable[torch.
     owners = [module for module in modules if not wanted.isdisjoint(map(id, module.buffers(recurse=False)))]
     changed = [module for module in owners if module.training]
     for module in changed:
+        # Not `eval()`, which would switch the submodules as well.
         module.training = False
     try:
         yield

@@ -1,8 +1,8 @@
 """What the graph of autograd tells of a script's code.
 
-The parameters behind a number; the forwards that a backward pass reaches (one whose result is only looked at feeds no
-window); the lines in which rows of a batch meet; and of what is differentiated what the script multiplies its loss by
-(`loss / K` gives 1/K), and the terms that it adds.
+It tells which parameters lie behind a number, which forwards a backward pass reaches (a forward whose result is only
+looked at feeds no window), and in which lines the rows of a batch meet. Of a loss it tells by what the script
+multiplies it (`loss / K` gives 1/K), and which terms it adds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _LINE = re.compile(r'File "(.+?)", line (\d+)')
 
 def keep_lines() -> None:
     """Lets torch note with every operation the lines that called it."""
+    # Anomaly mode stores a traceback with each node. Its check for NaN would raise in the script, so it is off.
     torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def line_of(node: Any) -> Place | None:
     """Returns the user's line that ran an operation, where the process keeps the lines of all operations."""
+    # From the innermost frame outwards, because several of the user's functions may be on the stack.
     return next((place for place in reversed(_lines_of(node)) if owner_of(place[0]) is Owner.USER), None)
 
 
@@ -56,6 +58,7 @@ def meetings(
     """
     lines: dict[int, Place] = {}
     roots = list(roots)
+    # No node reads a root, but a root may itself be a matrix of rows by rows.
     edges = [(None, root, 0) for root in roots]
     edges += [(node, child, slot) for node in behind(roots, ends) for child, slot in node.next_functions]
     for reader, node, slot in edges:
@@ -63,12 +66,16 @@ def meetings(
         if shape is None or node in ends:
             continue
         operands = [_shape(*edge) for edge in node.next_functions]
+        # Only the line that makes such a matrix counts, not the softmax behind it, whose operand is one already.
         mixed = _is_matrix(shape, rows) and (may_meet or not any(_is_matrix(operand, rows) for operand in operands))
+        # A micro-batch may have as many rows as a layer has features, so that sizes alone prove nothing there.
         without = may_meet or not any(size in rows for size in shape)
         reduced = without and any(operand and operand[0] in rows for operand in operands)
+        # A number counts only if rows read it again, as in `x - x.mean()`: every loss is a number made of rows.
         is_kept = shape not in ((), (1,)) or any(size in rows for size in _shape(reader, 0) or ())
         place = line_of(node) if mixed or (reduced and is_kept) else None
         if place is not None:
+            # The walk comes to the operations in another order than the one in which they ran.
             lines[node._sequence_nr()] = place
     return list(dict.fromkeys(lines[number] for number in sorted(lines)))
 
@@ -83,6 +90,7 @@ def behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
 
 
 def _shape(node: Any, slot: int) -> tuple[int, ...] | None:
+    # torch 2.4 does not tell the shapes of operands: no meeting is found there.
     outputs = getattr(node, "_input_metadata", ())
     return tuple(outputs[slot].shape) if slot < len(outputs) else None
 
@@ -108,6 +116,7 @@ class Reach:
         # A hook lives as long as its node: it keeps no graph longer than the script does.
         for node in nodes[:_MOST]:
             node.register_prehook(lambda *_: self._reached.add(forward))
+        # Such a result can be traced to no forward; without its rows the window would seem to lack samples.
         if not nodes and (not results or any(result.requires_grad for result in results)):
             self._unknown.append(forward)
 
@@ -130,8 +139,7 @@ class Reach:
 def ends_in_parameters(roots: Any) -> bool:
     """Whether the graph behind what is differentiated has a parameter at one of its ends.
 
-    One that ends in inputs, or in weights that `functional_call` was given, trains nothing. A function written in
-    Python may differentiate parameters that its node does not name, as checkpointing does: it counts as one that does.
+    A graph that ends in inputs, or in weights that `functional_call` was given, trains nothing.
 
     Args:
         roots: A tensor, or several in any nesting.
@@ -140,6 +148,7 @@ def ends_in_parameters(roots: Any) -> bool:
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True
     return any(
+        # A function written in Python, as checkpointing is, may differentiate parameters that its node does not name.
         isinstance(node, torch.autograd.function.BackwardCFunction)
         or isinstance(getattr(node, "variable", None), torch.nn.Parameter)
         for node in behind(tensor.grad_fn for tensor in tensors)
@@ -216,6 +225,8 @@ class Weight:
         if gradients[0].numel() == 1:
             self._seen |= {depth: float(gradients[0])} if alone else {}
         elif not self._share:
+            # The largest entry: behind a cross entropy, ignored rows and all classes but the target's have zero.
+            # Infinity stands for a selection without rows, whose divisor is 0.
             self._share = float(gradients[0].abs().max()) if gradients[0].numel() else math.inf
 
 
@@ -246,6 +257,7 @@ class Terms:
             number: Of the term, from 1.
         """
         other_edges = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
+        # Cut at the sum, not at the term's own node: a term that is also part of another one counts there still.
         hooks = [node.register_hook(partial(_zero_gradient, slot)) for node, slot in other_edges]
         try:
             yield
@@ -266,8 +278,9 @@ class Terms:
         return line_of(self._loss_node)
 
     def made_within(self, place: Place | None) -> Place | None:
-        """The same where a library that was called at a line has called it: the loop of a framework."""
+        """Returns `loss_line` if a library that was called at `place` made the loss, as a framework's loop does."""
         lines = [(os.path.abspath(file), line) for file, line in _lines_of(self._loss_node)]
+        # The stack runs from the outside in: what the line at `place` called stands behind it.
         inside = lines[lines.index(place) + 1 :] if place in lines else []
         called = next((owner for file, _ in inside if (owner := owner_of(file)) is not Owner.MACHINERY), None)
         return self.loss_line if called is Owner.LIBRARY else None

@@ -119,6 +119,7 @@ class Outputs:
         """Surrounds the forward of an outermost module."""
         shapes = input_shapes(args, kwargs)
         rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
+        # Scripted modules are listed, too, although no hook can listen to their calls.
         paths = list(paths_in(model, scripted=True).values())
         forward: Forward = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
@@ -154,10 +155,12 @@ class Outputs:
         with self._work():
             tensors = _tensors((args, kwargs))
             first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
+            # Only a module without inner ones is tested for scaling its input, so only its input is copied.
             is_leaf = not any(True for _ in call.module.children())
             call.kept["inputs"], call.kept["state"] = _rows(tensors), _state(call.module)
             # a copy: the module may work in place
             call.kept["first"] = first.clone() if is_leaf and first is not None else None
+            # A call's own code begins at its arguments, which the code around the call has made.
             inner[call.path] = _Inner({tensor.grad_fn for _, tensor in tensors})
             if call.under in inner:
                 inner[call.under].roots |= {tensor.grad_fn for _, tensor in tensors}
@@ -190,6 +193,7 @@ class Outputs:
                 inner[call.under].ends |= nodes
             if call.under == SCRIPT:
                 self._model_outputs |= nodes
+        # Behind the summary, which is of the module's own result.
         if call.under in self._moved and forward["rows"] > 1:
             output = rebuilt(output, partial(_move_second_half, forward["rows"]))
         return map_leaves(output, partial(self._watch_output, gradients, call.under))
@@ -208,6 +212,7 @@ class Outputs:
             summary = _summarise(gradient)
             if summary is None:
                 return
+            # The hook runs once per backward pass: losses that are differentiated one by one add up.
             before = gradients.get(path)
             gradients[path] = (
                 summary if before is None else {**summary, "along": _add_projections(before["along"], summary["along"])}
@@ -246,6 +251,7 @@ def _summarise(tensor: torch.Tensor) -> RowSummaries | None:
     if values is None or values.layout is not torch.strided or values.dim() == 0 or values.numel() == 0:
         return None
     along = []
+    # The batch may be the second dimension, as of a recurrent layer's (T, B, features).
     for dim in range(min(values.dim(), 2)):
         entries = real_numbers(values.movedim(dim, 0).reshape(values.shape[dim], -1)).double()
         along.append(summaries(entries.reshape(values.shape[dim], -1)).cpu())
@@ -258,12 +264,16 @@ def _add_projections(before: list[torch.Tensor], more: list[torch.Tensor]) -> li
 
 
 def _move_second_half(rows: int, leaf: Any) -> Any:
-    """Other values in the second half of the rows: of the same sign and no larger, as what they mean may ask for."""
+    """Returns a tensor with other values in the second half of its rows, of the same sign and no larger.
+
+    So a probability stays one, and the argument of a logarithm stays positive.
+    """
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() == 0 or leaf.shape[0] % rows:
         return leaf
     half = rows // 2 * (leaf.shape[0] // rows)
     second_half = leaf[half:]
     places = torch.arange(second_half.numel(), dtype=torch.float32, device=leaf.device).reshape(second_half.shape)
+    # Each entry has its own factor: one factor for all cancels where the script normalises its rows.
     factors = (0.75 + 0.25 * torch.cos(places.square())).to(leaf.dtype)
     return torch.cat([leaf[:half], second_half * factors])
 
@@ -298,6 +308,7 @@ class PinnedModules:
         self.forwards: list[PinnedForward] = []  # what the full-batch run keeps
         self._ends: set[Any] = set()
         self._spent: set[tuple[int, str]] = set()  # gradients without rows that one micro-batch was given
+        # By id; the tensors are kept, so that no other one gets the id of one of them.
         self._own_parameters: dict[int, torch.Tensor] = {}
 
     @contextmanager
@@ -305,10 +316,13 @@ class PinnedModules:
         """Surrounds the forward of an outermost module."""
         number, shapes = len(self.forwards), input_shapes(args, kwargs)
         self.forwards.append({"rows": shapes[0][0] if shapes else 0, "values": {}, "gradients": {}})
+        # A forward that belongs to the pinned code runs as it is: values are replaced at the border of that code.
         if self._full_batch is not None and self._rows_of(number) is None:
             yield
             return
 
+        # Arguments of a call are results of the code around it and inputs of its own code; outputs the other way round.
+        # Results of pinned code are given the full batch's values, and its inputs the full batch's gradients.
         def begins(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             name, inputs = f"{call.path} {call.number}", (args, kwargs)
             inputs = self._change_tensors(call.under, self._replace_value, number, f"{name} in", inputs)
@@ -368,6 +382,7 @@ class PinnedModules:
         with self._work():
             if self._full_batch is None:
                 sums = self.forwards[number]["gradients"]
+                # Several losses may be differentiated one by one through the same place.
                 sums[name] = gradient.detach().to("cpu", copy=True) + sums.get(name, 0.0)
                 return None
             stored = self._full_batch_rows(number, name, gradient, lambda forward: forward["gradients"], once=True)
@@ -410,6 +425,7 @@ class PinnedModules:
         return None if part is None else part.to(device=like.device, dtype=like.dtype)
 
     def _note_parameters(self, roots: Iterable[Any]) -> None:
+        # Only a node that adds to a parameter's `.grad` has a `variable`.
         leaves_behind = (getattr(node, "variable", None) for node in behind(roots, self._ends))
         self._own_parameters |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
 

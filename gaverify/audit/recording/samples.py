@@ -44,7 +44,7 @@ class BatchWithSamples:
     batch: Any
 
     def pin_memory(self) -> BatchWithSamples:
-        """What a loader's pinning thread does with a batch."""
+        """Returns the same with a pinned batch: torch calls this method of objects whose class it does not know."""
         return BatchWithSamples(self.samples, pin_memory(self.batch))
 
 
@@ -85,6 +85,7 @@ class Loaders:
 
         @functools.wraps(original)
         def iterate(self: Any) -> Any:
+            # A forked worker inherits this patch: a loader inside a data set is not iterated by the script.
             if os.getpid() != loaders._process or torch.utils.data.get_worker_info() is not None:
                 return original(self)
             return loaders._follow(self, original)
@@ -95,6 +96,7 @@ class Loaders:
         number, _ = self._known.setdefault(id(loader), (len(self._known), loader))
         self._passes[number] += 1
         with self._quiet():
+            # Making the iterator draws a seed for the workers, which is no draw of the script's loop.
             inner = self._open_loader(loader, original)
         return _Followed(inner, self._batches(loader, number, self._passes[number], inner))
 
@@ -147,6 +149,7 @@ class _WithSamples(Loaders):
     def install(self) -> None:
         """Puts itself between loaders and whoever iterates or measures them."""
         super().install()
+        # A script may plan its epoch by `len(loader)`, which has to agree with the shortened pass.
         longest, original = self._length, DataLoader.__len__
         if longest is not None:
             DataLoader.__len__ = lambda loader: min(longest, original(loader))  # type: ignore[method-assign]
@@ -155,6 +158,7 @@ class _WithSamples(Loaders):
         if isinstance(loader.collate_fn, Collate):
             return original(loader)
         plain = loader.collate_fn
+        # The iterator copies the function when it is made, so that the script's own is restored at once.
         loader.collate_fn = Collate(plain)
         try:
             return original(loader)
@@ -185,6 +189,7 @@ class _WithSamples(Loaders):
         with self._quiet():
             batch = loader.collate_fn(samples)
         batch = batch.batch if isinstance(batch, BatchWithSamples) else batch
+        # The loader's pinning thread has pinned the batch that this one replaces.
         return pin_memory(batch) if loader.pin_memory and torch.cuda.is_available() else batch
 
 
@@ -205,6 +210,7 @@ class KeptSamples(_WithSamples):
     def _batches(self, loader: Any, number: int, passing: int, inner: Any) -> Iterator[Any]:
         at, complete = 0, True
         for pair in super()._batches(loader, number, passing, inner):
+            # A loader with an iterator of its own has not called `Collate`: the samples of its batch are not known.
             if not isinstance(pair, BatchWithSamples):
                 yield pair
                 continue
@@ -212,12 +218,14 @@ class KeptSamples(_WithSamples):
             if last:
                 total = self._size(samples, loader)
                 samples = self._take_samples(samples, loader, 0, max(1, round(total * self._tail)), total)
+            # `_keep` stands first: batches behind one that could not be stored are stored all the same.
             complete = self._keep(f"loader-{number}-{passing}-{at}", samples) and complete
             at += 1
             yield self._make_batch(loader, samples) if last else pair.batch
             if last:
                 self.ended += 1
                 break
+        # Without this mark a missing file means a batch that could not be stored, and not the end of the pass.
         if complete:
             (self._folder / f"loader-{number}-{passing}-end").touch()
 
@@ -267,6 +275,7 @@ class GivenSamples(_WithSamples):
                 samples, start = torch.load(path, weights_only=False), 0
                 total = self._size(samples, loader)
                 natural = self._size(self._choose_content(pair), loader)
+                # The shortened batch is cut by the first one's size: its window is to be short, not its micro-batches.
                 sizes = self._cut(total, natural) if self._length is None or total >= first_size else _cut(total, unit)
                 first_size, unit = (total, sizes[0]) if not first_size else (first_size, unit)
             count = sizes.pop(0)
@@ -308,6 +317,7 @@ class Inputs:
         model, training = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
         key = f"inputs-{model}-{int(training)}-{self._since[model, training]}"
         self._since[model, training] += 1
+        # A tensor with a graph is computed by the script: other values would not be those of its graph.
         plain = (tensor for tensor in tensors_in((args, dict(kwargs))) if type(tensor) is torch.Tensor)
         tensors = [tensor for tensor in plain if tensor.grad_fn is None and tensor.dim() > 0]
         at, start = self._next.get(key, (0, 0))
@@ -330,6 +340,7 @@ class Inputs:
         layouts, total, rows = matched
         for tensor, full, layout in zip(tensors, stored, layouts, strict=True):
             part = layout.take(full, range(start, start + rows), total)
+            # Not copied into: the tensor may be a view of the script's data set.
             tensor.data = part.to(tensor.device, tensor.dtype).clone()
         return (at, start + rows) if start + rows < total else (at + 1, 0)
 

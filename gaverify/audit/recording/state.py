@@ -69,6 +69,7 @@ def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
     """Returns the values that forwards of a module may change and read again, by their names."""
     values: dict[str, Value] = {}
     for path, module in root.named_modules():
+        # A frozen parameter may be a moving average that a forward updates, as those of a teacher are.
         names: dict[str, ValuePlace] = {
             name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad
         }
@@ -93,6 +94,7 @@ def _is_state(name: str, value: Any) -> bool:
         # a tensor that needs a gradient is an output that the module keeps for later
         return not isinstance(value, nn.Parameter) and not value.requires_grad and plain(value) is not None
     entries = value if isinstance(value, list | deque) else [value]
+    # A bool is a switch and counts nothing, although Python takes it for an int.
     return all(isinstance(entry, int | float) for entry in entries) and not isinstance(value, bool)
 
 
@@ -138,6 +140,7 @@ class RestoredState:
         hunt = LineHunt(lambda place: self._look(place, values, before), Owner.LIBRARY)
         # comparing all values after every line takes long: only those that were asked for by name
         unplaced = [name for name in self._names if name in values and name not in self._places]
+        # A debugger keeps its own trace function.
         if unplaced and sys.gettrace() is None:
             hunt.start()
         try:
@@ -155,6 +158,7 @@ class RestoredState:
                 value.put(original)
         self._is_behind_backward = False
         self._roots[id(root)] = root, prefix
+        # All models at once: a forward of this one may change values of another one before its own forward.
         for key, (module, start) in self._roots.items():
             if key not in self._seen_roots:
                 self._seen_roots.add(key)

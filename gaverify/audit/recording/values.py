@@ -63,6 +63,7 @@ def out_of_sight() -> str:
         return "torch.func"
     if is_traced_by_jit():
         return "torch.jit.trace"
+    # The first question protects the second: a build without CUDA cannot be asked about streams.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return CAPTURED  # nothing may be copied to the host, and nothing is computed yet
     if is_in_fake_mode():
@@ -125,6 +126,7 @@ def same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
         return False
     if before.layout is not torch.strided or torch.equal(before, now):
         return True
+    # NaN is unequal to itself, so both sides get the same number in its place.
     return torch.equal(before.nan_to_num(7.0), now.nan_to_num(7.0))
 
 
@@ -192,6 +194,7 @@ def read(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torc
         dense = values.to_dense() if values.layout is not torch.strided else values
         elements = dense.reshape(-1)[chosen.to(values.device)]
         parts.append(elements.abs() if elements.is_complex() else elements)
+    # One transfer instead of one per parameter: each waits for the device.
     if len({(part.device, part.dtype) for part in parts}) == 1:
         return list(torch.cat(parts).to(torch.float64).cpu().split([len(part) for part in parts]))
     return [part.to("cpu", torch.float64) for part in parts]
@@ -204,6 +207,7 @@ def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:
     wanted = min(numel, max(FEWEST, TOTAL * numel // max(total, 1)))
     if wanted == numel:
         return torch.arange(numel, device="cpu")
+    # A generator of its own: the script's must not move, and all runs must read the same elements.
     generator = torch.Generator().manual_seed(ordinal)
     starts = (
         torch.randint(max(numel // _RUN, 1), (-(-wanted // _RUN),), generator=generator, device="cpu").sort().values
@@ -262,6 +266,7 @@ class Names:
         if trains:
             taken: set[str] = set()
             for name, parameter in module.named_parameters():
+                # Without wrappers two names may be the same; the second parameter keeps its full name.
                 short = plain_name(name) if plain_name(name) not in taken else name
                 taken.add(short)
                 self._names.setdefault(id(parameter), (self.index(module), short))
@@ -319,6 +324,7 @@ class Roundoff:
     def unit(self) -> float:
         """The largest unit roundoff of all of it, and what torch rounds its products to; 0 for nothing seen."""
         dtypes = {*self._dtypes, self._autocast, *self.arithmetic.dtypes}
+        # TF32 and bfloat16 round the inputs of float32 products only.
         products = self.arithmetic.products if torch.float32 in dtypes else ()
         rounded = rounded_products(torch.device(self._device), products)
         return max(coarsest_unit(dtypes), rounded_unit(rounded))
@@ -338,6 +344,7 @@ class Roundoff:
 
     def look_at_autocast(self) -> None:
         """Notes the precision of autocast where it is on for something that is trained."""
+        # An evaluation under autocast carries no gradients.
         if self._autocast is None and torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
             self._autocast = torch.get_autocast_dtype(self._device)
 

@@ -71,7 +71,7 @@ class Watched:
         self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), None
 
     def keep_used(self) -> None:
-        """Keeps those that a step which nobody announces is about to use, where there are some."""
+        """Keeps the gradients that a step by hand is about to use; zeros, which such a step leaves, are not kept."""
         sampled = self.sample.gradients()
         if self.summed is not None and bool(sampled.any()):
             self.used = KeptGradients(self.sample.parameters, sampled)
@@ -125,17 +125,19 @@ class Watch:
         optimizer = self._optimizers[index]
         entry = self._watched.get(index)
         parameters = parameters_of(optimizer)
+        # A lazy module's parameters have values from its first forward on: until then each look samples them again.
         if entry is None or len(entry.sample.parameters) != len(parameters) or not entry.sample.complete:
             sample = Sample(parameters)
             if entry is not None and entry.sample.sizes == sample.sizes:
                 return entry  # parameters that can never be read: its window goes on
+            # Steps go on counting: files of the full-batch run are found by their numbers.
             steps = entry.steps if entry is not None else 0
             entry = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
             self._watched[index] = entry
         return entry
 
     def let_go(self) -> None:
-        """Stops keeping gradients: what is added to them next must not copy them first."""
+        """Drops the gradients that were kept, before a backward pass makes others: only one copy is in memory."""
         for entry in self._watched.values():
             entry.summed = entry.used = None
 
@@ -145,6 +147,7 @@ class Watch:
         for parameter in self.all_parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
+        # Else the next look would say that the script has cleared them.
         self.look()
         return had_gradients
 
@@ -215,6 +218,7 @@ def rates_of(optimizer: Any) -> list[float]:
 
 def counted_steps(optimizer: Any) -> float | None:
     """Returns how many steps the optimizer itself has counted; None where it counts none."""
+    # An optimizer counts for each parameter; the first counter stands for all.
     for state in list(getattr(optimizer, "state", {}).values())[:1]:
         step = state.get("step") if isinstance(state, Mapping) else None
         return _number(step)
@@ -263,6 +267,7 @@ class IncomingGradients:
         """Listens to the parameters of an optimizer that are not listened to yet, where that is needed."""
         index, sample = entry.index, entry.sample
         self._steps[index] = entry.steps
+        # Asked at each pass, because a hook may be registered after the first one.
         if index in self._complete and not any(map(has_post_accumulate_hooks, sample.parameters)):
             return
         if index in self._parts and len(self._parts[index]) == len(sample.parameters):
@@ -299,8 +304,10 @@ class IncomingGradients:
             return None
         change = seen.changed.get(entry.index, torch.zeros_like(incoming))
         pieces = [part.split(entry.sample.sizes) for part in (entry.gradients, change, incoming)]
+        # A parameter that was given something and has a `.grad` of zero lost it to a hook inside the pass.
         moved = [not bool(now.any()) and bool(given.any()) for now, _, given in zip(*pieces, strict=True)]
         if not any(moved):
+            # A pass that gave nothing, of a micro-batch without targets, does not show where gradients go.
             if bool(incoming.any()):
                 self._stop(entry)
             return None
