@@ -2,16 +2,16 @@
 
 A first audit only finds out, cheaply, whether there are any: did a generator move outside the forwards?
 
-A loop draws at a place once per batch, or m times (two crops of every image): m is the fewest that the full-batch run
-drew there between two backward passes, and every m-th draw of a place makes a row of its own. In such a row a draw is
+A loop draws at a place once per batch, or m times (two crops of every image). If it draws m times, draws 1, m+1, 2m+1,
+… of the place are matched with each other, then draws 2, m+2, …. How a draw is matched depends on its shape:
 
-    by rows       of a shape that follows the batch (noise, time steps, indices of samples): the micro-batches take the
-                  rows of the full batch's one behind the other, also where the loop draws for its next batch ahead
-    whole         of a shape that does not (the share of a mixup): all micro-batches of a window are given the same.
-                  Windows are told apart by the optimizer's steps, which are as many in both runs
-    one by one    a single number for each sample, in a loop over the samples: the next one
+    by rows       The shape follows the batch (noise, time steps, indices of samples). The micro-batches take the rows
+                  of the full batch's draw one behind the other, also if the loop draws for its next batch ahead.
+    whole         The shape does not follow the batch (the share of a mixup). All micro-batches of a window are given
+                  the same draw. Windows are told apart by the optimizer's steps, which are as many in both runs.
+    one by one    A loop over the samples draws a single number for each: every draw is given the next one.
 
-Several ranks share the rows that follow: each takes the next ones, block by block, or they take turns, row by row.
+If there are several ranks, each takes the next block of rows, or they take turns, row by row.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _ALONE = Share()
 
 
 class _Series:
-    """Every m-th draw of a place, and how far it was dealt."""
+    """Draws k, k + m, k + 2m, … of a place whose line draws m times per batch, and how far they were dealt."""
 
     def __init__(self, draws: Sequence[LoopDraw]) -> None:
         self._draws = draws
@@ -118,6 +118,7 @@ class _Series:
             return Refusal("the full-batch run drew nothing at this place in this window")
         if len(draws_of_window) > 1 and not parts:
             return Refusal("the full-batch run drew several times at this place in this window")
+        # The full-batch run may have had several batches in this window: each draw serves `parts` micro-batches.
         batch = (self._visits[steps] - 1) // max(parts, 1)
         return DealtLoopDraw(draws_of_window[min(batch, len(draws_of_window) - 1)])
 
@@ -132,6 +133,7 @@ class _Series:
                 return Refusal("its shape follows the batch in more than one dimension")
             dimension = layout.first.at
             size, start = shape[dimension], self._next_row
+            # Every rank skips the rows of all ranks, so that all count alike.
             if start + size * share.ranks <= draw.shape[dimension]:
                 self._next_row += size * share.ranks
                 first, step = (share.rank, share.ranks) if share.turns else (share.rank * size, 1)
@@ -147,6 +149,7 @@ class _Site:
     def __init__(self, draws: Sequence[LoopDraw], rows: Mapping[int, int]) -> None:
         self._draws, self._visits = draws, 0
         counts = Counter(draw.backwards for draw in draws)
+        # The fewest, because a loop that draws a batch ahead draws more before the first backward pass.
         per_batch = min(counts.values())
         self._series = [_Series(draws[at::per_batch]) for at in range(per_batch)]
         # As many single numbers as the forward has samples: one for each.
@@ -204,7 +207,7 @@ class LoopDealing:
 
 
 _ORDERS = ("randperm", "permutation", "shuffle")
-"""What draws an order of the batch, of which some of its samples have no part of their own."""
+"""Functions that draw an order of the whole batch: a part of it is no order of a micro-batch."""
 _FILE = "loop.pt"
 _LARGEST = 1 << 28  # elements of a draw that is kept: more is no noise for a batch
 
@@ -284,6 +287,7 @@ class LoopDraws(Loop):
 
     def _pause(self) -> bool:
         """Takes the mode off the stack altogether: a compiled forward does not run under one."""
+        # Only the top of the stack can be left. Below a mode of the script's, `_paused` silences this one instead.
         is_on_top = current_dispatch_mode() is self._mode
         if is_on_top:
             self._mode.__exit__(None, None, None)
@@ -294,6 +298,7 @@ class LoopDraws(Loop):
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         into = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        # Weights that are initialised late are no noise of a batch: they are drawn alike in all runs.
         sets_weights = into is not None and (into.requires_grad or isinstance(into, torch.nn.Parameter))
         if self._paused or os.getpid() != self._process or sets_weights:
             return func(*args, **kwargs)
@@ -361,6 +366,7 @@ class KeptLoopDraws(LoopDraws):
         else:
             value = copy.copy(drawn)
             try:
+                # One value that cannot be stored would fail the file of all draws when the run ends.
                 pickle.dumps(value)
             except Exception:
                 return
