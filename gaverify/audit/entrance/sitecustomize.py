@@ -22,6 +22,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
 def _enter() -> None:
     job = os.environ.get(_JOB)
+    # Else the search for the hidden `sitecustomize` would find this file.
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
     _run_hidden()
     if job is None:
@@ -52,6 +53,7 @@ def _hide_from_the_script(passed_on: dict[str, str]) -> None:
     """
     data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
     encode: Callable[[str], Any] = os.environ.encodekey  # type: ignore[attr-defined]
+    # `os.environ.pop` would take the variable from the process as well.
     data.pop(encode(_JOB), None)
     user_path = os.pathsep.join(
         part for part in passed_on["PYTHONPATH"].split(os.pathsep) if os.path.abspath(part) != _HERE
@@ -66,6 +68,7 @@ def _give_to_children(passed_on: dict[str, str]) -> None:
     """Lets in the children that are given an environment of their own, as the workers of torchrun are."""
     import subprocess
 
+    # Such an environment is a copy of `os.environ`, which no longer shows the variables.
     original = subprocess.Popen.__init__
 
     def init_with_recorder(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -108,6 +111,7 @@ class _After(importlib.abc.MetaPathFinder):
         """Returns the module's own spec, whose loader calls the function after it; None for all other modules."""
         if fullname != self._name:
             return None
+        # First, because `find_spec` asks all finders again and would come back here.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -107,6 +107,7 @@ class KeptDraws(Draws):
         before = torch_generator_states()
         with super().in_forward(module):
             yield
+        # A compiled graph runs under no mode: only the moved generators show that it drew.
         if not self._forwards[-1][2].ledger.draws and torch_generator_states() != before:
             self._fused.add(COMPILED)
 
@@ -118,6 +119,7 @@ class KeptDraws(Draws):
             ledger = recorder.ledger
             self._fused |= ledger.fused
             self._count += len(ledger.draws)
+            # Masks are packed: dropout draws one element for every activation.
             written.append((key, shapes, [{**vars(draw), "value": pack_mask(draw.value)} for draw in ledger.draws]))
         if any(draws for _, _, draws in written):
             torch.save(written, self._folder / f"draws-{update}.pt")
@@ -144,6 +146,7 @@ class DealtDraws(Draws):
         self._seen: Counter[Key] = Counter()
         self._starts: Counter[int] = Counter()
         rows: list[ForwardInputs] = []
+        # The rows of all ranks, because a sample of this rank may have been another one's in the full-batch run.
         for path in (source / f"draws-{update}.pt" for source in self._sources):
             if path.exists():
                 rows += read_rows(path.with_name(f"rows-{update}.pt"))
@@ -179,6 +182,7 @@ class DealtDraws(Draws):
         if rows is None:
             return None
         full_count, count = rows
+        # Rows that lie one behind the other need only a start; without a spot they follow the last micro-batch's.
         order = spot.places if spot is not None and spot.is_scattered else None
         start = spot.places[0] if spot is not None and order is None else self._starts[place]
         self._starts[place] = start + count
@@ -192,7 +196,7 @@ class DealtDraws(Draws):
         self._outside = None if self.deals_loop_draws else torch_generator_states()
 
     def enter_backward(self) -> None:
-        """Notes draws between the forward and its backward (in the loss, say), which nobody deals out."""
+        """Notes that something drew between the forward and its backward, in the loss, say: that is not dealt out."""
         if self._outside is not None and torch_generator_states() != self._outside:
             self._unaligned["outside the model"] = "drawn between the forward and its backward"
         self._outside = None
@@ -211,7 +215,7 @@ class DealtDraws(Draws):
 
 
 def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
-    """The rows of the full batch and of the micro-batch: the first dimension that shrank, in the first such tensor."""
+    """Returns the sizes of the first dimension that is smaller in the micro-batch, in the first tensor with one."""
     if len(full) != len(micro):
         return None
     for full_shape, micro_shape in zip(full, micro, strict=True):
@@ -219,6 +223,7 @@ def _batch_rows(full: Shapes, micro: Shapes) -> tuple[int, int] | None:
         for dimension in layout.dimensions if layout is not None else ():
             if micro_shape[dimension.at] < full_shape[dimension.at]:
                 return full_shape[dimension.at], micro_shape[dimension.at]
+    # No dimension is smaller: the forward has all rows, in the first dimension.
     return (full[0][0], micro[0][0]) if full and micro and full[0][0] == micro[0][0] else None
 
 

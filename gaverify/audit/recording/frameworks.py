@@ -28,6 +28,7 @@ def _of_trainer(local: Locals) -> FrameworkLoop:
         Framework.TRANSFORMERS,
         trainer.args.gradient_accumulation_steps,
         divides=not accepts or items is None,
+        # Versions that count no items have no such variable.
         counts_items=items is not None if "num_items_in_batch" in local else None,
     )
 

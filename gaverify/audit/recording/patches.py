@@ -74,6 +74,7 @@ def _announce_steps(recorder: Recorder) -> None:
 
 def _begin_step(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Torch's pre-hook; gives the optimizer a closure that is recorded, where the script gave it one."""
+    # Torch gives its hook all arguments of `step`, of which the first is the optimizer.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     recorded = recorder.steps.begin(optimizer, closure if callable(closure) else None)
     if recorded is None:

@@ -57,6 +57,7 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardInput
     for (path, tensor), prints, readings in zip(tensors, hashed, pointing, strict=True):
         end, tail = ends.get(tuple(tensor.shape[:2])), prints.tail
         if end is not None and tail is not None:
+            # Behind the last valid label all is padding, also where the values go on.
             tail = torch.minimum(tail, end)
         by_path.setdefault(path, []).append(replace(prints, tail=tail, readings=readings))
     return {
@@ -104,6 +105,7 @@ def _tensors(
 def fingerprints(tensor: torch.Tensor) -> Fingerprints:
     """Returns the rows of one tensor, along its first dimension and, hashed whole, along its second."""
     values = tensor.detach().cpu()
+    # The batch may be the second dimension, as of sequences in shape (T, B).
     second = _along(values.transpose(0, 1), prefixes=False) if values.dim() > 1 else None
     return replace(_along(values, prefixes=True), shape=tuple(values.shape), second=second)
 
@@ -121,6 +123,7 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict
         return {}
     values = tensor.detach().cpu()
     values = values.unsqueeze(1) if values.dim() == 1 else values
+    # Edges of graphs are columns of two nodes each: all their numbers count nodes, however many edges there are.
     edges = values.shape[0] == 2 < values.shape[1]
     if values.shape[1] > _COLUMNS and not edges:
         return {}
@@ -128,6 +131,7 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict
     readings = {}
     for position, prints in enumerate(inputs):
         rows = prints.hash[:, -1]
+        # Floats as well: the number of a box's image stands in one table with the coordinates of the box.
         counts = ((values >= 0) & (values < len(rows)) & (values == values.floor())).all(0)
         columns = {str(column): [column] for column in counts.nonzero().flatten().tolist() if not edges}
         if bool(counts.all()) and len(columns) != 1:
@@ -171,7 +175,9 @@ def _steps(values: torch.Tensor) -> torch.Tensor:
     if values.dtype is torch.bool:
         values = values.to(torch.uint8)
     bits = values.view(_VIEWS[values.element_size()]).to(torch.int64)
+    # Hashes are made of bits, in which NaN equals itself.
     bits = bits.reshape(bits.shape[0], bits.shape[1] if bits.dim() > 1 else 1, -1)
+    # A zero hashes to zero and would count nothing: hence bits + 1.
     return _mix((_mix(bits + 1) * _factors(bits.shape[2])).sum(2))
 
 
@@ -180,6 +186,7 @@ def _running(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(count: int) -> torch.Tensor:
+    # Odd factors, because a product with an odd number modulo 2^64 loses no bits.
     return (2 * torch.arange(count, dtype=torch.int64, device="cpu") + 1) * _ODD
 
 

@@ -80,6 +80,7 @@ class Storage:
 def leave(status: int) -> NoReturn:
     """Ends this process now: no handler, thread or worker of the script can hold it up."""
     for stream in (sys.stdout, sys.stderr):
+        # The script may have closed its output, or replaced it by something that cannot be flushed.
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(status)  # `sys.exit` would raise in the script, which may catch it
@@ -133,6 +134,7 @@ class Update:
         before = entry.weights if moved is None else moved
         summed, last_seen = entry.summed, entry.used or entry.summed
         if change is not None:
+            # The change of the weights stands for the gradient, so that what was summed has no meaning beside it.
             gradients, sampled, summed = list(change), before - entry.weights, None
         elif moved is not None and last_seen is not None and entry.is_cleared:
             gradients, sampled = last_seen.gradients, last_seen.sampled
@@ -207,6 +209,7 @@ def leave_together(meeting: Path, rank: int, ranks: int) -> None:
         rank: The number of this one.
         ranks: How many there are.
     """
+    # Files and no barrier of torch's, in which all would wait for a rank that has failed.
     (meeting / _LEFT.format(rank)).touch()
     limit = time.monotonic() + _PATIENCE
     marks = [meeting / _LEFT.format(number) for number in range(ranks)]
@@ -225,6 +228,7 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
         placements = getattr(gradient, "placements", ())
         if any(placement.is_partial() for placement in placements):
             sizes = zip(placements, gradient.device_mesh.shape, strict=True)
+            # Ranks along a replicated dimension of the mesh hold the same addend, which counts once.
             counts[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
     return counts
 

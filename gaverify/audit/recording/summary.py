@@ -42,6 +42,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
     return ClosingRecord(
         ending,
         exit_code,
+        # The journal's number is that of the update that is being worked on.
         recording.journal.update - 1,
         windows.rank,
         windows.ranks,
@@ -57,6 +58,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         ),
         arithmetic=recording.roundoff.describe(),
         draws=DrawSummary(
+            # A loop's draws are kept in one run and dealt in the others: one count serves for both.
             draws.count + loop.count,
             draws.dealt + loop.count,
             {**draws.unaligned, **loop.unaligned},
