@@ -82,6 +82,7 @@ def _candidates(runs: PinnedRuns, factor: float, unit: float, update: int) -> It
         agrees_around = around == SCRIPT or not any(path == around for path, _ in differing)
         if key not in differing or not agrees_around:
             continue
+        # Calls that end before this one differ because gradients flow back through it: none of them is a candidate.
         behind = [
             candidate for name, candidate in calls[at + 1 :] if candidate["under"] == around and name not in differing
         ]
@@ -104,6 +105,7 @@ def _differing_calls(pair: Pair, factor: float, unit: float) -> Iterator[CallKey
 
 
 def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
+    # The third entry is a norm, which is the same for a gradient of the other sign.
     return float((full - part)[..., :2].abs().max() / full[..., :2].abs().max().clamp_min(TINY))
 
 

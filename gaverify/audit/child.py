@@ -177,6 +177,7 @@ def _run(command: Command, edits: Edits) -> None:
         runpy.run_module(command.script, run_name="__main__", alter_sys=True)
         return
     script = os.path.abspath(command.script)
+    # As Python does: the folder of the file that a link leads to, and not the link's own.
     _first_on_path(os.path.dirname(os.path.realpath(script)))
     sys.argv = [command.script, *command.arguments]
     if os.path.isdir(script):
@@ -221,6 +222,7 @@ def enter(path: str) -> None:
         _give_up(error, Path(run_job.folder))
     job = replace(run_job, folder=str(folder))
     try:
+        # Audit hooks end with `os.execv`: the launcher has none, and each Python that it starts guards itself.
         if job.files == "guard":
             _guard_files(job, folder)
         recorder = install_recorder(job, folder)
@@ -235,6 +237,7 @@ def _report_failures(folder: Path) -> None:
     original, process = sys.excepthook, os.getpid()
 
     def note_failure(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        # Processes that the script forks inherit this hook: their failures are not this process's.
         if os.getpid() == process and not isinstance(error, KeyboardInterrupt):
             from gaverify.audit.recording.values import place_in_group
 

@@ -169,6 +169,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
     update, right = record.divergent, multipliers_of(record)
     shares = trial.factors_of_passes(record, right)
     has_control = record.overwritten is not None or record.weighed is not None
+    # Ranks have a control of their own, which multiplies the losses of each rank: `control_ranks`.
     if update is None or not shares or has_control or record.ranks > 1:
         return record
     control = trial.control("accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights")
@@ -186,8 +187,10 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
     """Undoes every step, if the accumulated run steps inside the window, and fits the gradients of micro-batches."""
     first = record.first
     steps = record.expected(first) if first is not None else None
+    # A window that has all its backward passes was not cut by an early step.
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_UNDONE:
         return record
+    # Not led: a step with the full batch's gradient would show nothing of its micro-batch's.
     run_undone = trial.run(trial.control("accumulated", UndoSteps(), updates=steps, led=False))
     samples = [run_undone.samples(round_) for round_ in rounds_of(run_undone.events)[:steps]]
     increments_by_step = [
@@ -332,6 +335,7 @@ def control_ranks(trial: Trial, record: Record) -> Record:
             full = trial.run(trial.control("full", change, shown_as="ranks")) if also_full else trial.full
             accumulated = trial.run(trial.control("accumulated", change, source=full, shown_as="ranks"))
         except ProblemError:
+            # A changed run may fail where the script's own does not: then it answers nothing, and the audit goes on.
             return math.nan
         return gradient_difference(full, accumulated, summed=not differs_at_step)
 

@@ -86,6 +86,7 @@ def pairs_of(full: RecordedRun, accumulated: RecordedRun, update: int = 1) -> li
             matched = (candidate, places) if places else None
         if not _returns_rows(forward):
             pairs.append(None)
+        # One forward whose rows are not found could hold the fault: no pair of this update is used then.
         elif matched is None or len(matched[1]) != forward["rows"]:
             return []
         else:
@@ -151,6 +152,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
                     max(before.largest, largest), before.samples + samples, full_call, micro_call
                 )
     for key, (largest, samples, call, counterpart) in differing.items():
+        # On the first micro-batch of every rank there is no state from earlier ones: one rank that differs is enough.
         if key not in agree_at_first - differ_at_first:
             file, line = first_meeting(call["meetings"], counterpart["meetings"]) or call["place"] or (None, None)
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
@@ -200,6 +202,7 @@ def loss_difference(pairs: Sequence[Pair | None], unit: float, level: Collection
     micro-batch.
     """
     differences = [_difference_left(pair, level) for pair in filter(None, pairs)]
+    # As for modules: a loss that agrees for the first micro-batch and differs later depends on state.
     if not differences or not differences[0] > difference_allowed(unit):
         return 0.0
     return max(differences)
@@ -278,6 +281,7 @@ def _row_differences(pair: Pair, full_tensors: Summaries, micro_tensors: Summari
         if row_pair is None:
             continue
         a, b = row_pair
+        # Relative to the largest row: a row of zeros consists of rounding. NaN compares false and would count as equal.
         scale = a[..., 2].abs().max().clamp_min(TINY)
         differences = ((a - b).abs() / scale).flatten(1).amax(1).nan_to_num(math.inf)
         worst = differences if worst is None else torch.maximum(worst, differences)
@@ -293,6 +297,7 @@ def _difference_left(pair: Pair, level: Collection[str]) -> float:
             rows_of_pair(pair, full_gradients[path], micro_gradients[path])
             for path in sorted(full_gradients.keys() & micro_gradients.keys())
         ]
+        # Only the two projections are linear: the norm in the third entry does not follow a negative factor.
         pieces += [(a[..., :2].flatten(), b[..., :2].flatten()) for a, b in filter(None, row_pairs)]
     if not pieces:
         return 0.0
@@ -444,6 +449,7 @@ class CouplingBench:
     def _run(
         self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
     ) -> RecordedRun:
+        # Compiled code calls no submodules that could be watched.
         every_change = [DisableCompilation(), WatchModules()]
         every_change += [UseEvaluationMode(pins.evaluated)] if pins.evaluated else []
         every_change += [PinModules(pins.modules, rows, self._factor_of_gradients)] if pins.modules else []
@@ -462,6 +468,7 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         bench.update.relative_difference,
     )
     first = runs.pairs_by_rank
+    # Without places for the micro-batches' rows there is nothing to compare row by row.
     if not first:
         return
     for _ in range(_MOST_CAUSES):
@@ -482,6 +489,7 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
             bench.run_weighted(runs, control.fit, first)
+        # The difference is gone, or weights explain its rest: a further suspect would have nothing to explain.
         if control.rounding or control.fit is not None:
             return
 
@@ -504,6 +512,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
     inside = [path for backward in backwards for path in backward.origin.inside]
     for level in levels(outputs_of(runs.full), inside):
         difference = loss_difference(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
+        # It costs a run of its own, so it is asked only of a loss whose gradients differ.
         has_coupling = difference > 0 and bench.depends_on_other_rows(runs, level)
         if not has_coupling and not (difference and weights_excluded):
             continue

@@ -35,7 +35,7 @@ _Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Edits:
-    """The values of one run, and which of them have found their place.
+    """Replaces values in the source and the parsers of one run, and notes which of them were found.
 
     Args:
         values: Names and the words to put there.
@@ -60,6 +60,7 @@ class Edits:
         edits = self
 
         def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+            # Python's own loader may take cached bytecode, which holds the old values; other modules may use it.
             wanted = edits._inside(fullname)
             if not wanted:
                 return original(self, fullname)
@@ -75,6 +76,7 @@ class Edits:
         def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
             arguments = list(sys.argv[1:] if args is None else args)
             for name, word in edits._values:
+                # A name that the source assigns is no option; several parsers may have one of the same name.
                 in_source = name in edits.placed and name not in edits._parsed
                 if not in_source and set_default(self, name, word, arguments):
                     edits._parsed.add(name)
@@ -93,6 +95,7 @@ class Edits:
         for name, inner, word in wanted:
             if place_value(tree, inner, word, f"`{name}={word}`"):
                 self._note(name)
+        # Else the script would inherit this module's `from __future__ import annotations`, and its annotations be text.
         return compile(tree, path, "exec", dont_inherit=True)
 
     def _note(self, name: str) -> None:
@@ -103,6 +106,7 @@ class Edits:
 
     def _inside(self, module: str) -> list[tuple[str, str, str]]:
         inside = [(n, n.removeprefix(f"{module}."), w) for n, w in self._values if n.startswith(f"{module}.")]
+        # `python -m package` runs the package's `__main__`, of which the names without a module are meant.
         if module in (self._main, f"{self._main}.__main__") and self._main:
             inside += [(name, name, word) for name, word in self._values]
         return inside
@@ -153,6 +157,7 @@ def set_default(parser: argparse.ArgumentParser, name: str, word: str, arguments
         names = {action.dest, *(option.lstrip("-").replace("-", "_") for option in action.option_strings)}
         if wanted not in names or not action.option_strings:
             continue
+        # Arguments win over a default: the value would be ignored without a word.
         if any(argument.partition("=")[0] in action.option_strings for argument in arguments):
             option = max(action.option_strings, key=len)
             raise ProblemError(f"`{name}={word}`: the arguments of this run give `{option}` as well; leave one out")
@@ -163,7 +168,7 @@ def set_default(parser: argparse.ArgumentParser, name: str, word: str, arguments
 
 
 def _read_default(parser: argparse.ArgumentParser, action: argparse.Action, word: str, what: str) -> Any:
-    """What the option would make of the word on a command line."""
+    """Returns the value that the option would parse from the word on a command line."""
     if action.nargs == 0:
         if word.lower() not in ("true", "false"):
             raise ProblemError(f"{what}: the option takes no value; write `True` or `False`")
@@ -172,6 +177,7 @@ def _read_default(parser: argparse.ArgumentParser, action: argparse.Action, word
     try:
         values = [parser._get_value(action, each) for each in words]
         for value in values:
+            # argparse checks no defaults: what the option would refuse on a command line has to be refused here.
             parser._check_value(action, value)
     except argparse.ArgumentError as error:
         raise ProblemError(f"{what}: {error.message}") from None
@@ -213,6 +219,7 @@ def check_values(script: str, module: bool, values: Values) -> None:
     Raises:
         ProblemError: Such a value, or a number that would become text.
     """
+    # To find a module would import its parent packages, and so run code of the user's: the run tells instead.
     tree = ast.Module([], []) if module else parse_file(Path(script))
     first_words = {place.name.partition(".")[0] for place in _places(tree)}
     counts = {name: place_value(tree, name, word, f"`{name}={word}`") for name, word in values}
@@ -263,6 +270,7 @@ def _places(scope: _Scope, prefix: str = "") -> Iterator[_Place]:
                     slot = (default[0].holder, default[0].key) if in_call else (vars(node), "value")
                     yield _Place(name, node.lineno, *slot)
                     yield from entries
+    # Into inner functions as well: `DataLoader.batch_size` is the keyword wherever `DataLoader` is called.
     for call in ast.walk(scope):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute):
             called = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
@@ -274,6 +282,7 @@ def _places(scope: _Scope, prefix: str = "") -> Iterator[_Place]:
 def _parameters(args: ast.arguments, prefix: str) -> Iterator[_Place]:
     """Yields the parameters that have a default."""
     positional = [*args.posonlyargs, *args.args]
+    # Only the last positional parameters have defaults, as many as `defaults` holds.
     named = [*positional[len(positional) - len(args.defaults) :], *args.kwonlyargs]
     slots = [(values, at) for values in (args.defaults, args.kw_defaults) for at in range(len(values))]
     for argument, (values, at) in zip(named, slots, strict=True):
@@ -318,5 +327,6 @@ def _literal(old: ast.expr | None, word: str, what: str) -> ast.expr:
     new = ast.parse(repr(value), mode="eval").body
     for node in ast.walk(new):
         if isinstance(node, ast.expr) and old is not None:
+            # Tracebacks and findings name lines: the new value has to stand in the line of the old one.
             ast.copy_location(node, old)
     return ast.fix_missing_locations(new)

@@ -53,6 +53,7 @@ def needs_replay(record: Record, full: ClosingRecord, accumulated: ClosingRecord
         accumulated: That of the accumulated run.
     """
     has_draws = full.draws.in_loop or accumulated.draws.in_loop
+    # Without draws or loaders a replay has nothing to give: the same runs would be made once more.
     if not (has_draws or full.loaders) or not _may_see_same_samples(record):
         return False
     if not all(update.data.same for update in record.updates):
@@ -76,6 +77,7 @@ def can_replay_inputs(record: Record, full: ClosingRecord) -> bool:
 
 def _may_see_same_samples(record: Record) -> bool:
     """Whether both runs began with the same weights, and their models were given about as many rows."""
+    # Other initial weights, or twice as many rows, are no question of samples: no replay makes them equal.
     if not record.updates or record.same_pieces or record.updates[0].started_apart > STARTED_APART:
         return False
     data = record.updates[0].data
@@ -138,6 +140,7 @@ def audit(request: Request, progress: Progress | None = None) -> AuditReport:
     """
     request.check()
     for command in (request.command_of("full"), request.command_of("accumulated")):
+        # A wrong name is told before the first run: a run may take minutes before it shows that nothing took the value.
         check_values(command.script, command.module, command.values)
     if not request.events_only and request.is_same:
         return same_arguments(request)
@@ -174,12 +177,14 @@ def _folder(request: Request) -> Iterator[Path]:
             yield folder
         return
     folder = Path(request.keep).resolve()
+    # A folder that was there before stays, even if it is empty; one that the audit made goes with a failure.
     existed = folder.is_dir()
     try:
         with told_where_full(folder):
             folder.mkdir(parents=True, exist_ok=True)
             yield folder
             (folder / RECORDED).write_text(encode_request(request), encoding="utf-8")
+        # What the script itself wrote, such as checkpoints, is no record, and may be large.
         for changes in folder.glob("*/written"):
             remove(changes)
     except BaseException:
@@ -218,7 +223,7 @@ class _Audit:
         self._request, self._runner = request, runner
 
     def record_events(self) -> _Comparison:
-        """Makes one run, of which only the calls count."""
+        """Makes one run, and looks only at the order of its calls."""
         run, changes = self._runner.make_first("events")
         record = Record(windows_of(run.events), ledger_of(run.events), steps=self._request.steps)
         return _Comparison(record, run, run, changes)
@@ -231,6 +236,7 @@ class _Audit:
         full, changes = self._runner.make_first("full")
         comparison = self._replay(self._compare(full, changes))
         comparison = self._lift(comparison)
+        # Last, since it changes the script's epochs: only if full windows show no fault is a short one worth the runs.
         if self._request.tail:
             return self._shorten_epochs(comparison, changes)
         return replace(comparison, record=replace(comparison.record, epochs=_epochs_text(comparison)))
@@ -256,7 +262,7 @@ class _Audit:
         return replace(first, record=replace(first.record, unaligned=unaligned))
 
     def _ways(self, first: _Comparison) -> list[Replay]:
-        """Returns what a replay may give, the smallest change first."""
+        """Returns the replays that may help, the smallest change to the script first."""
         record, full, accumulated = first.record, first.full.closing, first.accumulated.closing
         helps = needs_replay(record, full, accumulated)
         if self._request.has_ranks:

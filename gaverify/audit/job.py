@@ -80,6 +80,7 @@ class Run:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the command and the changes add."""
+        # A change has to win over a variable of the user's: a control with `TORCH_COMPILE_DISABLE=0` would be none.
         changed = {name: value for change in self.changes for name, value in change.environment.items()}
         return {**dict(self.command.environment), **changed}
 

@@ -96,7 +96,7 @@ class Child:
         return bool(self.job.updates) and min(updates) >= self.job.updates
 
     def write(self) -> None:
-        """Notes beside the record what only the parent knows."""
+        """Writes the seconds of the run beside its record, for `read`."""
         text = json.dumps({"seconds": self.seconds})
         (self.folder / _DONE).write_text(text, encoding="utf-8")
 
@@ -126,6 +126,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         beside: What ran at the same time, its other ranks among them.
     """
     status = child.status
+    # A script that fails after its last recorded update has left everything that is compared.
     if child.has_all or (status == 0 and has_all_records(child.folder)):
         _check_values(child)
         return
@@ -136,6 +137,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         return notes[0].read_text(encoding="utf-8") if notes else ""
 
     room, fault, refused = read_note(ROOM), read_note(INTERNAL), read_note("refused.json")
+    # Before all other causes: on a full disk the script fails as well, and its traceback would mislead the reader.
     if status == DISK_FULL or any((folder / ROOM).exists() for folder in folders_of(child.folder)):
         wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
         values = {"title": child.title, "folder": child.folder.parent, "wanted": wanted, "free": free}
@@ -157,6 +159,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
 
 def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
+    # The name may lie in a module that the script imports: only the run can tell that nothing took it.
     path = child.folder / PLACED
     taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
     missing = [name for name, _ in child.job.command.values if name not in taken]
@@ -177,12 +180,13 @@ def _cause(child: Child, status: int | None) -> tuple[str, str]:
         return _of_launcher(child, status), ""
     assert status is not None
     if status < 0:
+        # Linux ends a process by signal 9 where memory runs out, and leaves no other message.
         return phrase("runs.killed", signal=signal_name(-status)) + " (out of memory?)" * (-status == 9), ""
     return phrase("runs.left", status=status), ""
 
 
 def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
-    """Which ranks had come to their end before one failed that may have waited for them; ends its line."""
+    """Names the ranks that had ended before one failed, which may have waited for them; ends its line."""
     if child.job.command.launcher:
         ended = ended_early(child.folder)
     else:
@@ -195,7 +199,7 @@ def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
 
 
 def _of_launcher(child: Child, status: int | None) -> str:
-    """Why a launcher's run has no complete record although no process of it said so."""
+    """Why a launcher's run has no complete record if none of its processes reported a failure."""
     word = child.job.command.launcher[0]
     folders = ranks_of(child.folder)
     if folders:
@@ -234,6 +238,7 @@ def output_of(child: Child) -> str:
 
 
 _ROOT = str(Path(__file__).resolve().parents[2])
+# `python -c` puts the working folder first: a `random.py` of the user's there would replace Python's own.
 _BOOT = (
     "import sys\n"
     "if not sys.flags.safe_path: sys.path.pop(0)\n"
@@ -270,6 +275,7 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
                 child.handle.end()
             for folder in folders_of(child.folder) if child.job.files == "guard" else ():
                 take_away(folder)
+    # If one has failed, this function has ended the others: that their records are incomplete says nothing.
     for child in [failed] if failed is not None else children:
         check(child, children)
     for child in children:
@@ -285,6 +291,7 @@ def _start(job: Job) -> Child:
     job.write(child.folder / _JOB)
     code = _BOOT.format(root=_ROOT, job=str(child.folder / _JOB))
     with (child.folder / "log.txt").open("wb") as log:
+        # No standard input: a script that asks a question would wait for the answer until the timeout.
         child.handle = start_command(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
@@ -314,6 +321,7 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
                 open_children.remove(child)
                 if child.status and not child.has_all:
                     return _first_of(children)
+            # The other ranks wait in a collective for the one that failed, and the launcher waits for them.
             elif child.job.command.launcher and rank_that_failed(child.folder, _PATIENCE):
                 return child
             elif child.seconds > timeout:
@@ -336,6 +344,7 @@ def _first_of(children: Sequence[Child]) -> Child:
 
 def check_ranks(request: Request, group_sizes: list[int]) -> None:
     """Raises unless the script trained in as many ranks as were started."""
+    # A script that joins no process group trains one model per process: each would seem to lack the others' rows.
     if set(group_sizes) != {len(group_sizes)}:
         counts = ", ".join(map(str, sorted(set(group_sizes))))
         option = f"--ranks {len(group_sizes)}" if request.ranks is not None else "--launcher"
@@ -346,8 +355,9 @@ def check_ranks(request: Request, group_sizes: list[int]) -> None:
 def check_parameters(runs: Sequence[RecordedRun]) -> None:
     """Raises unless every rank trains the same parameters, whole or in shards.
 
-    What one leaves out goes on alone in the others.
+    A parameter that one rank leaves out would be trained by the other ranks alone.
     """
+    # A flat piece runs over the borders of parameters: no gradient can be compared parameter by parameter.
     if any(run.closing.models.is_flattened for run in runs):
         raise ProblemError(phrase("runs.flattened"))
     shapes_by_rank = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
@@ -375,12 +385,13 @@ def check_updates(child: Child, run: RecordedRun) -> None:
             return  # it is run again
         activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
         raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {activity}"))
+    # Steps without any gradient change nothing: two such runs would agree and prove nothing.
     if not backwards and not run.closing.had_gradients:
         raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
 
 
 def _instead(job: Job, run: RecordedRun, train: str) -> str:
-    """What a script did that was seen to train nothing, with what would help."""
+    """What a script without a recorded step did, and what the user can change."""
     if run.closing.unseen.processes and not job.command.launcher:
         return phrase("runs.other-processes", processes=run.closing.unseen.processes)
     if run.closing.unseen.elsewhere:

@@ -56,6 +56,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     facts = RankFacts(
         ranks=len(ranks),
         engine=engine,
+        # A rank may fall out of step in a later update only: the largest distance of all updates counts.
         apart=max(distance_between_ranks(accumulated, round_, "final") for round_ in rounds),
         summed_apart=distance_between_ranks(accumulated, first, "summed"),
         started_apart=distance_between_ranks(accumulated, first, "before"),
@@ -79,6 +80,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
         names_apart=_names_apart(accumulated, first, FIT_UNITS * unit),
         update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
     )
+    # Elements sampled from shards are not those of the full batch's tensors: no weights can be fitted to them.
     if sharded:
         return facts
     # Clipping would hide a wrong weight; without it what the optimizers saw counts, which a script may have reduced.
@@ -90,7 +92,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
 
 
 def _parts(full: RecordedRun, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:
-    """What each rank, and its clipping, made of its own gradient before a script reduced them by hand."""
+    """The factor of each rank on its own gradient before a script reduced them by hand, and that of its clipping."""
     residual, full_clipping = max(fit.residual, fit.used_residual), _clipping(full)
     return tuple(
         Share(used / right, residual, _clipping(run) / full_clipping)
@@ -100,18 +102,20 @@ def _parts(full: RecordedRun, accumulated: RankedRun, fit: WeightFit) -> tuple[S
 
 def _clipping(run: RecordedRun) -> float:
     """The factor of the clippings of the first update, by the norms that they measured; NaN where these are unknown."""
+    # Ranks that clip before they reduce clip by different factors: their mean is then no mean of what they computed.
     clips = clips_of(windows_of(run.events)[0])
     return math.prod(min(1.0, clip.limit / clip.norm) if clip.norm else math.nan for clip in clips)
 
 
 def _altered_share(samples: Samples) -> float:
-    """Which part of the gradient is no sum of what the ranks' backward passes computed; NaN where that is not known.
+    """The relative part of the gradient that is no sum of the ranks' backward passes; NaN if that is not known.
 
     Elements for which none computed anything got their gradient in another way, and are left out.
     """
     increments, used = samples.increments, {}
     for at, gradient in samples.summed_gradients.items():
         parts = [part[at] for part in increments if at in part and len(part[at]) == len(gradient)]
+        # A gradient that a script puts in place itself is no sum of passes, and still nothing has altered it.
         computed = torch.stack(parts).any(0) if parts else torch.zeros_like(gradient, dtype=torch.bool)
         used[at] = gradient * computed
     fit = fit_gradients(used, samples.stretches, used, increments)
@@ -158,7 +162,7 @@ def _mean_difference(full_samples: Samples, own_gradients: Sequence[Mapping[int,
 
 
 def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
-    """What each rank made of its shard, where the sums of both runs are known."""
+    """The factor that each rank applied to its shard of the gradient; empty if one of them is not known."""
     used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
     norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
     shares = []
@@ -168,6 +172,7 @@ def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[S
         inner = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
         size = sum(float(b.double().square().sum()) for _, b in pairs)
         alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own_sums.values()))
+        # A control scales the losses of all ranks: one rank without a known share makes the other shares useless.
         if not size or not alone:
             return ()
         factor = inner / size
@@ -183,7 +188,7 @@ def _cut(run: RecordedRun, place: Place, gradient: torch.Tensor) -> torch.Tensor
 
 
 def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Record) -> ControlRun:
-    """Returns what the first differing update of a run with other weights leaves."""
+    """Returns the difference that is left in the first differing update if losses have other weights."""
     update = record.divergent
     assert update is not None
     difference_left = gradient_difference(
@@ -253,6 +258,7 @@ def _copies(accumulated: RankedRun, round_: Round, what: Moment) -> Iterator[tup
             # Ranks whose pieces have other shapes sample other elements of all parameters of the optimizer.
             layout = (sizes, tuple(each.shard.shape if each.shard else None for each in parameters))
             for place, part in enumerate(values.split(sizes)):
+                # Ranks whose parts are still to be added up hold different values by design.
                 if parameters[place].addends is not None or not len(part):
                     continue
                 reference = first.setdefault((at, place, parameters[place].shard, layout), part)

@@ -1,4 +1,6 @@
-"""A recorded run of several ranks, read as one: rows and increments of all, gradients of a replica or put together.
+"""Reads a recorded run of several ranks as one run: rows and increments of all ranks, and the gradients of one replica.
+
+Gradients of sharded parameters are put together from the shards of all ranks.
 
 Shapes: R ranks, K backward passes in each window, S sampled elements of an optimizer's gradients.
 """
@@ -21,6 +23,7 @@ from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
 from gaverify.records.windows import Round, rounds_of
 from gaverify.rules.wording import phrase
 
+# The calls that all ranks have to make alike; rank 0 alone may read files, say, without changing a gradient.
 _COUNTED = (Forward, Backward, Step, ZeroGrad)
 
 
@@ -58,6 +61,7 @@ class RankedRun(RecordedRun):
         for run in self.ranks:
             fed = [(path, *rows.hash[:, -1].tolist()) for forward in run.rows(1) for path, rows in forward.items()]
             sets.setdefault(tuple(fed), []).append(run)
+        # Ranks that were fed no tensor cannot be told apart by their rows.
         if () in sets or len({len(members) for members in sets.values()}) != 1:
             return self.ranks
         return tuple(members[0] for members in sets.values())
@@ -104,6 +108,7 @@ class RankedRun(RecordedRun):
                     part = gradients[place]
                     parameter = run.parameter(place)  # each rank's own: their pieces lie elsewhere
                     shard = gradient[parameter.shard.slices] if parameter.shard is not None else gradient
+                    # As many ranks as `addends` says hold the same addend: together they count once.
                     shard.copy_(part if parameter.addends is None else shard + part / parameter.addends)
             merged[place] = gradient
         return merged
@@ -119,6 +124,7 @@ class RankedRun(RecordedRun):
                 steps[at] = self._sample_again(step, at, round_, changed=changed)
                 continue
             increments = tuple(
+                # A column of the fit for each rank's pass: with one for all ranks no rank's weight could be read.
                 (number * len(self.ranks) + rank, change)
                 for rank, samples in enumerate(of_ranks)
                 if at in samples.steps
@@ -134,6 +140,7 @@ class RankedRun(RecordedRun):
         at the step are not those of the last backward pass.
         """
         shapes = [shape for (index, _), (_, shape) in self.parameters.items() if index == optimizer]
+        # Expanded zeros have the shapes of whole parameters without their memory.
         sample = Sample([torch.zeros((), device="cpu").expand(shape) for shape in shapes])
         final, summed = (
             sample.read([gradients.get((optimizer, at)) for at in range(len(shapes))])

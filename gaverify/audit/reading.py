@@ -78,7 +78,7 @@ class RecordedRun:
         return Samples({at: read_step(path) for at, path in paths.items() if path.exists()})
 
     def beside(self, full: RecordedRun) -> RecordedRun:
-        """Returns this run as it is held against a full-batch run."""
+        """Returns this run as it is compared with a full-batch run."""
         return self
 
     def each(self, round_: Round) -> list[Samples]:
@@ -169,11 +169,13 @@ class Samples:
 
     def norm(self, of: Mapping[int, torch.Tensor]) -> float:
         """Returns the norm of sampled elements of some optimizers, each of which stands for a stretch of its tensor."""
+        # A sampled element stands for a stretch of elements: its square counts as often as the stretch is long.
         return math.hypot(*(float((value * self.steps[at].stretches.sqrt()).norm()) for at, value in of.items()))
 
     @property
     def summed_gradients(self) -> dict[int, torch.Tensor]:
         """The gradients as the last backward pass left them, shape (S,)."""
+        # The sum was sampled only where the optimizer used something else; the right side of `|` wins.
         return self.of("final") | self.of("summed")
 
     @property
@@ -187,6 +189,7 @@ class Samples:
         by_backward: dict[int, dict[int, torch.Tensor]] = {}
         for at, step in self.steps.items():
             for backward, change in step.increments:
+                # A pass may reach the parameters of one optimizer only: the passes of all are brought together.
                 by_backward.setdefault(backward, {})[at] = change
         return [by_backward[backward] for backward in sorted(by_backward)]
 

@@ -157,6 +157,7 @@ class Request:
             (self.full or ()) == (self.accumulated or ())
             and self.full_script is None
             and (self.full_env, self.full_set) == (self.accumulated_env, self.accumulated_set)
+            # Ranks share the batch, so that equal arguments make another run with them.
             and self.ranks is None
             and self.launcher == self.full_launcher
         )
@@ -195,6 +196,7 @@ class Request:
         # without gradients an audit may watch the script to its end
         values = {**vars(self), "updates": self.updates or 1} if self.events_only else vars(self)
         problems += filter(None, (entry.kind.check(entry.flag, values[name]) for name, entry in OPTIONS.items()))
+        # Told before the runs: after them their time would be lost, or files of the user's overwritten.
         if self.keep is not None and os.path.lexists(self.keep):
             if not os.path.isdir(self.keep):
                 problems.append(phrase("request.keep-file", keep=self.keep))

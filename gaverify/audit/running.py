@@ -74,15 +74,19 @@ class Runner:
         """
         changes: Changes = ()
         run = self.run(role)
+        # A script that starts ranks by itself would compare ranks with ranks, which hides every fault of theirs.
         if self.request.launcher and not self.request.full_launcher and run.closing.ranks > 1:
             raise ProblemError(phrase("runs.full-ranks", ranks=run.closing.ranks))
+        # No backward pass can be seen inside a compiled training step.
         if run.closing.unseen.has_compiled and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)
             run = self.run(role, *changes)
+        # Not from the start: to look at the weights after every line makes a run slower.
         if run.closing.moves_by_hand:
             changes = merge_changes(changes, [WatchWeights()])
             run = self.run(role, *changes)
         if fused := set(run.closing.draws.fused):
+            # As few changes as possible: unfused attention needs more memory, and code without compilation more time.
             kernels = [UseMathKernels()] if fused != {COMPILED} else []
             changes = merge_changes(changes, kernels, [DisableCompilation()] if COMPILED in fused else [])
             run = self.run(role, *changes)
@@ -163,6 +167,7 @@ class Runner:
 
     def _join(self, runs: list[RecordedRun]) -> RecordedRun:
         """Returns the processes of a run as one run."""
+        # One process is no group, even under a launcher; without one, ranks that a script starts itself are not joined.
         if len(runs) == 1 and (runs[0].closing.ranks == 1 or not self.request.has_ranks):
             return runs[0]
         from gaverify.audit.ranks import RankedRun
@@ -228,6 +233,7 @@ class Trial:
             shown_as: How the report calls it; empty: like the trial's runs.
             led: Let it step with the gradients of the run that it follows.
         """
+        # Without the full-batch run's draws, dropout alone would make another gradient.
         if source is None and role == "accumulated":
             source = self.full
         leads = [LeadSteps()] if led and source is not None else []
@@ -243,6 +249,7 @@ class Trial:
 
     def perturbed_control(self, seed: int = 0, *changes: Change) -> Run:
         """Returns a full-batch run with weights moved by their roundoff, in directions that the seed gives."""
+        # A script without modules has no forward before which its weights could be moved.
         unit, has_modules = self.full.closing.arithmetic.unit, bool(self.full.closing.models.classes)
         perturbation = PerturbWeights(unit, seed, at_optimizer=not has_modules)
         return self.full_batch_control(perturbation, *changes)
@@ -261,6 +268,7 @@ class Trial:
         Empty if the update has another number of passes.
         """
         window = record.window_of(record.divergent.number) if record.divergent is not None else None
+        # By identity: two passes of a window may be equal as events.
         passes = [id(event) for event in self.accumulated.events if isinstance(event, Backward)]
         passes_of_update = [id(event) for event in window.of(Backward)] if window is not None else []
         if not weights or len(passes_of_update) != len(weights) or not set(passes_of_update) <= set(passes):

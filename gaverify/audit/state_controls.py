@@ -35,6 +35,7 @@ def control_state(trial: Trial, record: Record) -> Record:
     stays if it is a layer whose evaluation mode removes a part of the difference: the rest is the state's.
     """
     update = record.divergent
+    # A single micro-batch follows no other whose state it could read.
     if update is None or update.backwards < 2 or record.ranks > 1 or trial.is_by_hand or is_proven(record):
         return record
     bench = _StateBench(trial, record, update)
@@ -69,6 +70,7 @@ class _StateBench:
     def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
         self._trial, self._record, self._update = trial, record, update
         self.evaluated = self._buffers_to_evaluate()
+        # Evaluation mode changes the full batch's gradient as well: in one run alone it would make a difference itself.
         self._full = self._run("full") if self.evaluated else trial.full
 
     @property

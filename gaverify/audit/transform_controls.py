@@ -121,6 +121,7 @@ def _compare_sums(full: Samples, accumulated: Samples) -> float:
 def _used_gradients(run: RecordedRun, update: UpdateComparison) -> Gradients:
     """Returns the gradients that decided about an update: before the window's last clipping, or after it."""
     round_ = rounds_of(run.events)[update.number - 1]
+    # Differences of them are taken: in bfloat16 these would be rounded by as much as is looked for.
     return {
         place: each.double() for place, each in run.gradients(round_, summed=update.decided is Stage.SUMMED).items()
     }
