@@ -55,6 +55,7 @@ class Differentiation(FunctionCall):
 class BackwardCall(Differentiation):
     """A call of `backward`."""
 
+    # No default: a listener that reads the terms too early fails, and does not go on with an empty loss.
     terms: Terms = field(init=False)
     """The terms of the loss, as soon as a listener has looked at its graph."""
     origin: LossOrigin = field(default_factory=LossOrigin)
@@ -99,6 +100,7 @@ class StepCall(Call):
 
     entry: Watched
     """The optimizer, with its window."""
+    # The two halves of a step are two calls: torch's hooks have nothing in common but the optimizer.
     place: Place | None = None
     """The script's line; None after the step."""
     can_lead: bool = False

@@ -17,6 +17,7 @@ from gaverify.audit.recording.watching import Watch
 class Assignment(Protocol):
     """What a recorder knows of its run; everything else that the run asks for installs itself."""
 
+    # Properties, because a protocol's attributes could be assigned to, and those of a frozen job cannot.
     @property
     def role(self) -> str:
         """Whether it is the `full` or the `accumulated` run, or one of which only `events` are recorded."""

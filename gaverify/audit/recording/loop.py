@@ -231,7 +231,7 @@ class Loop:
         self._others: tuple[Any, ...] = ()
 
     def start(self) -> None:
-        """Starts to look on, for good."""
+        """Starts to compare generators, until the run ends."""
         if not self._started:
             self._started = True
             self._open()
@@ -260,7 +260,7 @@ class Loop:
         self._resume()
 
     def _pause(self) -> bool:
-        """Ends a stretch of the loop; tells whether it goes on later."""
+        """Looks at the generators before something that is not the loop's; returns whether to look again later."""
         self.moved = self.moved or torch_generator_states() != self._states
         return not self.moved
 
@@ -269,7 +269,7 @@ class Loop:
 
 
 class LoopDraws(Loop):
-    """What is common to both sides: the loop is listened to, and so are Python's and NumPy's functions."""
+    """Listens to the draws of the loop, also by Python's and NumPy's functions; subclasses keep or deal them out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ class Recorder:
         self.draws.draws.deals_loop_draws = True
 
     def expect_steps_by_hand(self) -> None:
-        """Takes moved weights for a step: no optimizer will tell of one."""
+        """Counts each change of the weights as a step: the script has no optimizer of torch's."""
         self.by_hand.expect_steps()
         self.data.starts_at_forward = True
 

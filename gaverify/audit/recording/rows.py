@@ -8,8 +8,8 @@ right, for padding on the left. Rows that the script computes (the output of ano
 floating point there are two projections beside the hash.
 
 Boxes, edges and nodes of several samples may lie in one list, with columns that count samples (or nodes) within their
-batch: the same box has another number in a smaller batch. So a tensor that may hold such numbers has fingerprints with
-what they may mean in their place, too: the contents of that row of another input, or of all rows of the same number.
+batch: the same box has another number in a smaller batch. So a tensor that may hold such numbers is fingerprinted once
+more with each number replaced by the contents of that row of another input, or of all rows with the same number.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def fingerprints(tensor: torch.Tensor) -> Fingerprints:
 
 @torch.no_grad()
 def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict[str, Fingerprints]:
-    """Returns fingerprints of a list with what its numbers may mean in their place, by the reading.
+    """Returns fingerprints of a list whose numbers are replaced by the rows of another input that they may count.
 
     Args:
         at: Where the tensor stands among the inputs.

@@ -6,9 +6,9 @@ graphs are those of the micro-batch. A loader without automatic batching gives w
 are, where that is asked for, the batches of a `collate_fn` that draws random numbers, such as the masks of a language
 model: it would draw others for a micro-batch.
 
-Inputs are for scripts that make their batches without a loader, in an order that hangs on the batch size. Giving them
-is right only where everything that belongs to a sample goes into the forward, its target too: a model that returns its
-loss.
+Inputs are for scripts that make their batches without a loader, in an order that depends on the batch size.
+Replacing them is right only if everything that belongs to a sample goes into the forward, its target too, as into a
+model that returns its loss.
 
 Shapes: B rows of a forward of the full-batch run, b of a micro-batch; the batch may be any one dimension.
 """
@@ -60,7 +60,7 @@ class Collate:
 
 
 class Loaders:
-    """Follows every loader that the script iterates; what to do with its batches the roles decide.
+    """Follows every loader that the script iterates; subclasses decide what the script gets in place of a batch.
 
     Args:
         quiet: Surrounds the loaders' own work, whose draws are not the loop's.
@@ -134,7 +134,7 @@ class _Followed:
 
 
 class _WithSamples(Loaders):
-    """Both sides of a replay ask the loaders for their samples.
+    """Loaders that hand over the samples of each batch; the base of both sides of a replay.
 
     Args:
         quiet: As for `Loaders`.
@@ -166,7 +166,7 @@ class _WithSamples(Loaders):
             loader.collate_fn = plain
 
     def _single(self, loader: Any) -> bool:
-        """Whether what is kept of a batch are its samples, and not the batch itself."""
+        """Whether the samples of a batch are kept, and not the collated batch."""
         return bool(loader._auto_collation) and not self._collated
 
     def _choose_content(self, pair: BatchWithSamples) -> Any:
@@ -313,7 +313,7 @@ class Inputs:
         self._next: dict[str, tuple[int, int]] = {}  # which file of a forward, and which row of it
 
     def forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Is told of a forward that is about to begin."""
+        """Keeps or replaces the inputs of a forward that is about to begin."""
         model, training = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
         key = f"inputs-{model}-{int(training)}-{self._since[model, training]}"
         self._since[model, training] += 1

@@ -1,6 +1,6 @@
-"""What a recorded run leaves on disk: events line by line, and once per update what its window held and was given.
+"""What a recorded run leaves on disk: events line by line, and the gradients, weights and rows of each update.
 
-Of a sharded parameter that is this rank's shard. A rank ends when all others are as far.
+A rank stores its own shard of a sharded parameter, and ends once all other ranks are ready to end.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _present(gradients: Sequence[torch.Tensor | None], divisor: float) -> dict[i
 
 
 def leave_together(meeting: Path, rank: int, ranks: int) -> None:
-    """Waits until every rank is as far: who leaves first cuts the others' collectives off.
+    """Waits until every rank is ready to leave: a process that leaves earlier breaks the collectives of the others.
 
     Args:
         meeting: A folder that all ranks see.
@@ -236,6 +236,6 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
 def shards_alone(
     tensors: Mapping[str, Mapping[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
 ) -> dict[str, dict[int, torch.Tensor]]:
-    """Returns the members, by position, whose parameters are sharded: every rank holds the whole of all others."""
+    """Returns the tensors of sharded parameters alone, by position: every rank holds all others as a whole."""
     sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
     return {kind: {at: value for at, value in members.items() if at in sharded} for kind, members in tensors.items()}

@@ -114,6 +114,7 @@ class UnannouncedChanges:
         """
         if self._always:
             self._hunting = {"moved"}
+        # Steps by hand are hunted although their line is known: the hunt keeps the gradients that each step uses.
         wanted = self._hunting if self._always else self._hunting - set(self._places)
         if wanted and sys.gettrace() is None:  # a debugger keeps its own trace function
             self._hunt = LineHunt(changed, Owner.USER)
@@ -234,4 +235,5 @@ class UnannouncedSteps:
             self._differentiated = False
             self._moved += [sample] * (has_optimizer and not is_put_back)
             self.windows *= not is_put_back  # SAM: what looked like updates before was the way there
+        # Two looks are kept: weights that go there and back are those of the last look but one.
         weights_seen[:] = [*weights_seen[-1:], now]

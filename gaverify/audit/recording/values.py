@@ -72,7 +72,7 @@ def out_of_sight() -> str:
 
 
 def on_meta(tensors: Any) -> bool:
-    """Whether a tensor, or one of several, lies on the meta device: what is done with it counts operations at most."""
+    """Whether a tensor, or one of several, lies on the meta device, on which scripts at most count operations."""
     several = tensors if isinstance(tensors, list | tuple) else (tensors,)
     return any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in several)
 
@@ -235,7 +235,7 @@ def paths_in(model: nn.Module, *, scripted: bool = False) -> dict[nn.Module, str
 
 
 class OutOfSight(Exception):
-    """A module has nothing that could be read."""
+    """The parameters of a module have no values that could be read."""
 
 
 class Names:

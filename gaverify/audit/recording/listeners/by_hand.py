@@ -19,7 +19,7 @@ from gaverify.tracebacks import Place
 
 
 class HandListener:
-    """Looks at weights and gradients whenever something begins: what changed since the last call, no call has changed.
+    """Looks at weights and gradients whenever a call begins: the script itself made what changed since the last call.
 
     Args:
         recording: What listeners share.
@@ -51,7 +51,7 @@ class HandListener:
         return not self._windows.steps and self._steps.moves > 0
 
     def expect_steps(self) -> None:
-        """Takes moved weights for a step: no optimizer will tell of one."""
+        """Counts each change of the weights as a step: the script has no optimizer of torch's."""
         self.is_expected = True
         self._recording.unannounced.hunt_always()
 

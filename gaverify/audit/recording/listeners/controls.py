@@ -57,6 +57,7 @@ class ControlListener:
 
     def restore_state(self, call: ForwardCall) -> AbstractContextManager[None]:
         """Surrounds a forward, before which values are restored."""
+        # An evaluation between two micro-batches begins none.
         if self.state is None or not call.is_graded:
             return nullcontext()
         return self.state.around(call.module, self._recording.names.prefix(call.module))

@@ -45,7 +45,7 @@ class ZeroGradListener:
         bus.after(ZeroGradCall, self.note)
 
     def look(self, _: ZeroGradCall) -> None:
-        """Takes what happened before the call for what it is: the call must not get the credit."""
+        """Records what changed before the call, which would otherwise count as the call's work."""
         self._settle()
         recording = self._recording
         recording.unannounced.note(recording.watch.look(), recording.phase.outside_forwards)
@@ -84,6 +84,7 @@ class ClippingListener:
         for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
             if hasattr(clip_grad, name):  # versions of torch differ in their names
                 announce_calls(bus, clip_grad, name, partial(_describe_clipping, getattr(clip_grad, name)), nesting)
+                # `torch.nn.utils` has imported the functions by name, and scripts call them there.
                 setattr(torch.nn.utils, name, getattr(clip_grad, name))
         bus.before(ClipCall, self.look)
         bus.after(ClipCall, self.note)
@@ -164,7 +165,7 @@ class ScalerListener:
         self._recording.watch.keep_unclipped(self._recording.watch.look())
 
     def look(self, _: ScalerMethodCall) -> None:
-        """Takes what happened before the call for what it is."""
+        """Records what changed before the call."""
         self._recording.unannounced.note(self._recording.watch.look(), "between")
         self._steps_before, self._place = self._count_steps(), user_place()
 

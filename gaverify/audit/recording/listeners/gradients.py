@@ -74,6 +74,7 @@ class GradientListener:
         incoming = self._incoming_gradients(call.look)
         # With ranks, gradients that arrive say nothing of `.grad`: the script may reduce them later.
         call.touched = sorted({*self._touched_optimizers(call.look), *(() if job.has_ranks else incoming)})
+        # The loss of a micro-batch without valid targets changes no gradient, and is one of the window all the same.
         call.is_counted = bool(call.touched) or ends_in_parameters(call.roots)
         if not call.is_counted:
             self.elsewhere += 1
@@ -136,6 +137,7 @@ class GradientListener:
     def count_waiting(self, entry: Watched) -> None:
         """Counts the passes that wait as backward passes where no backward pass gave what the step is made of."""
         watch, journal = self._recording.watch, self._recording.journal
+        # Where a backward pass gave gradients that nobody cleared, the step uses those: the others were only looked at.
         alone = all(part.cleared for part in entry.increments)
         counted = [part for part in self._waiting if entry.index in part.changes and alone]
         self._waiting = [part for part in self._waiting if entry.index not in part.changes]

@@ -60,6 +60,7 @@ class ModuleListener:
             recording.storage.tensors("outputs", self.outputs.forwards)
         if self.pinned_modules is not None:
             own_positions = {at: self.pinned_modules.own(watch.parameters(at)) for at in range(len(watch))}
+            # The full-batch run stores what others are given; those store which gradients the pinned code makes itself.
             stored = self.pinned_modules.forwards if recording.job.source is None else own_positions
             recording.storage.tensors("pinned", stored)
 

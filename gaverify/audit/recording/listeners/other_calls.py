@@ -131,12 +131,14 @@ class TargetListener:
 
     def listen(self, bus: Bus) -> None:
         """Patches torch and subscribes."""
+        # The modules of these losses call the functions: patching those counts both.
         for name in ("cross_entropy", "nll_loss"):
             announce_calls(bus, functional, name, _describe_loss)
         bus.before(LossCall, self.note)
 
     def note(self, call: LossCall) -> None:
         """Keeps the count on its device: reading it here would wait for that."""
+        # A count on the meta device or in a transform of `torch.func` is no number.
         if plain(call.valid) is not None:
             self._counts.append((call.valid, call.total))
 
