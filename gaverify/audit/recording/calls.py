@@ -81,7 +81,7 @@ class BackwardCall(Differentiation):
     traffic: Traffic = field(default_factory=Traffic)
     """Its collectives."""
     reduced: int = 0
-    """Bytes of whole gradients among them."""
+    """Bytes of whole gradients that its collectives reduced."""
     gathers: list[Place | None] = field(default_factory=list)
     """Lines that gathered trained tensors before it."""
 

@@ -49,7 +49,7 @@ class Draws:
         self._unaligned: dict[str, str] = {}
 
     def begin(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> None:
-        """Turns to the next forward: of which model in which mode, and the shapes and fingerprints of its inputs."""
+        """Prepares for the next forward, known by its key, and by the shapes and fingerprints of its inputs."""
         self._handler = self._next(key, shapes, prints)
         if self._handler is not None:
             self._handlers.append(self._handler)

@@ -125,7 +125,7 @@ class Reach:
         self._reached.clear()
 
     def peek(self) -> list[int]:
-        """Returns the forwards that a differentiation has reached that may turn out to be no backward pass."""
+        """Returns the forwards that a differentiation has reached, which may turn out to be no backward pass."""
         return sorted({*self._reached, *self._unknown})
 
     def end(self) -> list[int]:
@@ -197,7 +197,7 @@ class Weight:
 
     @property
     def scales(self) -> list[float]:
-        """The gradient of each number on the way to the innermost one: what the script multiplied it by until there."""
+        """The gradient of each number on the way to the innermost one: the product of all factors up to that number."""
         return [self._seen[depth] for depth in sorted(self._seen)]
 
     def value_of(self, root: Any) -> float:
@@ -215,7 +215,7 @@ class Weight:
 
     @property
     def of_a_sum(self) -> bool:
-        """Whether the loss is a sum of its rows that the script divided itself: each flows in with the weight whole."""
+        """Whether the loss is a sum of its rows that the script divided itself: each row has the weight of the sum."""
         weight = abs(self._seen[max(self._seen)]) if self._seen else 0.0
         return weight > 0.0 and math.isclose(weight, self._share, rel_tol=COMPUTED_FLOAT32)
 
@@ -233,8 +233,8 @@ class Weight:
 class Terms:
     """The terms of one loss, in the order in which they are written.
 
-    From the root down, what only scales a number (`loss / K`, the scale of a `GradScaler`) is passed by; the first sum
-    or difference of numbers gives the terms. The gradient is linear in them: those of all terms add up to the whole.
+    From the root down, operations that only scale a number (`loss / K`, the scale of a `GradScaler`) are skipped; the
+    first sum or difference of numbers gives the terms. The gradients of all terms add up to that of the loss.
 
     Args:
         roots: What is differentiated; several roots have no one sum.

@@ -1,8 +1,8 @@
 """What can be read of a script's tensors and models: values, a few elements of every parameter, names, arithmetic.
 
-Nothing can be read of shadows, in transforms and in traces. The elements that are read of a parameter are always the
-same ones: enough to fit weights and to see that something changed. A linear relation between gradients holds for every
-element, hence for any choice of them; and the same elements are read in every run.
+Nothing can be read of tensors without values (meta, fake), and nothing inside transforms and traces. Every run reads
+the same few elements of a parameter: enough to fit weights and to see that something changed. A linear relation between
+gradients holds for every element, hence for any choice of them.
 
 Shapes: S sampled elements of all parameters of one optimizer, laid end to end.
 """
@@ -31,7 +31,7 @@ from gaverify.torch_internals import (
 )
 
 CAPTURED = "CUDA graph capture, whose replays are seen at the optimizer's steps alone"
-"""Stands among what hides calls."""
+"""The reason that is reported for calls that could not be recorded during a capture."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -307,7 +307,7 @@ class Names:
 
 
 class Roundoff:
-    """What carries gradients: trained parameters, autocast around them, products of backward passes, reductions.
+    """The precision of all that gradients pass through: parameters, autocast, products of backward passes, reductions.
 
     `arithmetic` is filled where the passes run; `device` is where the parameters live.
     """

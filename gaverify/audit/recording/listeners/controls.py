@@ -1,4 +1,4 @@
-"""What a control changes on purpose: each slot is filled by a change that installs itself, and is empty without one."""
+"""What a control changes on purpose. Each change of a run fills the attribute that it needs; the others stay empty."""
 
 from __future__ import annotations
 
