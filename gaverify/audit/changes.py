@@ -1,4 +1,4 @@
-"""What a run of an audit does otherwise than the user's script alone; each change installs itself in the run's process.
+"""Changes of a run against the user's script alone; each change installs itself in the run's process.
 
 A control is a run with a few changes and a question about what that run recorded. Changes travel to the process as
 JSON, each with the name of its class. The parent has no torch, so a change imports what it needs when it is installed.
@@ -34,7 +34,7 @@ inputs of forwards as well. Ranks share the samples themselves: only the order c
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that a run does otherwise; its fields are plain values."""
+    """One difference of a run from the script alone; its fields are plain values."""
 
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that the process starts with."""
@@ -346,5 +346,6 @@ def encode_change(change: Change) -> dict[str, object]:
 
 def decode_change(fields: Mapping[str, object]) -> Change:
     """Returns the change that `encode_change` was given; sequences have to be tuples."""
+    # By name alone: the record of a run that was kept must not be able to call anything else.
     kinds = {kind.__name__: kind for kind in Change.__subclasses__()}
     return kinds[str(fields["kind"])](**{name: value for name, value in fields.items() if name != "kind"})

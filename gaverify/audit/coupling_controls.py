@@ -344,7 +344,7 @@ PairsOfRanks = Sequence[Sequence[Pair | None]]
 
 @dataclass(frozen=True)
 class Pins:
-    """What both runs of a control do as the full batch did."""
+    """The code and statistics that both runs of a control replace by the full batch's."""
 
     evaluated: tuple[str, ...] = ()
     """Buffers whose modules run in evaluation mode."""

@@ -27,7 +27,7 @@ SCRIPT_FAILED = 96
 """Exit status of a child whose script raised."""
 
 ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.json"
-"""What a process leaves in its folder: why it failed, a fault of the recorder's, its rank then, its closing record."""
+"""Files of a process: its script's error, a fault of the recorder, its rank if it failed, its closing record."""
 
 ROOM = "room.json"
 """Holds the bytes that a run would store, and those that are free, where these are fewer."""
@@ -52,6 +52,7 @@ def note_fault(error: BaseException, folder: Path) -> int:
     if not full:
         return RECORDER_FAILED
     with contextlib.suppress(OSError):
+        # A text that was written in part would be taken for a fault of the recorder; its room serves the empty file.
         (folder / INTERNAL).unlink(missing_ok=True)
         (folder / ROOM).touch()
     return DISK_FULL
@@ -114,6 +115,7 @@ def rank_that_failed(run: Path, patience: float) -> bool:
     """Whether a rank failed longer than `patience` seconds ago: what waits for it waits for ever."""
     now = time.time()
     marks = [folder / RANK for folder in folders_of(run)]
+    # Within that time the launcher may end the other ranks itself.
     return any(mark.exists() and now - mark.stat().st_mtime > patience for mark in marks)
 
 

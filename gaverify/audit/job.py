@@ -105,6 +105,7 @@ class Job(Run):
         """The folder of the full-batch run, or of that rank of it which this rank follows; None: it follows none."""
         if not self.sources:
             return None
+        # A full-batch run in one process is followed by all ranks: there is no other record to follow.
         return Path(self.sources[self.rank if self.rank < len(self.sources) else 0])
 
     @property
@@ -148,7 +149,7 @@ class Job(Run):
 
 
 def tuples(value: Any) -> Any:
-    """Returns what JSON held, with tuples where it has lists."""
+    """Returns a JSON value with tuples in place of lists, as the fields of records are."""
     if isinstance(value, dict):
         return {key: tuples(member) for key, member in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value

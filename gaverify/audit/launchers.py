@@ -64,6 +64,7 @@ def entry_variables(job: Path, environment: Mapping[str, str]) -> dict[str, str]
         job: Where the job is described.
         environment: The variables of the launcher without them.
     """
+    # In front of the user's folders: Python imports the first `sitecustomize` that it finds, and no other.
     path = environment.get("PYTHONPATH")
     return {JOB: str(job), "PYTHONPATH": _ENTRANCE + (os.pathsep + path if path else "")}
 
@@ -78,6 +79,7 @@ def find_program(word: str, option: str = "--launcher") -> str:
     Raises:
         SpecError: There is none of this name.
     """
+    # The first `python` of PATH may have neither the user's torch nor gaverify.
     if word in ("python", "python3"):
         return sys.executable
     folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]

@@ -85,6 +85,7 @@ def read_step(path: Path) -> StepSample:
 
 def read_rows(path: Path) -> Sequence[ForwardInputs]:
     """Reads the inputs of the forwards of one update, which were stored as they are."""
+    # As for samples of steps: a kept record that holds any other class is refused.
     with torch.serialization.safe_globals([Fingerprints]):
         rows: Sequence[ForwardInputs] = torch.load(path, weights_only=True)
     return rows

@@ -125,6 +125,7 @@ class Quoted(Kind):
         """Returns the words; None where the option is left out."""
         if words is None:
             return None
+        # An empty text is right for `--full` (no more arguments), but no command for `--launcher`.
         if self.empty and not words.strip():
             problems.append(f"{flag} is empty; {self.empty.format(flag=flag)}")
         try:
@@ -159,6 +160,7 @@ class Assignments(Kind):
             name, sign, value = word.partition("=")
             if not sign or not name or "\0" in word:  # no variable of a process may hold a zero byte
                 problems.append(f"{flag} {word!r} has no name and value; write `{flag} {self.example}`")
+            # The later value would win without a word, and the run would not be the one that was meant.
             elif name in pairs:
                 problems.append(f"{flag} gives `{name}` twice: {pairs[name]!r} and {value!r}")
             else:

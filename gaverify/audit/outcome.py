@@ -184,7 +184,7 @@ def is_proven(record: Record) -> bool:
 
 
 def _method(record: Record) -> Method:
-    """What decided the updates: runs in float32, or the weights that fit where they decided every parameter of all."""
+    """The method that decided the updates; fitted weights only if they decided every parameter of all updates."""
     # The report names one method: as soon as one parameter needed the noise floor, the whole answer rests on it.
     methods = {row.method for update in record.updates for row in update.parameters}
     if record.float32:
@@ -326,7 +326,7 @@ def _differing(update: UpdateComparison) -> str:
 
 
 def _describe_agreement(record: Record) -> str:
-    """How far the gradients agree, for a sentence that goes on; empty where none were judged."""
+    """The beginning of a sentence that says how far the gradients agree; empty if no update was judged."""
     judged = [update for update in record.updates if update.judged and update.outcome is Outcome.EQUIVALENT]
     if not judged:
         return ""

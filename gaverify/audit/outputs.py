@@ -29,7 +29,7 @@ REFUSED = 95
 
 
 def shared_folders() -> list[Path]:
-    """Returns the caches of downloads and compilers: they are the same for all runs, and too costly to fill thrice."""
+    """Returns the caches of downloads and compilers: all runs share them, as each would take long to fill its own."""
     named = [os.environ.get(name) for name in ("HF_HOME", "HF_DATASETS_CACHE", "TORCH_HOME", "TRITON_CACHE_DIR")]
     home = Path.home()
     caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", home / ".nv", *named]

@@ -52,7 +52,7 @@ _JOB, _DONE = "job.json", "done.json"
 
 @dataclass
 class Child:
-    """A run of the script: what it was told, and how many seconds it took.
+    """The process of one run, or of one rank of it: its job, and how many seconds it took.
 
     `handle` is its process, where it was not made by an earlier audit.
     """
@@ -84,7 +84,7 @@ class Child:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, or all ranks that its launcher started are done: what it does then is no concern."""
+        """Whether it has ended, or its launcher's ranks have all left their records: it may still run then."""
         return self.status is not None or (bool(self.job.command.launcher) and self.has_all)
 
     @property
@@ -132,7 +132,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         return
 
     def read_note(name: str) -> str:
-        """What a file holds that one of its processes left; empty where none did."""
+        """Returns the text of a file that one of the run's processes left; empty if none did."""
         notes = [folder / name for folder in folders_of(child.folder) if (folder / name).exists()]
         return notes[0].read_text(encoding="utf-8") if notes else ""
 

@@ -1,4 +1,4 @@
-"""What the ranks of a recorded run did in its updates, measured: reductions, gradients, weights, buffers.
+"""Measures the ranks of a recorded run in its updates: reductions, gradients, weights, buffers.
 
 Shapes: R ranks, K backward passes in each window, S sampled elements of an optimizer's gradients.
 """

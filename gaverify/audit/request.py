@@ -136,7 +136,7 @@ class Request:
     def from_words(cls, words: Mapping[str, Any]) -> Request:
         """Returns the request that the words of the command line spell, by the names of the fields.
 
-        What is wrong with them is told by `check`, with everything else that is wrong.
+        `check` reports problems of these words together with all other problems.
         """
         problems: list[str] = []
         values = {name: entry.kind.read(entry.flag, words[name], problems) for name, entry in OPTIONS.items()}
@@ -236,6 +236,7 @@ class Request:
         if self.full_launcher and not self.launcher:
             problems.append(phrase("request.full-launcher"))
         changed = [name for name, _ in (*self.both_set, *self.full_set, *self.accumulated_set)]
+        # A launcher starts the script itself, so that no source can be changed before it is compiled.
         if self.launcher and changed:
             problems.append(phrase("request.values", name=changed[0]))
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):

@@ -37,7 +37,7 @@ class Row:
 
     @property
     def contents(self) -> tuple[int, int]:
-        """What two rows of one length have in common exactly where they hold the same values."""
+        """The row's length and hash, which two rows share if they hold the same values."""
         hashes, _ = self.sides[0]
         return len(hashes), hashes[-1]
 

@@ -133,7 +133,7 @@ def _feels_samples(samples: Samples, tolerance: float) -> bool:
 
 
 def add_up(total: Samples, parts: Sequence[Samples], tolerance: float) -> bool:
-    """Whether the gradients of the parts are together that of the whole, for every optimizer."""
+    """Whether the gradients of the parts add up to the total gradient, for every optimizer."""
     for at, gradient in total.summed_gradients.items():
         members = [
             part.summed_gradients[at] for part in parts if len(part.summed_gradients.get(at, ())) == len(gradient)
