@@ -316,8 +316,11 @@ def _entries(name: str, value: ast.expr | None) -> Iterator[_Place]:
 
 
 def _literal(old: ast.expr | None, word: str, what: str) -> ast.expr:
+    """The expression that stands for a word in the place of another one."""
+    # TOML and shells write `true`; where a truth value stood, that is what is meant.
+    is_switch = isinstance(old, ast.Constant) and isinstance(old.value, bool) and word in ("true", "false")
     try:
-        value = ast.literal_eval(word)
+        value = ast.literal_eval(word.capitalize() if is_switch else word)
     except (ValueError, SyntaxError):
         value = word
     number = isinstance(old, ast.Constant) and isinstance(old.value, int | float)

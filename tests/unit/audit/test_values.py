@@ -93,6 +93,17 @@ class TestSource:
         with pytest.raises(ProblemError, match="it is 8 in line 3"):
             place_value(ast.parse(SOURCE), "BATCH", "4x", "`--set BATCH=4x`")
 
+    @pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("false", False)])
+    def test_a_switch_takes_the_words_of_toml(self, word: str, value: bool) -> None:
+        tree = ast.parse("FORGOTTEN = True\n")
+        assert place_value(tree, "FORGOTTEN", word) == 1
+        assert ast.unparse(tree) == f"FORGOTTEN = {value}"
+
+    def test_a_text_takes_them_as_text(self) -> None:
+        tree = ast.parse('NAME = "no"\n')
+        assert place_value(tree, "NAME", "true") == 1
+        assert ast.unparse(tree) == "NAME = 'true'"
+
     def test_a_keyword_wherever_something_is_called(self) -> None:
         tree = ast.parse("class C:\n    n: int = 1\nx = f(C(n=2))\ndef main():\n    return data.C(n=3), C()\n")
         assert place_value(tree, "main.C.n", "7") == 1
