@@ -146,11 +146,11 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     own gradient less that of the pass before, so the weights that fit fall from pass to pass.
     """
     update_and_fit = fitted_weights_of(record)
-    if (
-        update_and_fit is None
-        or len(update_and_fit[1].multipliers) < 2
-        or any(a <= b for a, b in pairwise((*update_and_fit[1].multipliers, 0.0)))
-    ):
+    if update_and_fit is None or len(update_and_fit[1].multipliers) < 2:
+        return record
+    # Weights of passes with as many samples are equal but for rounding: that they fall by it says nothing.
+    multipliers, tolerance = update_and_fit[1].multipliers, record.tolerance
+    if not all(a - b > tolerance * abs(a) for a, b in pairwise((*multipliers, 0.0))):
         return record
     number = update_and_fit[0].number
     cleared = trial.run(trial.control("accumulated", ClearGradients(), updates=number))

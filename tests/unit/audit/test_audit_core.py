@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from measured import ranks
 
+from gaverify.audit.controls import control_overwriting
 from gaverify.audit.options import split_words
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import Request
@@ -462,6 +465,16 @@ class TestWeights:
             found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighed=run))
             assert {each.proven for each in found} == {proven}, found
             assert ("tested, equivalent" in found[-1].remedy) == proven, found
+
+    @pytest.mark.parametrize(("right", "runs"), [((1.2, 1.2 - 1e-8, 1.0, 0.6), False), ((4.0, 3.0, 2.0, 1.0), True)])
+    def test_weights_fall_by_more_than_rounding_where_passes_overwrite(
+        self, right: tuple[float, ...], runs: bool
+    ) -> None:
+        """Passes with as many samples have equal weights: which is the larger one differs between processors."""
+        differs = update(ratio=1.2, fit=fit(0.9, 0.3, right=right))
+        trial: Any = SimpleNamespace(run=None, control=lambda *_, **__: pytest.fail("ran"))
+        with pytest.raises(pytest.fail.Exception, match="ran") if runs else nullcontext():
+            control_overwriting(trial, record(RIGHT, "BSZ BSZ", updates=(differs,)))
 
     def test_a_running_sum_repeats_micro_batches(self) -> None:
         repeated = update(ratio=2.1, fit=fit(1.5, 0.4, right=(1e-8, -2e-8, 3e-8, 1.0)))
