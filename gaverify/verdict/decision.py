@@ -131,7 +131,7 @@ def decide(measurement: Measurement, *, exact: bool = False) -> Decision:
         exact: Leave it to float64, where that is finer.
 
     Returns:
-        An open decision where float64 has to decide.
+        A decision; where it `needs_float64`, its rows are what working precision told so far.
     """
     # Not the coarse unit: products whose inputs are rounded to TF32 mostly agree to float32's rounding all the same.
     unit, differences = measurement.unit, measurement.differences.values()
@@ -158,7 +158,6 @@ def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None
     if not open_rows:
         return decision
     # In float64 there is nothing finer that two samples could be run in.
-    # What agrees to float32's own rounding does so however products are rounded; what is open is judged by theirs.
     if measurement.coarse_unit <= U64:
         return None
     decided_rows = decide_open_rows(measurement, open_rows)
@@ -170,7 +169,7 @@ def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None
 
 
 def _decide_from_window(measurement: Measurement, decision: Decision) -> Decision:
-    """What the window's weights and a few samples of it show; still open where they do not show equivalence."""
+    """What the window's weights and a few samples show; `needs_float64` stays unless they show equivalence."""
     rows = list(measurement.differences.values())
     if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
         return decision
