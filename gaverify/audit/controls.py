@@ -339,12 +339,14 @@ def control_ranks(trial: Trial, record: Record) -> Record:
             return math.nan
         return gradient_difference(full, accumulated, summed=not differs_at_step)
 
-    if ranks.stepped_without:
+    if ranks.reduction.stepped_without:
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients(), also_full=True))
-    elif ranks.at_fault and (ranks.apart > ranks.rounding or ranks.ends_unreduced):
+    elif ranks.at_fault and (ranks.replicas_differ or ranks.ends_unreduced):
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients()))
-    elif ranks.at_fault and ranks.buffers_apart:
-        ranks = replace(ranks, frozen_control=difference_left(UseEvaluationMode(ranks.buffers_apart), also_full=True))
+    elif ranks.at_fault and ranks.replicas.buffers:
+        ranks = replace(
+            ranks, frozen_control=difference_left(UseEvaluationMode(ranks.replicas.buffers), also_full=True)
+        )
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
         ranks = replace(ranks, gather_control=difference_left(DifferentiateGathers()))
     elif ranks.at_fault:

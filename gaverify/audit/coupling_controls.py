@@ -416,7 +416,7 @@ class CouplingBench:
         ranks = self.record.together
         if ranks is None:
             return self._factor
-        fit = ranks.weights
+        fit = ranks.shares.fit
         if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
             return float(ranks.ranks)
         return 1 / fit.used[0]

@@ -104,7 +104,7 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
     # A sampler that fills up the last batch repeats less than one row per rank.
     if ranks is not None and 0 < data.accumulated - data.full < record.ranks:
         advice = phrase("outcome.repeated")
-    if ranks is not None and ranks.fed_alike:
+    if ranks is not None and ranks.replicas.fed_alike:
         advice = phrase("outcome.shared-rows" if ranks.tensor_parallel else "outcome.same-rows")
     padded = " (after padding was taken off)" if data.padded else ""
     what, differ = ("row", "differs") if data.differing == 1 else ("rows", "differ")
@@ -271,7 +271,7 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
         return ""
     # A communication hook that compresses gradients changes them on purpose, by more than rounding.
     if record.together is not None and record.together.is_altered:
-        return phrase("outcome.altered", number=differing.number, altered=record.together.altered)
+        return phrase("outcome.altered", number=differing.number, altered=record.together.reduction.altered)
     if not differing.data.checked:
         return phrase("outcome.unchecked", number=differing.number)
     if record.unaligned:
@@ -293,8 +293,8 @@ def _in_both_runs(record: Record) -> str:
     """The remarks on what agreeing ranks leave open: gradients altered in both runs, and rows that ranks share."""
     ranks, remarks = record.together, ""
     if ranks is not None and ranks.is_altered:
-        remarks += phrase("outcome.altered-in-both", altered=ranks.altered)
-    if ranks is not None and ranks.fed_alike:
+        remarks += phrase("outcome.altered-in-both", altered=ranks.reduction.altered)
+    if ranks is not None and ranks.replicas.fed_alike:
         remarks += phrase("outcome.shared-rows-count") if ranks.tensor_parallel else f"; {phrase('outcome.same-rows')}"
     return remarks
 

@@ -18,12 +18,12 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Moment, Place, RecordedRun, Samples
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
-from gaverify.passes.precision import buffers_apart
+from gaverify.collective.facts import make_rank_facts
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome, relative_total
 from gaverify.records.events import Backward
 from gaverify.records.experiment import ControlRun, WeightFit, is_constant
-from gaverify.records.ranks import Collective, Engine, RankFacts, Share, Traffic
+from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, Reduction, Replicas, Share, Traffic
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Round, rounds_of, windows_of
 from gaverify.thresholds import FIT_UNITS
@@ -53,32 +53,39 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     gathers = sum(len(backward.gathers) for backward in window)
     fed = [run.rows_of(run.samples(first), reached=False) for run in accumulated.ranks]
     checks = [check_rows(one, another) for one, another in combinations(fed, 2)]
-    facts = RankFacts(
-        ranks=len(ranks),
-        engine=engine,
+    replicas = Replicas(
         # A rank may fall out of step in a later update only: the largest distance of all updates counts.
-        apart=max(distance_between_ranks(accumulated, round_, "final") for round_ in rounds),
-        summed_apart=distance_between_ranks(accumulated, first, "summed"),
-        started_apart=distance_between_ranks(accumulated, first, "before"),
-        window=_traffic(window),
-        own=Traffic({Collective.GATHER: gathers} if gathers else {}),  # their bytes are not counted
-        weights=None,
-        difference=difference,
-        unit=unit,
-        divergent=update.outcome is Outcome.DIVERGENT,
-        from_one_process=difference,
-        buffers_apart=buffers_apart([samples.buffers for samples in ranks], unit),
-        mean_left=math.nan if sharded else _mean_difference(full_samples, own_gradients),
-        # What tensor parallelism reduces alone is activations.
-        reduced=() if sharded and engine is not Engine.FSDP2 else tuple(backward.reduced for backward in window),
-        stepped_without=sharded and not any(run.gradients(first) for run in accumulated.ranks),
-        shards=_shares(full, accumulated, first) if sharded else (),
+        max(distance_between_ranks(accumulated, round_, "final") for round_ in rounds),
+        distance_between_ranks(accumulated, first, "summed"),
+        distance_between_ranks(accumulated, first, "before"),
+        _names_apart(accumulated, first, FIT_UNITS * unit),
         fed_alike=any(check.checked and check.same for check in checks),
-        tensor_parallel=accumulated.closing.models.is_tensor_parallel,
+    )
+    reduction = Reduction(
+        # What tensor parallelism reduces alone is activations.
+        () if sharded and engine is not Engine.FSDP2 else tuple(backward.reduced for backward in window),
+        _SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
+        sharded and not any(run.gradients(first) for run in accumulated.ranks),
+        _altered_share(accumulated.samples(first)),
+    )
+    shares = RankShares(
+        mean_left=math.nan if sharded else _mean_difference(full_samples, own_gradients),
+        shards=_shares(full, accumulated, first) if sharded else (),
         targets=_targets(accumulated),
-        altered=_altered_share(accumulated.samples(first)),
-        names_apart=_names_apart(accumulated, first, FIT_UNITS * unit),
-        update_bytes=_SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
+    )
+    facts = make_rank_facts(
+        len(ranks),
+        engine,
+        unit,
+        (difference, update.outcome is Outcome.DIVERGENT),
+        buffers=[samples.buffers for samples in ranks],
+        window=[_traffic(window)],
+        own=[Traffic({Collective.GATHER: gathers} if gathers else {})],  # their bytes are not counted
+        replicas=replicas,
+        reduction=reduction,
+        shares=shares,
+        from_one_process=difference,
+        tensor_parallel=accumulated.closing.models.is_tensor_parallel,
     )
     # Elements sampled from shards are not those of the full batch's tensors: no weights can be fitted to them.
     if sharded:
@@ -88,7 +95,8 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
     stages = [side.summed_gradients if clipped else side.of("final") for side in (full_samples, ranks[0])]
     fit = fit_gradients(stages[0], full_samples.stretches, stages[1], own_gradients)
     alike = facts.reduced_late and fit is not None and is_constant(fit.weights, facts.rounding)
-    return replace(facts, weights=fit, shards=_parts(full, accumulated, fit) if alike and fit is not None else ())
+    shards = _parts(full, accumulated, fit) if alike and fit is not None else ()
+    return replace(facts, shares=replace(shares, fit=fit, shards=shards))
 
 
 def _parts(full: RecordedRun, accumulated: RankedRun, fit: WeightFit) -> tuple[Share, ...]:

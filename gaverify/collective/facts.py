@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,17 @@ from gaverify.passes.wrappers import THIS_RANK, RankSum, is_sharded, local, shar
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import SCRIPT, Weights
-from gaverify.records.ranks import Engine, RankFacts, Shares, Traffic, rounding_of
+from gaverify.records.ranks import (
+    Engine,
+    RankFacts,
+    RankShares,
+    RankTraffic,
+    Reduction,
+    Replicas,
+    Shares,
+    Traffic,
+    rounding_of,
+)
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.decision import Decision
@@ -33,15 +43,56 @@ from gaverify.verdict.measurement import Measurement
 if TYPE_CHECKING:
     from gaverify.collective.processes import RankReport
 
+_NO_REDUCTION = Reduction()  # of local ranks the backward passes are not seen one by one
 
-def facts_of(rows: Iterable[ParameterComparison], **measured: Any) -> RankFacts:
-    """Returns the facts of ranks: what was `measured` on them, and what was decided about their gradient."""
-    decided = list(rows)
+
+def make_rank_facts(
+    ranks: int,
+    engine: Engine | None,
+    unit: float,
+    decided: tuple[float, bool],
+    *,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
+    window: Iterable[Traffic],
+    own: Iterable[Traffic] = (),
+    replicas: Replicas,
+    reduction: Reduction = _NO_REDUCTION,
+    **measured: Any,
+) -> RankFacts:
+    """Returns the facts of ranks, whether local ranks, a launcher's or those of an audit report them.
+
+    Args:
+        ranks: R, their number.
+        engine: How they hold the model; None where that was not recognised.
+        unit: Unit roundoff of the arithmetic that they trained in.
+        decided: The relative difference of their gradient from the full batch's, and whether it is more than rounding.
+        buffers: Of each rank, when the window ends.
+        window: All collectives of the window, of each rank that reports them.
+        own: Those that the model and the loss ran themselves.
+        replicas: How far ranks are from each other; the buffers are added.
+        reduction: What the backward passes reduced.
+        measured: Further fields.
+    """
+    difference, divergent = decided
+    traffic = (max(counts, key=Traffic.count, default=Traffic()) for counts in (window, own))
     return RankFacts(
-        difference=relative_total((row.difference_norm, row.reference_norm) for row in decided),
-        divergent=any(row.outcome is Outcome.DIVERGENT for row in decided),
+        ranks,
+        engine,
+        difference,
+        divergent,
+        unit,
+        replicas=replace(replicas, buffers=buffers_apart(buffers, unit)),
+        reduction=reduction,
+        traffic=RankTraffic(*traffic),
         **measured,
     )
+
+
+def _summarize_rows(rows: Iterable[ParameterComparison]) -> tuple[float, bool]:
+    """Returns the relative difference of all parameters together, and whether one of them diverges."""
+    decided = list(rows)
+    difference = relative_total((row.difference_norm, row.reference_norm) for row in decided)
+    return difference, any(row.outcome is Outcome.DIVERGENT for row in decided)
 
 
 def facts_of_reports(
@@ -64,17 +115,18 @@ def facts_of_reports(
     """
     alike = len({report.digest for report in reports}) == 1
     replica_difference = 0.0 if alike else apart_by([report.reduced for report in reports])
-    return facts_of(
-        rows,
-        ranks=len(reports),
-        engine=engine,
-        apart=math.nan if engine is Engine.FSDP2 else replica_difference,
-        window=max((report.window for report in reports), key=Traffic.count),
-        own=max((report.calls for report in reports), key=Traffic.count),
-        weights=fit_rank_weights([report.before_reduction for report in reports], together, gradients),
+    fit = fit_rank_weights([report.before_reduction for report in reports], together, gradients)
+    return make_rank_facts(
+        len(reports),
+        engine,
+        unit,
+        _summarize_rows(rows),
+        buffers=[report.buffers for report in reports],
+        window=[report.window for report in reports],
+        own=[report.calls for report in reports],
+        replicas=Replicas(math.nan if engine is Engine.FSDP2 else replica_difference),
+        shares=RankShares(fit),
         from_one_process=left_between(gradients, together),
-        unit=unit,
-        buffers_apart=buffers_apart([report.buffers for report in reports], unit),
     )
 
 
@@ -146,21 +198,20 @@ def facts_of_ranks(
     member, engine = trained.member, trained.engine
     window = measurement.accumulated
     meter = moved.meter
-    unit = measurement.unit
     buffers = of_every_rank({name: b.cpu() for name, b in window.buffers.items()}, member.count, member.device)
-    facts = facts_of(
-        decision.rows,
-        ranks=member.count,
-        engine=engine,
-        apart=_replica_difference(trained, window.gradients),
-        window=meter.traffic,
-        own=Traffic(),
-        weights=None,
-        unit=unit,
-        reduced=tuple(moved.reduced),
-        stepped_without=engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
-        update_bytes=_update_bytes(measurement.experiment, meter.reduced_in),
-        buffers_apart=buffers_apart(buffers, unit),
+    facts = make_rank_facts(
+        member.count,
+        engine,
+        measurement.unit,
+        _summarize_rows(decision.rows),
+        buffers=buffers,
+        window=[meter.traffic],
+        replicas=Replicas(_replica_difference(trained, window.gradients)),
+        reduction=Reduction(
+            tuple(moved.reduced),
+            _update_bytes(measurement.experiment, meter.reduced_in),
+            engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
+        ),
         clip_control=unclipped,
     )
     if one is None:
@@ -173,19 +224,19 @@ def facts_of_ranks(
         together = measurement.full.gradients  # the loop counts its losses itself, and better than one process may
         own_of_each, counted = _rank_sketches_of_strategy(trained, measurement)
         weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
-        facts = _of_strategy(trained, measurement, replace(facts, weights=weights, counted=counted))
+        facts = _of_strategy(trained, measurement, replace(facts, shares=RankShares(weights), counted=counted))
     else:
         rank_ranges = [trained.own(measurement.experiment, rank) for rank in range(member.count)]
         own_of_each = _sketch_groups(trained, measurement, rank_ranges)
         weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
-        facts = replace(facts, weights=weights)
+        facts = replace(facts, shares=RankShares(weights))
 
     def difference_left(shares: Shares) -> float:
         repaired_training = replace(trained, shares=shares[member.rank])
         repaired, _ = repaired_training.window(measurement.experiment, measurement.full)
         return left_between(repaired.gradients, together, measurement.experiment.ranks)
 
-    return with_shares(facts, difference_left) if facts.at_fault and not facts.apart > facts.rounding else facts
+    return with_shares(facts, difference_left) if facts.at_fault and not facts.replicas_differ else facts
 
 
 def _of_strategy(trained: Trained, measurement: Measurement, facts: RankFacts) -> RankFacts:
@@ -195,23 +246,23 @@ def _of_strategy(trained: Trained, measurement: Measurement, facts: RankFacts) -
     ranks, the fault is one of the loop and not of the ranks. A factor that is both K and R cannot be told apart.
     """
     full = measurement.full.gradients
-    if facts.stepped_without or facts.ends_unreduced or facts.apart > facts.rounding:
+    if facts.reduction.stepped_without or facts.ends_unreduced or facts.replicas_differ:
         with always_reducing():
             reduced, _ = trained.window(measurement.experiment, measurement.full)
         facts = replace(facts, sync_control=left_between(reduced.gradients, full, measurement.experiment.ranks))
-        if facts.apart > 0.0:
+        if facts.replicas.difference > 0.0:
             accumulated, right = (
                 sketch(gradients.values(), measurement.experiment.ranks)
                 for gradients in (measurement.accumulated.gradients, full)
             )
             mean_left = torch.linalg.vector_norm(accumulated - right) / torch.linalg.vector_norm(right)
-            facts = replace(facts, mean_left=float(mean_left))
+            facts = replace(facts, shares=replace(facts.shares, mean_left=float(mean_left)))
         return facts
     factor, residual = facts.one_factor
     of_ranks = any(math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32) for value in (facts.ranks, 1.0 / facts.ranks))
     if residual <= facts.rounding and not of_ranks:
         return replace(facts, from_one_process=0.0)
-    among_ranks = facts.weights is not None and facts.is_rounding(facts.weights.residual)
+    among_ranks = facts.shares.fit is not None and facts.is_rounding(facts.shares.fit.residual)
     of_loop = facts.counted is not None and facts.is_rounding(facts.counted.residual) and not among_ranks
     return replace(facts, from_one_process=0.0) if of_loop else facts
 

@@ -69,6 +69,62 @@ def rounding_of(unit: float) -> float:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """How far ranks that hold the same are from each other; differences are relative to the first such rank's norm."""
+
+    difference: float = math.nan
+    """Largest difference of their final gradients; 0 if bitwise equal, NaN if no ranks share a part."""
+    summed_difference: float = math.nan
+    """The same for gradients as the last backward pass produced them; NaN where not measured."""
+    starting_difference: float = 0.0
+    """The same for the weights at which they computed their gradients."""
+    parameters: tuple[str, ...] = ()
+    """Parameters whose gradients differ while those of others agree; empty if all or none differ."""
+    buffers: tuple[str, ...] = ()
+    """Names of buffers that differ when the window ends."""
+    fed_alike: bool = False
+    """Whether two ranks were fed the same rows."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What the window's backward passes reduced over the ranks."""
+
+    bytes_by_pass: tuple[int, ...] = ()
+    """Bytes that each backward pass reduced; empty where not seen."""
+    update_bytes: int = 0
+    """Bytes of one gradient of all parameters in the smallest reduced type; in an audit one byte per element."""
+    stepped_without: bool = False
+    """Whether the optimizer step found no gradient in any sharded parameter."""
+    altered: float = math.nan
+    """Relative part of the gradient that is no sum of the ranks' computed gradients; NaN where not known."""
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """The collectives of one window, on the rank with the most; in an audit on rank 0."""
+
+    window: Traffic = field(default_factory=Traffic)
+    """All of them; in an audit those of the backward passes."""
+    own: Traffic = field(default_factory=Traffic)
+    """Those that the model and the loss ran themselves, without the engine."""
+
+
+@dataclass(frozen=True)
+class RankShares:
+    """What the gradient of each rank counts in the one that they end up with."""
+
+    fit: WeightFit | None = None
+    """Fit over the ranks' gradients: `weights` give one process's gradient, `used` the ranks'; None without a fit."""
+    mean_left: float = math.nan
+    """‖mean of the ranks' gradients − full‖ / ‖full‖; NaN where these gradients are not known."""
+    shards: tuple[Share, ...] = ()
+    """Factor that each rank applied to its part of the gradient; empty where none was measured."""
+    targets: tuple[tuple[int, ...], ...] = ()
+    """Valid targets of each rank in each of its micro-batches; empty where one count is unknown or zero."""
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What was measured on R ranks."""
 
@@ -76,62 +132,38 @@ class RankFacts:
     """R, the number of ranks."""
     engine: Engine | None
     """How the ranks keep the model; None where the user's script decides it and nothing was recognised."""
-    apart: float
-    """Largest relative difference of the ranks' final gradients; 0 if bitwise equal, NaN if no ranks share a part."""
-    window: Traffic
-    """Collectives of the window on the rank with the most; in an audit those of rank 0's backward passes."""
-    own: Traffic
-    """Collectives that the model and the loss ran themselves, without the engine."""
-    weights: WeightFit | None
-    """Fit over the ranks' gradients: `weights` give one process's gradient, `used` the ranks'; None without a fit."""
     difference: float
     """‖ranks − full‖ / ‖full‖ over all parameters together."""
-    unit: float = U32
-    """Unit roundoff of the arithmetic that the ranks trained in."""
     divergent: bool = False
     """Whether the difference is more than rounding."""
-    buffers_apart: tuple[str, ...] = ()
-    """Names of buffers that differ between ranks when the window ends."""
+    unit: float = U32
+    """Unit roundoff of the arithmetic that the ranks trained in."""
+    tensor_parallel: bool = False
+    """Whether ranks split the same layers and therefore share rows, which count once."""
     from_one_process: float = 0.0
     """‖ranks − one‖ / ‖one‖ for one process with the same micro-batches; 0 if not measured or ranks not at fault."""
-    gather_control: float = math.nan
-    """Difference if every all-gather of the loss returns its gradient; NaN if that control did not run."""
-    mean_left: float = math.nan
-    """‖mean of the ranks' gradients − full‖ / ‖full‖; NaN where these gradients are not known."""
-    weights_control: float = math.nan
-    """Difference if each rank's loss is multiplied by `shares_tried`; NaN if that control did not run."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """How far ranks that hold the same are from each other."""
+    reduction: Reduction = field(default_factory=Reduction)
+    """What the backward passes reduced."""
+    traffic: RankTraffic = field(default_factory=RankTraffic)
+    """The collectives of the window."""
+    shares: RankShares = field(default_factory=RankShares)
+    """What each rank's gradient counts."""
     counted: WeightFit | None = None
     """Fit over the micro-batches of all ranks, where the user's loop weights them; None without one."""
+    shares_tried: Shares = ()
+    """Loss factors of each rank in `weights_control`; empty if that control did not run."""
+    weights_control: float = math.nan
+    """Difference if each rank's loss is multiplied by `shares_tried`; NaN if that control did not run."""
+    gather_control: float = math.nan
+    """Difference if every all-gather of the loss returns its gradient; NaN if that control did not run."""
     sync_control: float = math.nan
     """Difference if every backward pass reduces; NaN if that control did not run."""
     clip_control: float = math.nan
     """Difference if losses are too small to be clipped; NaN if that control did not run."""
     frozen_control: float = math.nan
     """Difference if layers use the statistics in their buffers; NaN if that control did not run."""
-    reduced: tuple[int, ...] = ()
-    """Bytes that each backward pass of the window reduced over the ranks; empty where not seen."""
-    stepped_without: bool = False
-    """Whether the optimizer step found no gradient in any sharded parameter."""
-    shards: tuple[Share, ...] = ()
-    """Factor that each rank applied to its part of the gradient; empty where none was measured."""
-    targets: tuple[tuple[int, ...], ...] = ()
-    """Valid targets of each rank in each of its micro-batches; empty where one count is unknown or zero."""
-    shares_tried: Shares = ()
-    """Loss factors of each rank in `weights_control`; empty if that control did not run."""
-    update_bytes: int = 0
-    """Bytes of one gradient of all parameters in the smallest reduced type; in an audit one byte per element."""
-    summed_apart: float = math.nan
-    """Like `apart`, for gradients as the last backward pass produced them; NaN where not measured."""
-    names_apart: tuple[str, ...] = ()
-    """Parameters whose gradients differ between ranks while others agree; empty if all or none differ."""
-    started_apart: float = 0.0
-    """Like `apart`, for the weights at which the ranks computed their gradients."""
-    fed_alike: bool = False
-    """Whether two ranks were fed the same rows."""
-    tensor_parallel: bool = False
-    """Whether ranks split the same layers and therefore share rows, which count once."""
-    altered: float = math.nan
-    """Relative part of the gradient that is no sum of the ranks' computed gradients; NaN where not known."""
 
     @property
     def at_fault(self) -> bool:
@@ -139,9 +171,14 @@ class RankFacts:
         return self.divergent and not self.from_one_process <= self.rounding
 
     @property
+    def replicas_differ(self) -> bool:
+        """Whether ranks that hold the same end up with gradients that differ by more than rounding."""
+        return self.replicas.difference > self.rounding
+
+    @property
     def reduced_late(self) -> bool:
         """Whether a script reduces by hand: the last backward pass leaves ranks apart, and their steps are alike."""
-        return self.apart <= self.rounding < self.summed_apart
+        return self.replicas.difference <= self.rounding < self.replicas.summed_difference
 
     @property
     def rounding(self) -> float:
@@ -155,13 +192,13 @@ class RankFacts:
     @property
     def shares_to_try(self) -> tuple[Shares, ...]:
         """Right over used weight of each rank, which a control multiplies their losses by; empty where none fits."""
-        fit = self.weights
+        fit = self.shares.fit
         factor, residual = self.one_factor
         if factor and residual <= self.rounding:
             return (((1 / factor,),) * self.ranks,)
         if fit is None:
             return self.shares_of_targets
-        if self.shards:  # what scales each rank's gradient would do so again, whatever its loss counts
+        if self.shares.shards:  # what scales each rank's gradient would do so again, whatever its loss counts
             return ()
         if len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
             return ()
@@ -175,33 +212,37 @@ class RankFacts:
 
         R · n_r / N of a mean over a rank's window, K · R · n_rk / N of those over its micro-batches.
         """
-        total = sum(map(sum, self.targets))
-        of_ranks = tuple((self.ranks * sum(counts) / total,) for counts in self.targets)
+        total = sum(map(sum, self.shares.targets))
+        of_ranks = tuple((self.ranks * sum(counts) / total,) for counts in self.shares.targets)
         of_passes = tuple(
-            tuple(len(counts) * self.ranks * count / total for count in counts) for counts in self.targets
+            tuple(len(counts) * self.ranks * count / total for count in counts) for counts in self.shares.targets
         )
-        ways = [of_ranks] if all(len(set(counts)) == 1 for counts in self.targets) else [of_ranks, of_passes]
+        ways = [of_ranks] if all(len(set(counts)) == 1 for counts in self.shares.targets) else [of_ranks, of_passes]
         return tuple(way for way in ways if len(set(chain(*way))) > 1)
 
     @property
     def one_factor(self) -> tuple[float, float]:
         """The factor c in used ≈ c · full of the whole gradient, and what it leaves over; NaN where none is known."""
-        if self.weights is not None:
-            return self.weights.factor, self.weights.factor_residual
-        factors = [shard.factor for shard in self.shards]
+        if self.shares.fit is not None:
+            return self.shares.fit.factor, self.shares.fit.factor_residual
+        factors = [shard.factor for shard in self.shares.shards]
         if not factors or max(factors) - min(factors) > self.rounding * max(map(abs, factors)):
             return math.nan, math.inf
-        return factors[0], max(shard.residual for shard in self.shards) / max(abs(factors[0]), TINY)
+        return factors[0], max(shard.residual for shard in self.shares.shards) / max(abs(factors[0]), TINY)
 
     @property
     def reductions(self) -> int:
         """How many backward passes of the window reduced whole gradients over the ranks."""
-        return sum(map(self._is_whole, self.reduced))
+        return sum(map(self._is_whole, self.reduction.bytes_by_pass))
 
     @property
     def ends_unreduced(self) -> bool:
         """Whether the window's last backward pass leaves its sharded gradients unreduced, after one that did reduce."""
-        return self.engine is Engine.FSDP2 and bool(self.reductions) and not self._is_whole(self.reduced[-1])
+        return (
+            self.engine is Engine.FSDP2
+            and bool(self.reductions)
+            and not self._is_whole(self.reduction.bytes_by_pass[-1])
+        )
 
     def _is_whole(self, size: int) -> bool:
         """Whether so many bytes are those of whole gradients.
@@ -209,14 +250,16 @@ class RankFacts:
         Tensor parallelism reduces activations in each backward pass, so that one which lacks a rank's part of a
         gradient, beside the one that reduces most, reduces none.
         """
-        return size >= max(self.update_bytes, 1, max(self.reduced) - self.update_bytes / self.ranks)
+        return size >= max(
+            self.reduction.update_bytes, 1, max(self.reduction.bytes_by_pass) - self.reduction.update_bytes / self.ranks
+        )
 
     @property
     def is_altered(self) -> bool:
         """Whether something, such as a hook that compresses, made the gradient other than a sum of the ranks' own."""
-        return self.altered > self.rounding
+        return self.reduction.altered > self.rounding
 
     @property
     def gathers(self) -> bool:
         """Whether the model or the loss gathers tensors of all ranks."""
-        return self.own.count(Collective.GATHER) > 0
+        return self.traffic.own.count(Collective.GATHER) > 0

@@ -21,16 +21,16 @@ _SHOWN = 8  # micro-batches of a rank whose targets are listed
 @rule_of_ranks("GAV701")
 def ranks_hold_different_gradients(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where two ranks step with different gradients, or compute them at different weights."""
-    if math.isnan(ranks.apart):
+    if math.isnan(ranks.replicas.difference):
         return
-    if ranks.started_apart > ranks.rounding:
+    if ranks.replicas.starting_difference > ranks.rounding:
         yield _other_weights(ranks)
-    elif ranks.apart > ranks.rounding:
+    elif ranks.replicas_differ:
         yield _other_gradients(facts, ranks)
 
 
 def _other_weights(ranks: RankFacts) -> Finding:
-    far = ranks.started_apart
+    far = ranks.replicas.starting_difference
     return finding_of(
         f"the {ranks.ranks} ranks compute their gradients at different weights",
         measured_evidence(
@@ -43,16 +43,16 @@ def _other_weights(ranks: RankFacts) -> Finding:
 
 
 def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
-    after = ranks.summed_apart <= ranks.rounding
+    after = ranks.replicas.summed_difference <= ranks.rounding
     what = "; after the window's last backward pass they were the same" if after else ""
     evidence = [
         measured_evidence(
             "ranks",
-            f"the gradients of the ranks are {ranks.apart:.2g} apart (relative) at the same step{what}",
-            apart=ranks.apart,
+            f"the gradients of the ranks are {ranks.replicas.difference:.2g} apart (relative) at the same step{what}",
+            apart=ranks.replicas.difference,
         )
     ]
-    difference_left, proven = ranks.mean_left, ranks.is_rounding(ranks.mean_left)
+    difference_left, proven = ranks.shares.mean_left, ranks.is_rounding(ranks.shares.mean_left)
     if proven:
         text = f"the mean of the ranks' own gradients is the full batch's to {difference_left:.0e}: proven"
         evidence.append(control_evidence("rank-weights", text, left=difference_left))
@@ -71,7 +71,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         remedy += "outside the wrapper, a gradient made or changed by hand), and reduce that by hand on all ranks"
     if after:
         remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
-    of = f" of {join_texts([f'`{name}`' for name in ranks.names_apart])}" if ranks.names_apart else ""
+    of = f" of {join_texts([f'`{name}`' for name in ranks.replicas.parameters])}" if ranks.replicas.parameters else ""
     return finding_of(
         f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
         *evidence,
@@ -99,10 +99,11 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     proven = ranks.is_rounding(difference_left)
     missing = "any gradient: the sharded gradients are never reduced"
     observation = f"no sharded parameter has a gradient at the step, and {_reducing(ranks)}"
-    if not ranks.stepped_without:
+    if not ranks.reduction.stepped_without:
         missing = "the gradient of the window's last backward pass"
         observation = f"{_reducing(ranks)}, and the last one does not"
-    evidence = [measured_evidence("ranks", observation, backwards=len(ranks.reduced), reductions=ranks.reductions)]
+    backwards = len(ranks.reduction.bytes_by_pass)
+    evidence = [measured_evidence("ranks", observation, backwards=backwards, reductions=ranks.reductions)]
     if difference_left == difference_left:  # not NaN: the control ran
         what = "with every backward pass reducing the difference from the full batch"
         evidence.append(word_control("ranks", what, difference_left, proven))
@@ -111,7 +112,7 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
         *evidence,
         location=backward_place(facts),
         remedy="`set_requires_gradient_sync(True)` before the window's last backward pass"
-        + (", and `set_requires_all_reduce(True)`" if ranks.stepped_without and ranks.reductions else "")
+        + (", and `set_requires_all_reduce(True)`" if ranks.reduction.stepped_without and ranks.reductions else "")
         + (": tested, equivalent" if proven else ""),
         proven=proven,
     )
@@ -119,26 +120,26 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
 
 def _is_lost(ranks: RankFacts) -> bool:
     """Whether gradients stay beside their parameters; where some were reduced the control has to have brought them."""
-    if ranks.stepped_without:
+    if ranks.reduction.stepped_without:
         return not ranks.reductions or ranks.is_rounding(ranks.sync_control)
     return ranks.at_fault and ranks.ends_unreduced
 
 
 def _reducing(ranks: RankFacts) -> str:
     """How many backward passes of the window reduce, in words."""
-    reducing = f"{ranks.reductions or 'none'} of the window's {passes(len(ranks.reduced))}"
+    reducing = f"{ranks.reductions or 'none'} of the window's {passes(len(ranks.reduction.bytes_by_pass))}"
     return f"{reducing} {'reduce' if ranks.reductions > 1 else 'reduces'} over ranks"
 
 
 @rule_of_ranks("GAV707")
 def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where buffers of the ranks are apart and holding their layers still repairs the gradient."""
-    if facts.loop is None or not ranks.at_fault or not ranks.buffers_apart:
+    if facts.loop is None or not ranks.at_fault or not ranks.replicas.buffers:
         return
     difference_left, proven = ranks.frozen_control, ranks.is_rounding(ranks.frozen_control)
     if not difference_left < ranks.difference:
         return
-    names = [name.partition(":")[2] for name in ranks.buffers_apart]
+    names = [name.partition(":")[2] for name in ranks.replicas.buffers]
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     yield finding_of(
         f"{join_texts([f'`{owner}`' for owner in owners])} computes statistics over the samples of its own rank",
@@ -157,10 +158,11 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
     """Yields a note where more than one backward pass of the first window reduces over the ranks."""
     if ranks.reductions < 2:
         return
-    total_bytes, last = sum(ranks.reduced), ranks.reduced[-1]
+    bytes_by_pass = ranks.reduction.bytes_by_pass
+    total_bytes, last = sum(bytes_by_pass), bytes_by_pass[-1]
     switch = "set_requires_gradient_sync(False)" if ranks.engine is Engine.FSDP2 else "no_sync()"
     yield finding_of(
-        f"{ranks.reductions} of {len(ranks.reduced)} backward passes of a window reduce over the ranks; one would do",
+        f"{ranks.reductions} of {len(bytes_by_pass)} backward passes of a window reduce over the ranks; one would do",
         measured_evidence(
             "ranks",
             f"each rank reduces {total_bytes:,} bytes per window; {last:,} with the last backward pass alone",
@@ -178,9 +180,9 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
 @rule_of_ranks("GAV703")
 def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where unequal weights of the ranks' gradients make the full batch's."""
-    if not ranks.at_fault or ranks.apart > ranks.rounding:
+    if not ranks.at_fault or ranks.replicas_differ:
         return
-    fit = ranks.weights
+    fit = ranks.shares.fit
     if fit is None:
         yield from _of_shards(ranks)
         return
@@ -203,12 +205,12 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
         return
     of_each = any(len(rank_shares) > 1 for rank_shares in ranks.shares_tried)
     fitting = shares([rank_shares[0] / ranks.ranks for rank_shares in ranks.shares_tried])
-    counted = join_texts([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.targets], ranks.ranks)
+    counted = join_texts([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.shares.targets], ranks.ranks)
     yield _finding(
         ranks,
         "each micro-batch's share of the valid targets" if of_each else fitting,
         f"the ranks have {counted} valid targets",
-        targets=[list(counts) for counts in ranks.targets],
+        targets=[list(counts) for counts in ranks.shares.targets],
     )
 
 
@@ -227,7 +229,7 @@ def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Fin
 @rule_of_ranks("GAV704")
 def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters makes the ranks' gradient the full batch's."""
-    if not ranks.at_fault or ranks.apart > ranks.rounding:
+    if not ranks.at_fault or ranks.replicas_differ:
         return
     factor, difference_left = ranks.one_factor
     if not math.isfinite(factor) or abs(factor) < ranks.rounding or difference_left > ranks.rounding:
@@ -246,7 +248,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     )
     remedy = f"multiply each rank's loss by {1 / factor:.6g}"
     if counting_rank is not None:
-        counts = [sum(targets) for targets in ranks.targets]
+        counts = [sum(targets) for targets in ranks.shares.targets]
         meaning = f": it is divided by the {counts[counting_rank]} valid targets of rank {counting_rank} alone"
         meaning += f", not by the {sum(counts)} of all ranks"
         remedy = (
@@ -270,7 +272,7 @@ def _rank_that_counts(ranks: RankFacts, factor: float) -> int | None:
     Dividing by n_r where N was meant makes the gradient N / n_r times as large, or N / (R · n_r) where the ranks'
     gradients are averaged and no loss is multiplied by R.
     """
-    counts = [sum(targets) for targets in ranks.targets]
+    counts = [sum(targets) for targets in ranks.shares.targets]
     if len(set(counts)) < 2:  # equal counts make a factor of R or 1, which says nothing of who has counted
         return None
     for rank, count in enumerate(counts):
@@ -292,13 +294,14 @@ def _of_ranks(factor: float, ranks: int, steps: int) -> bool:
 @rule_of_ranks("GAV705")
 def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where the ranks gather, and a gather that hands gradients back repairs the gradient."""
-    if not ranks.at_fault or ranks.apart > ranks.rounding or not ranks.gathers:
+    if not ranks.at_fault or ranks.replicas_differ or not ranks.gathers:
         return
     difference_left = ranks.gather_control
     if not math.isfinite(difference_left) or difference_left > max(ranks.rounding, SMALL_PART * ranks.difference):
         return
     proven = difference_left <= ranks.rounding
-    residual = ranks.weights.residual if ranks.weights is not None else math.nan
+    fit = ranks.shares.fit
+    residual = fit.residual if fit is not None else math.nan
     yield finding_of(
         f"the loss gathers tensors of {ranks.ranks} ranks, and their gradients stay behind",
         measured_evidence(
@@ -327,36 +330,37 @@ def _place(facts: Facts) -> Location | None:
 @rule_of_ranks("GAV706")
 def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where each shard has a factor of its own."""
-    if not ranks.at_fault or len(ranks.shards) < 2:
+    fit, shards = ranks.shares.fit, ranks.shares.shards
+    if not ranks.at_fault or len(shards) < 2:
         return
-    factors = [shard.factor for shard in ranks.shards]
-    if any(shard.residual > ranks.rounding for shard in ranks.shards):
+    factors = [shard.factor for shard in shards]
+    if any(shard.residual > ranks.rounding for shard in shards):
         return
     if max(factors) - min(factors) <= FIT_FLOAT32 * max(map(abs, factors)):
         return
-    whose, part = ("shard", "shards") if ranks.weights is None else ("gradient", "gradients")
-    largest_error = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in ranks.shards)
+    whose, part = ("shard", "shards") if fit is None else ("gradient", "gradients")
+    largest_error = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in shards)
     evidence = [
         measured_evidence(
             "ranks",
             f"the {part} of ranks 0 to {ranks.ranks - 1} count {shares(factors)} times the full batch's, each with "
-            f"{max(shard.residual for shard in ranks.shards):.0e} left over",
+            f"{max(shard.residual for shard in shards):.0e} left over",
             factors=factors,
         )
     ]
     proven = largest_error <= ranks.rounding
     if proven:
-        norms = [shard.norms for shard in ranks.shards]
+        norms = [shard.norms for shard in shards]
         text = f"clipping each by its norm alone makes that {shares(norms)}, the same to {largest_error:.0e}: proven"
         evidence.append(control_evidence("ranks", text, norms=norms, left=largest_error))
     yield finding_of(
         f"each of the {ranks.ranks} ranks scales its {whose} by a number of its own"
-        + (" before they are reduced" if ranks.weights is not None else ""),
+        + (" before they are reduced" if fit is not None else ""),
         *evidence,
         location=_clip_place(facts),
         remedy="clip with `torch.nn.utils.clip_grad_norm_`, which knows sharded gradients, or add up the squared norms "
         "of all ranks first"
-        if ranks.weights is None
+        if fit is None
         else "reduce the gradients first, and clip what every rank then holds",
         proven=proven,
     )

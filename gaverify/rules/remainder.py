@@ -166,7 +166,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
 def missing_gradient(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a parameter has a gradient on one side only."""
     rows, branch = facts.compared.one_sided, facts.forward.branch
-    if not rows or (facts.ranks is not None and facts.ranks.stepped_without):
+    if not rows or (facts.ranks is not None and facts.ranks.reduction.stepped_without):
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
     named = join_texts([f"`{name}`" for name in parameters], 1)

@@ -104,7 +104,7 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
 
 def _word_factor(facts: Facts, factor: float) -> str:
     steps, size = facts.steps, facts.batch_size
-    ranks = 1 if facts.ranks is None or facts.ranks.own.count() else facts.ranks.ranks
+    ranks = 1 if facts.ranks is None or facts.ranks.traffic.own.count() else facts.ranks.ranks
     parts = "(K · R)" if ranks > 1 else "K"
     meanings = (
         (steps / ranks, "K: the loss was not divided by K"),

@@ -82,8 +82,9 @@ def check(case: Case, verdict: gaverify.Verdict) -> None:
 def test_under_ddp(case: Case) -> None:
     verdict = verified(case, "ddp")
     check(case, verdict)
-    assert verdict.ranks is not None and verdict.ranks.apart == 0.0
-    assert verdict.ranks.window.count(Collective.REDUCE) - verdict.ranks.own.count(Collective.REDUCE) == 1
+    assert verdict.ranks is not None and verdict.ranks.replicas.difference == 0.0
+    traffic = verdict.ranks.traffic
+    assert traffic.window.count(Collective.REDUCE) - traffic.own.count(Collective.REDUCE) == 1
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_of_several_micro_batches_under_ddp(case: Case) -> None:
 def test_under_fsdp2(case: Case) -> None:
     verdict = verified(case, "fsdp2")
     check(case, verdict)
-    assert verdict.ranks is not None and verdict.ranks.window.count(Collective.SCATTER) >= 1
+    assert verdict.ranks is not None and verdict.ranks.traffic.window.count(Collective.SCATTER) >= 1
 
 
 def test_a_gather_has_ended_when_it_is_looked_at() -> None:

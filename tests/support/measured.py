@@ -10,7 +10,7 @@ from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, 
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange, Weights
 from gaverify.records.findings import Finding
-from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
+from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.rules import findings_for
 
 NAN = math.nan
@@ -192,6 +192,33 @@ def fit(
     return WeightFit(right, residual, True, used=HALVES, used_residual=1e-7, factor=factor, factor_residual=left)
 
 
-def ranks(weights: WeightFit | None, **changes: object) -> RankFacts:
-    facts = RankFacts(2, Engine.DDP, 0.0, REDUCED, Traffic(), weights, 0.5, from_one_process=0.5, divergent=True)
-    return replace(facts, **changes)  # type: ignore[arg-type]
+_RANK_PARTS = {
+    "apart": ("replicas", "difference"),
+    "summed_apart": ("replicas", "summed_difference"),
+    "started_apart": ("replicas", "starting_difference"),
+    "names_apart": ("replicas", "parameters"),
+    "buffers_apart": ("replicas", "buffers"),
+    "reduced": ("reduction", "bytes_by_pass"),
+    **{name: ("reduction", name) for name in ("update_bytes", "stepped_without", "altered")},
+    "own": ("traffic", "own"),
+    **{name: ("shares", name) for name in ("mean_left", "shards", "targets")},
+}
+
+
+def ranks(weights: WeightFit | None, **changes: Any) -> RankFacts:
+    """Two ranks whose gradient is wrong; the names of all fields stand in one flat list, as for `facts_of`."""
+    facts = RankFacts(
+        2,
+        Engine.DDP,
+        0.5,
+        divergent=True,
+        from_one_process=0.5,
+        replicas=Replicas(0.0),
+        traffic=RankTraffic(REDUCED),
+        shares=RankShares(weights),
+    )
+    for name, value in changes.items():
+        part, inner = _RANK_PARTS.get(name, ("", name))
+        change = {inner: value}
+        facts = replace(facts, **{part: replace(getattr(facts, part), **change)} if part else change)
+    return facts

@@ -79,10 +79,11 @@ def profile_cells(row: Row) -> tuple[str, ...]:
 def ranks_line(facts: RankFacts, micro_batches: int) -> str:
     """Returns how many ranks there were, under which engine, and what they sent each other."""
     engine = facts.engine.value if facts.engine is not None else "no known engine"
-    kinds = ", ".join(f"{count} {kind.value}" for kind, count in facts.window.counts.items()) or "no collective"
-    replicas = "" if math.isnan(facts.apart) else f"; replicas {'identical' if facts.apart == 0.0 else 'apart'}"
+    traffic, difference = facts.traffic.window, facts.replicas.difference
+    kinds = ", ".join(f"{count} {kind.value}" for kind, count in traffic.counts.items()) or "no collective"
+    replicas = "" if math.isnan(difference) else f"; replicas {'identical' if difference == 0.0 else 'apart'}"
     each = f", K = {micro_batches // facts.ranks} each" if micro_batches else ""
-    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(facts.window.bytes_moved)}{replicas}"
+    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(traffic.bytes_moved)}{replicas}"
 
 
 def shape(row: ParameterComparison) -> str:

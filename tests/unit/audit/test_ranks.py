@@ -57,51 +57,51 @@ def facts(folder: Path, finals: tuple[torch.Tensor, torch.Tensor], *others: dict
 def test_ranks_that_a_script_reduces_by_hand_step_with_the_same_gradients(tmp_path: Path) -> None:
     """Its backward passes leave each rank its own gradient; what the optimizers see is what counts."""
     found = facts(tmp_path, (FULL, FULL), {"summed": OWN[0]}, {"summed": OWN[1]})
-    assert found.apart == 0.0
-    assert found.summed_apart > 0.1
-    assert found.weights is not None and found.weights.used == pytest.approx((0.5, 0.5))
+    assert found.replicas.difference == 0.0
+    assert found.replicas.summed_difference > 0.1
+    assert found.shares.fit is not None and found.shares.fit.used == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.parametrize("factors", [(0.5, 0.25), (0.5, 0.5)])
 def test_what_each_rank_scales_before_a_reduction_by_hand(tmp_path: Path, factors: tuple[float, ...]) -> None:
     reduced = sum((factor * own for factor, own in zip(factors, OWN, strict=True)), torch.zeros_like(FULL)) / 2
     found = facts(tmp_path, (reduced, reduced), {"summed": OWN[0]}, {"summed": OWN[1]})
-    assert [part.factor for part in found.shards] == pytest.approx(factors)
-    assert all(part.residual < 1e-6 for part in found.shards)
+    assert [part.factor for part in found.shares.shards] == pytest.approx(factors)
+    assert all(part.residual < 1e-6 for part in found.shares.shards)
 
 
 def test_ranks_that_are_not_reduced_are_apart_at_both_moments(tmp_path: Path) -> None:
     found = facts(tmp_path, OWN)
-    assert min(found.apart, found.summed_apart) > 0.1
-    assert found.mean_left == pytest.approx(0.0)
+    assert min(found.replicas.difference, found.replicas.summed_difference) > 0.1
+    assert found.shares.mean_left == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(("moved", "names"), [((0.0, 1.0), ("bias",)), ((1.0, 1.0), ()), ((0.0, 0.0), ())])
 def test_which_parameters_are_apart(tmp_path: Path, moved: tuple[float, float], names: tuple[str, ...]) -> None:
     other = FULL + torch.tensor([moved[0]] * 4 + [moved[1]], dtype=FULL.dtype, device="cpu")
-    assert facts(tmp_path, (FULL, other)).names_apart == names
+    assert facts(tmp_path, (FULL, other)).replicas.parameters == names
 
 
 def test_a_gradient_that_one_rank_changes_after_the_reduction(tmp_path: Path) -> None:
     found = facts(tmp_path, (FULL, FULL / 2), {}, {"summed": FULL})
-    assert found.apart == pytest.approx(0.5) and found.summed_apart == 0.0
+    assert found.replicas.difference == pytest.approx(0.5) and found.replicas.summed_difference == 0.0
 
 
 @pytest.mark.parametrize(("factor", "apart"), [(1.0, 0.0), (2.0, 1.0)])
 def test_weights_before_the_first_step(tmp_path: Path, factor: float, apart: float) -> None:
     found = facts(tmp_path, (FULL, FULL), {}, {"before": torch.ones_like(FULL) * factor})
-    assert found.started_apart == pytest.approx(apart)
+    assert found.replicas.starting_difference == pytest.approx(apart)
 
 
 def test_gathers_of_trained_tensors_are_counted(tmp_path: Path) -> None:
     gathered = {"backward": {"gathers": (("train.py", 7),)}}
-    assert facts(tmp_path, (FULL, FULL), gathered, gathered).own.count(Collective.GATHER) == 1
+    assert facts(tmp_path, (FULL, FULL), gathered, gathered).traffic.own.count(Collective.GATHER) == 1
 
 
 @pytest.mark.parametrize(("moved", "alike"), [(0.0, True), (1.0, False)])
 def test_ranks_that_are_fed_the_same_rows(tmp_path: Path, moved: float, alike: bool) -> None:
     fed = torch.arange(6.0, device="cpu").reshape(2, 3)
-    assert facts(tmp_path, (FULL, FULL), {"fed": fed}, {"fed": fed + moved}).fed_alike is alike
+    assert facts(tmp_path, (FULL, FULL), {"fed": fed}, {"fed": fed + moved}).replicas.fed_alike is alike
 
 
 def test_a_setting_of_another_rank(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_rows_that_the_full_batch_holds_as_often_count_as_often(tmp_path: Path) 
 def test_a_batch_of_which_every_rank_is_fed_a_part_of_the_same_size_is_not_the_full_one(tmp_path: Path) -> None:
     full = run_of(tmp_path / "alone", FULL, FULL, role="full", fed=ROWS)
     runs = shared_by(tmp_path, PARALLEL, rank_0=ROWS[:2], rank_1=ROWS[:2]).beside(full)
-    assert runs.feeding == () and shared_facts(tmp_path, runs).fed_alike
+    assert runs.feeding == () and shared_facts(tmp_path, runs).replicas.fed_alike
 
 
 @pytest.mark.parametrize(("copies", "weight"), [(1, FULL[:4] * 2), (2, FULL[:4])])
@@ -243,14 +243,16 @@ def test_where_no_two_ranks_hold_the_same_nothing_is_known(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("used", "part"), [(FULL, 0.0), (FULL.sign(), 0.4)])
 def test_what_is_no_sum_of_the_ranks_own_gradients(tmp_path: Path, used: torch.Tensor, part: float) -> None:
-    assert shared_facts(tmp_path, shared_by(tmp_path, finals=(used, used))).altered == pytest.approx(part, abs=0.1)
+    assert shared_facts(tmp_path, shared_by(tmp_path, finals=(used, used))).reduction.altered == pytest.approx(
+        part, abs=0.1
+    )
 
 
 def test_what_no_backward_pass_computed_alters_nothing(tmp_path: Path) -> None:
     """A gradient that a script puts in place itself is not known to the ranks' backward passes."""
     nothing = [(1, torch.cat([FULL[:4], numbers(0.0)]))]
     runs = [run_of(tmp_path / str(rank), FULL, FULL, rank=rank, ranks=2, increments=nothing) for rank in range(2)]
-    assert shared_facts(tmp_path, together(runs)).altered == pytest.approx(0.0, abs=1e-9)
+    assert shared_facts(tmp_path, together(runs)).reduction.altered == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_parameter_of_two_optimizers_is_listened_to_for_both() -> None:

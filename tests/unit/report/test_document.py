@@ -20,7 +20,7 @@ from gaverify.errors import SpecError
 from gaverify.records.audit import RowCheck
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
-from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
+from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.report import Report, render
 from gaverify.report.documents import answer_text, overall_outcome, report_text
 from gaverify.report.documents.reading import answer_of, read_report
@@ -163,12 +163,19 @@ def test_a_gradient_of_zero_is_not_told_by_how_many_times_it_differs() -> None:
 # --- Documents that are read back are the answers that wrote them; anything else gets a sentence ---------------------
 
 
-_ONE_REDUCE = Traffic({Collective.REDUCE: 1}, 2308)
-_RANKS = RankFacts(2, Engine.DDP, 0.0, _ONE_REDUCE, Traffic(), WeightFit((0.6, 0.4), 1e-8, used=(0.5, 0.5)), 0.1)
+_TRAFFIC = RankTraffic(Traffic({Collective.REDUCE: 1}, 2308))
+_RANKS = RankFacts(
+    2,
+    Engine.DDP,
+    0.1,
+    replicas=Replicas(0.0),
+    traffic=_TRAFFIC,
+    shares=RankShares(WeightFit((0.6, 0.4), 1e-8, used=(0.5, 0.5))),
+)
 RANKED = [
     samples.divergent(ranks=_RANKS),
     replace(samples.audited(), ranks=_RANKS),
-    samples.equivalent(ranks=RankFacts(2, None, math.nan, _ONE_REDUCE, Traffic(), None, 0.0)),
+    samples.equivalent(ranks=RankFacts(2, None, 0.0, traffic=_TRAFFIC)),
 ]
 ANSWERS = [sample() for sample in samples.EVERY] + [samples.audited(), profiles.profile(), profiles.failing(), *RANKED]
 

@@ -93,8 +93,9 @@ class TrafficItem(Shape):
 
 @derive_shape(
     RankFacts,
-    "ranks engine replicas_apart=apart window own difference from_one_process right_weights=weights.weights "
-    "used_weights=weights.used residual=weights.residual buffers_apart",
+    "ranks engine replicas_apart=replicas.difference window=traffic.window own=traffic.own difference "
+    "from_one_process right_weights=shares.fit.weights used_weights=shares.fit.used residual=shares.fit.residual "
+    "buffers_apart=replicas.buffers",
 )
 class RanksItem(Shape):
     """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
