@@ -264,7 +264,7 @@ def _find_causes(
         was measured.
     """
     facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
-    if not diagnose or not facts.compared.divergent or facts.steps < 2:
+    if not diagnose or not facts.compared.divergent or facts.window.steps < 2:
         return decision, facts
     facts = replace(facts, diagnosed=True)
     try:
@@ -285,7 +285,7 @@ def _find_causes(
                 if decision.float64 is not None and first_samples.facts is not None:
                     confirmed = confirm_on_batch(bench, facts, first_samples.facts)
                     if confirmed is not None:
-                        return replace(decision, part=first_samples.facts.weights.sizes), confirmed
+                        return replace(decision, part=first_samples.facts.window.sizes), confirmed
                 return decision, search_causes(bench, facts)
     except TimeUp:
         # A time limit ends the search, never the verdict: what had been decided by then stands.

@@ -40,7 +40,7 @@ def control_backward(trial: Trial, record: Record) -> Record:
     if update is None or not contradict_losses(record, update):
         return record
     # Each run may divide its losses, or the gradients after its backward passes, by another number.
-    factor = full_batch_weight(record, update) / update.fit.used[0] if update.fit is not None else 1.0
+    factor = full_batch_weight(record, update) / update.window.fit.used[0] if update.window.fit is not None else 1.0
     bench = CouplingBench(trial, record, update, factor)
     runs = bench.run_both(Pins())
     if not runs.pairs_by_rank or not agree(runs.pairs, record.unit):
@@ -65,7 +65,7 @@ def full_batch_weight(record: Record, update: UpdateComparison) -> float:
     """Returns the factor between the full batch's loss and the losses that its run differentiates."""
     windows = [window for window in record.full_windows if window.number == update.number]
     losses = sum(backward.loss for window in windows for backward in window.of(Backward))
-    return update.full_loss / losses if losses else math.nan
+    return update.window.full_loss / losses if losses else math.nan
 
 
 def _candidates(runs: PinnedRuns, factor: float, unit: float, update: int) -> Iterator[Operation]:

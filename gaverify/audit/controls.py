@@ -108,7 +108,7 @@ def _decide_without_clips(update: UpdateComparison, unclipped: UpdateComparison)
         decided,
         outcome=used.outcome,
         parameters=unclipped.parameters,
-        fit=unclipped.fit,
+        window=update.window.refit(unclipped.window.fit),
         noise=unclipped.noise,
         decided=Stage.UNCLIPPED,
     )
@@ -228,7 +228,7 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
     full, own_run = trial.full, trial.run(trial.control("accumulated", led=False))
     accepted = tuple(_accept_factor(update, full, own_run) for update in trial.compare(own_run))
     pairs = zip(record.updates, accepted, strict=False)
-    takes_factor = any(after.step_takes_factor and before.other_step for before, after in pairs)
+    takes_factor = any(after.step.takes_factor and before.other_step for before, after in pairs)
     return replace(record, updates=accepted) if takes_factor else record
 
 
@@ -299,14 +299,15 @@ def _compare_change(
 
 def _accept_factor(update: UpdateComparison, full: RecordedRun, own_run: RecordedRun) -> UpdateComparison:
     """Returns an update; it is equivalent if its gradient differs by one factor and its weights change alike."""
-    residual = update.fit.factor_residual if update.fit is not None else math.inf
+    residual = update.window.fit.factor_residual if update.window.fit is not None else math.inf
     if update.outcome is not Outcome.DIVERGENT or not residual < FIT_FLOAT32:
         return update
     change = _compare_change(update, full, own_run, residual)
     if change is None or change.outcome is not Outcome.EQUIVALENT:
         return update
     stages = (*update.stages, change)
-    return replace(update, outcome=Outcome.EQUIVALENT, step_takes_factor=True, stages=stages)
+    step = replace(update.step, takes_factor=True)
+    return replace(update, outcome=Outcome.EQUIVALENT, step=step, stages=stages)
 
 
 def add_rank_facts(trial: Trial, record: Record) -> Record:

@@ -25,7 +25,8 @@ from gaverify.audit.stages import (
 )
 from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
-from gaverify.records.audit import RowCheck, UpdateComparison
+from gaverify.records.accumulation import AccumulationWindow
+from gaverify.records.audit import RowCheck, StepComparison, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, Event, Forward, ledger_of
 from gaverify.records.experiment import WeightFit
@@ -138,7 +139,7 @@ def _compare_update(
     backwards = window.of(Backward) if window is not None else ()
     # The weights in the report have to belong to the gradients that decided, or they contradict the verdict.
     of_sum = decided is Stage.SUMMED or summed is used
-    counted = tuple(math.nan if backward.counted is None else backward.counted for backward in backwards)
+    divisors = tuple(math.nan if backward.counted is None else backward.counted for backward in backwards)
     valid = tuple(max((count for count, _ in backward.targets), default=-1) for backward in backwards)
     return UpdateComparison(
         number=number,
@@ -146,30 +147,33 @@ def _compare_update(
         judged=judged,
         parameters=rows.parameters,
         data=data,
-        backwards=len(backwards),
-        sizes=tuple(forward.rows or 0 for forward in (window.of(Forward) if window is not None else ())),
-        valid_targets=valid if valid and min(valid) >= 0 else (),
-        counted=counted if all(map(math.isfinite, counted)) else (),
-        scales=tuple(backward.scales for backward in backwards),
-        ignored_targets=any(count < total for backward in backwards for count, total in backward.targets),
-        learning_rates=_rates(accumulated),
-        learning_rates_full=_rates(full),
-        # A step that was given the full batch's gradient hides how far the weights would come apart.
-        weights_difference=math.nan if any(map(is_led, each)) else _distance(full, accumulated, "weights"),
-        noise=rows.noise,
-        drifted=_find_drifted(full, accumulated, unit),
+        window=AccumulationWindow(
+            steps=len(backwards),
+            sizes=tuple(forward.rows or 0 for forward in (window.of(Forward) if window is not None else ())),
+            losses=_losses(window),
+            full_loss=_full_loss(full, full_window, summed=of_sum),
+            valid_targets=valid if valid and min(valid) >= 0 else (),
+            ignored_targets=any(count < total for backward in backwards for count, total in backward.targets),
+            divisors=divisors if all(map(math.isfinite, divisors)) else (),
+            scales=tuple(backward.scales for backward in backwards),
+        ).refit(_without_passes_of_others(runs, window, fit if of_sum else fit_used)),
+        step=StepComparison(
+            learning_rates=_rates(accumulated),
+            learning_rates_full=_rates(full),
+            # A step that was given the full batch's gradient hides how far the weights would come apart.
+            weights_difference=math.nan if any(map(is_led, each)) else _distance(full, accumulated, "weights"),
+            drifted=_find_drifted(full, accumulated, unit),
+            clips=clips,
+            clips_full=clips_full,
+            settings=differing_settings(full, each) if judged else (),
+        ),
         started_apart=start_difference,
+        noise=rows.noise,
         unrepeatable=unrepeatable,
-        unclear=unclear,
         decided=decided,
-        fit=_without_passes_of_others(runs, window, fit if of_sum else fit_used),
+        unclear=unclear,
         stages=tuple(stages),
-        clips=clips,
-        clips_full=clips_full,
-        settings=differing_settings(full, each) if judged else (),
         missed=missed,
-        losses=_losses(window),
-        full_loss=_full_loss(full, full_window, summed=of_sum),
         fed=fed,
         never_fed=never_fed,
     )

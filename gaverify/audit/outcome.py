@@ -62,9 +62,9 @@ def _advice(record: Record, update: UpdateComparison) -> str:
     if before is None:
         return _start_advice(record)
     # Other rates make other steps of the same gradient: the advice can then name the scheduler.
-    if before.learning_rates != before.learning_rates_full:
-        rates = ", ".join(f"{rate:.4g}" for rate in before.learning_rates)
-        full = ", ".join(f"{rate:.4g}" for rate in before.learning_rates_full)
+    if before.step.learning_rates != before.step.learning_rates_full:
+        rates = ", ".join(f"{rate:.4g}" for rate in before.step.learning_rates)
+        full = ", ".join(f"{rate:.4g}" for rate in before.step.learning_rates_full)
         return phrase("outcome.other-rates", number=before.number, full=full, rates=rates)
     return phrase("outcome.other-steps", number=before.number)
 
@@ -332,7 +332,8 @@ def _describe_agreement(record: Record) -> str:
         return ""
     names = f"update {judged[0].number}" if len(judged) == 1 else f"updates {judged[0].number} to {judged[-1].number}"
     rows = judged[0].parameters
-    factors = [f"{update.fit.factor:.4g}" for update in judged if update.step_takes_factor and update.fit is not None]
+    fits = [update.window.fit for update in judged if update.step.takes_factor]
+    factors = [f"{fit.factor:.4g}" for fit in fits if fit is not None]
     # The gradients themselves differ in this case: "agree to rounding" would be false, only the weights agree.
     if len(factors) == len(judged):
         return (

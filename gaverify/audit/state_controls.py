@@ -36,7 +36,7 @@ def control_state(trial: Trial, record: Record) -> Record:
     """
     update = record.divergent
     # A single micro-batch follows no other whose state it could read.
-    if update is None or update.backwards < 2 or record.ranks > 1 or trial.is_by_hand or is_proven(record):
+    if update is None or update.window.steps < 2 or record.ranks > 1 or trial.is_by_hand or is_proven(record):
         return record
     bench = _StateBench(trial, record, update)
     changed_values, control = bench.restore((EVERYTHING,))
@@ -113,7 +113,7 @@ class _StateBench:
         control = self._coupling_control if self.evaluated else None
         if control is not None:
             return control.left
-        fit = self._update.fit
+        fit = self._update.window.fit
         return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
 
     def restore(self, names: tuple[str, ...]) -> tuple[tuple[ChangedValue, ...], ControlRun]:
@@ -130,7 +130,7 @@ class _StateBench:
         if not is_rounding and not self.evaluated:
             round_ = rounds_of(run.events)[number - 1]
             fit = fit_of(self._full.samples(round_), run.samples(round_))
-            fit = fit if fit is not None and _explains_more(fit, self._update.fit, tolerance) else None
+            fit = fit if fit is not None and _explains_more(fit, self._update.window.fit, tolerance) else None
         what = "state restored before each micro-batch"
         coupling_control = self._coupling_control if self.evaluated else None
         if coupling_control is not None:

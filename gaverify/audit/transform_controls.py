@@ -40,12 +40,12 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     before the transformation.
     """
     update = record.divergent
-    if update is None or record.ranks > 1 or update.backwards < 2 or not _may_be_transformed(record, update):
+    if update is None or record.ranks > 1 or update.window.steps < 2 or not _may_be_transformed(record, update):
         return record
     round_ = common_rounds(trial.full.events, trial.accumulated.events)[update.number - 1]
     difference_of_sums = _compare_sums(trial.full.samples(round_), trial.accumulated.samples(round_))
-    first_half = update.backwards // 2
-    second_half = update.backwards - first_half
+    first_half = update.window.steps // 2
+    second_half = update.window.steps - first_half
     factors = [(a,) * first_half + (b,) * second_half for a, b in ((_FACTOR, 1.0), (1.0, _FACTOR), (_FACTOR, _FACTOR))]
     shares = [trial.factors_of_passes(record, each) for each in factors]
     if not difference_of_sums <= record.tolerance or not all(shares):
@@ -102,7 +102,7 @@ def compare_responses(
 def _may_be_transformed(record: Record, update: UpdateComparison) -> bool:
     if record.weighed is not None and not record.weighed.rounding:
         return True
-    is_no_weighted_sum = update.fit is not None and update.fit.used_residual > record.tolerance
+    is_no_weighted_sum = update.window.fit is not None and update.window.fit.used_residual > record.tolerance
     return is_no_weighted_sum and not is_explained(record)
 
 

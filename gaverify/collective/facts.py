@@ -21,9 +21,9 @@ from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.wrappers import THIS_RANK, RankSum, is_sharded, local, shard_number
+from gaverify.records.accumulation import SCRIPT, AccumulationWindow
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.facts import SCRIPT, Weights
 from gaverify.records.ranks import (
     Engine,
     RankFacts,
@@ -335,7 +335,9 @@ def _rank_sketches_of_strategy(
     ], weight_fit
 
 
-def weights_of_strategy(trained: Trained, measurement: Measurement, single: Weights, fit: WeightFit) -> Weights:
+def weights_of_strategy(
+    trained: Trained, measurement: Measurement, single: AccumulationWindow, fit: WeightFit
+) -> AccumulationWindow:
     """Returns what the micro-batches of the user's own loop count, tried in it: with the right weights.
 
     Where some never reach its gradient, the loop ends with the same one without their losses.

@@ -89,14 +89,14 @@ def judge_together(
         one, facts = _search_cause(experiment, trained, diagnose)
         ranks = facts_of_ranks(trained, measurement, decision, moved, one, unclipped)
         if diagnose and ranks.counted is not None and not ranks.at_fault:
-            weights = weights_of_strategy(trained, measurement, facts.weights, ranks.counted)
-            facts = replace(facts, weights=weights)
+            weights = weights_of_strategy(trained, measurement, facts.window, ranks.counted)
+            facts = replace(facts, window=weights)
     if not facts.compared.divergent:
         rows = replace(facts.compared, rows=decision.rows, method=decision.method)
         facts = replace(facts, compared=rows, diagnosed=diagnose)
     if trained.strategy is not None and ranks.is_rounding(ranks.weights_control):
         # the loop's own losses need what the ranks count and no more: it does not weigh micro-batches as one process
-        facts = replace(facts, weights=replace(facts.weights, fit=None, remedy=None, failure="", counts=()))
+        facts = replace(facts, window=replace(facts.window, fit=None, remedy=None, failure="", counts=()))
     return measurement, decision, replace(facts, ranks=ranks)
 
 

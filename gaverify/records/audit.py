@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Forward, Ledger
 from gaverify.records.experiment import Cause, ControlRun, LossTerm, WeightFit
@@ -58,6 +59,28 @@ class RowCheck:
 
 
 @dataclass(frozen=True)
+class StepComparison:
+    """What the optimizers made of the gradients of one update in both runs, and with which settings."""
+
+    learning_rates: tuple[float, ...] = ()
+    """Learning rate of each parameter group that the accumulated run stepped."""
+    learning_rates_full: tuple[float, ...] = ()
+    """Learning rate of each parameter group that the full-batch run stepped."""
+    weights_difference: float = math.nan
+    """Relative difference of sampled weights after the update; NaN if stepped with the full batch's gradient."""
+    drifted: tuple[str, ...] = ()
+    """Names of buffers that differ by more than rounding after the update."""
+    clips: tuple[Clip, ...] = ()
+    """Clippings of the accumulated run after its last backward pass."""
+    clips_full: tuple[Clip, ...] = ()
+    """Clippings of the full-batch run after its last backward pass."""
+    settings: tuple[SettingDifference, ...] = ()
+    """Optimizer numbers that differ between the runs, of the first such rank; empty where the update is not judged."""
+    takes_factor: bool = False
+    """Whether a control showed that the step cancels a factor of the gradient, so that the weights agree."""
+
+
+@dataclass(frozen=True)
 class UpdateComparison:
     """One optimizer update, compared between the full-batch run and the accumulated run."""
 
@@ -71,28 +94,10 @@ class UpdateComparison:
     """Comparison of each parameter's gradient, at the stage in `decided`."""
     data: RowCheck
     """Comparison of the samples that both runs were fed for this update."""
-    fit: WeightFit | None = None
-    """Micro-batch weights that give the full batch's gradient, at the stage in `decided`; None without a fit."""
-    backwards: int = 0
-    """Number of backward passes in the accumulated run's window."""
-    sizes: tuple[int, ...] = ()
-    """Samples of each forward pass in the accumulated run's window; 0 where unknown."""
-    valid_targets: tuple[int, ...] = ()
-    """Targets that are not ignored, for each backward pass; empty where one is unknown."""
-    counted: tuple[float, ...] = ()
-    """Divisor of each loss up to a common factor, where no targets were seen; empty where one is unknown."""
-    scales: tuple[tuple[float, ...], ...] = ()
-    """For each backward pass, the factors of each number that its loss was made from, outermost first."""
-    ignored_targets: bool = False
-    """Whether any loss of the window ignores some of its targets."""
-    learning_rates: tuple[float, ...] = ()
-    """Learning rate of each parameter group that the accumulated run stepped."""
-    learning_rates_full: tuple[float, ...] = ()
-    """Learning rate of each parameter group that the full-batch run stepped."""
-    weights_difference: float = math.nan
-    """Relative difference of sampled weights after the update; NaN if stepped with the full batch's gradient."""
-    drifted: tuple[str, ...] = ()
-    """Names of buffers that differ by more than rounding after the update."""
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    """The accumulated run's micro-batches, with the weights that give the full batch's gradient at that stage."""
+    step: StepComparison = field(default_factory=StepComparison)
+    """Comparison of what the optimizers did with the gradients."""
     started_apart: float = 0.0
     """Relative difference of the sampled weights before the update; NaN where no weights could be compared."""
     noise: float = 0.0
@@ -100,25 +105,13 @@ class UpdateComparison:
     unrepeatable: str = ""
     """How the full-batch run differs from a repetition by more than rounding; empty where it does not."""
     decided: Stage = Stage.USED
-    """Stage at which `parameters`, `outcome` and `fit` were measured."""
+    """Stage at which `parameters`, `outcome` and the window's fit were measured."""
     unclear: bool = False
     """Whether both runs changed summed gradients by hand, so that no stage shows which one is right."""
     stages: tuple[StageComparison, ...] = ()
     """Difference and norm ratio at each stage that was compared."""
-    clips: tuple[Clip, ...] = ()
-    """Clippings of the accumulated run after its last backward pass."""
-    clips_full: tuple[Clip, ...] = ()
-    """Clippings of the full-batch run after its last backward pass."""
-    settings: tuple[SettingDifference, ...] = ()
-    """Optimizer numbers that differ between the runs, of the first such rank; empty where `judged` is False."""
-    step_takes_factor: bool = False
-    """Whether a control showed that the step cancels a factor of the gradient, so that the weights agree."""
     missed: RowCheck | None = None
     """Samples of this update's networks, if only a part was fed while other networks got all of theirs; else None."""
-    losses: tuple[float, ...] = ()
-    """Value that each backward pass differentiated, as the script scaled it; NaN where unknown."""
-    full_loss: float = math.nan
-    """Value whose gradient is the full batch's; NaN where its gradient is no weighted sum of its passes."""
     fed: RowCheck | None = None
     """Samples of all forwards, also those without a backward; None where samples agree or several ranks train."""
     never_fed: int = 0

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Compared, Method, ParameterComparison
-from gaverify.records.experiment import Cause, ControlRun, Count, ModuleDifference, Operation, WeightFit, are_shares
+from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
-from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, LOST_SHARE, SMALL_PART
-
-SCRIPT = "the script's own"
-"""The weighting of a training loop."""
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
 
 
 @dataclass(frozen=True)
@@ -75,54 +73,6 @@ class Repeatability:
     """Of the losses."""
     backward: float
     """Of the gradients."""
-
-
-EXPLICIT = "explicit"
-"""The weighting of a recipe in numbers, or in a function of the user's."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How micro-batches are weighted, and the weights that would be right."""
-
-    used: tuple[float, ...]
-    """Weight of each micro-batch in the accumulated gradient."""
-    weighting: str
-    """The recipe of these weights: "uniform", "samples", …"""
-    sizes: tuple[int, ...]
-    """Samples of each micro-batch."""
-    losses: tuple[float, ...] = ()
-    """Loss of each micro-batch before its weight."""
-    valid_targets: tuple[float, ...] = ()
-    """Targets of each micro-batch that the loss counts; empty where it shows none."""
-    ignored_targets: bool = False
-    """Whether some targets count for nothing."""
-    fit: WeightFit | None = None
-    """The weights that would be right."""
-    remedy: ControlRun | None = None
-    """The run with them, or with the window's counts."""
-    failure: str = ""
-    """Why that run was impossible; the weights stay suspected then."""
-    place: Operation | None = None
-    """The loss call or division whose result the fitted weights add up."""
-    counts: tuple[Count, ...] = ()
-    """What each micro-batch divides by, where dividing by the window's count is the remedy."""
-
-    @property
-    def blamed(self) -> bool:
-        """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
-        return self.remedy is not None or bool(self.failure)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The micro-batches of a strategy that never reach its gradient."""
-        largest = max(map(abs, self.used), default=0.0)
-        return tuple(k for k, w in enumerate(self.used) if self.weighting == SCRIPT and abs(w) < LOST_SHARE * largest)
-
-    @property
-    def given_wrong(self) -> bool:
-        """Whether weights were given as numbers where the shares of the samples are right: nothing in a model is so."""
-        return self.weighting == EXPLICIT and self.fit is not None and are_shares(self.fit.weights, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -214,14 +164,12 @@ class Backward:
 class Facts:
     """Everything measured about one comparison; each question of the search returns it with fields replaced."""
 
-    steps: int
-    """K, the number of micro-batches; in an audit the backward passes of the update."""
     batch_size: int
     """B, the number of samples in the full batch."""
     compared: Compared
     """Compared parameters and the method that decided."""
-    weights: Weights
-    """Weight of each micro-batch in the accumulated gradient, and the weights that would be right."""
+    window: AccumulationWindow
+    """The micro-batches, their weights, and the weights that would be right."""
     draws: Draws = Draws()
     """Random draws of the full batch, and which of them the micro-batches reused."""
     buffers: Buffers = Buffers()
@@ -254,7 +202,7 @@ class Facts:
     @property
     def weights_first(self) -> bool:
         """Whether other weights leave next to nothing of the difference, though more than rounding: named first."""
-        run = self.weights.remedy
+        run = self.window.remedy
         return run is not None and not run.rounding and run.left <= SMALL_PART * self.compared.total
 
     @property
@@ -263,7 +211,7 @@ class Facts:
 
         They have the same statistics, the same loss and the same weight in every micro-batch.
         """
-        return self.identical and self.steps > 1 and not self.draws.dealt
+        return self.identical and self.window.steps > 1 and not self.draws.dealt
 
     @property
     def comparisons(self) -> tuple[tuple[int | None, tuple[ParameterComparison, ...]], ...]:
@@ -289,23 +237,20 @@ def facts_of_loop(loop: Record) -> Facts:
     An update whose runs had other samples or other weights gives no rows: they would mean nothing.
     """
     update = loop.divergent or next(iter(loop.updates), None)
-    if update is None:
-        compared, weights = Compared((), Method.EVENTS), Weights((), SCRIPT, ())
-    else:
+    compared, window = Compared((), Method.EVENTS), AccumulationWindow()
+    if update is not None:
         rows = update.parameters if update.judged else ()
-        compared = Compared(rows, Method.NOISE_FLOOR, update=update.number)
-        used = update.fit.used if update.fit is not None else ()
-        counts = tuple(map(float, update.valid_targets))
-        weights = Weights(used, SCRIPT, update.sizes, (), counts, update.ignored_targets, update.fit)
-    drifted = next((candidate for candidate in loop.updates if candidate.judged and candidate.drifted), None)
-    buffers = Buffers(dict.fromkeys(drifted.drifted, math.nan), drifted.number) if drifted is not None else Buffers()
+        compared, window = Compared(rows, Method.NOISE_FLOOR, update=update.number), update.window
+    first_drift = next((candidate for candidate in loop.updates if candidate.judged and candidate.step.drifted), None)
+    buffers = Buffers()
+    if first_drift is not None:
+        buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
     controls = [cause.control for cause in loop.coupling if cause.control is not None]
     controls += [loop.state.control] if loop.state is not None and loop.state.control is not None else []
     return Facts(
-        steps=update.backwards if update is not None else 0,
         batch_size=update.data.full if update is not None else 0,
         compared=compared,
-        weights=weights,
+        window=window,
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.coupling),

@@ -138,7 +138,8 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     update = loop.divergent if loop is not None else None
     if loop is None or run is None or run.fit is None or update is None:
         return
-    without_coupling = replace(loop, updates=(replace(update, fit=run.fit),), coupling=(), state=None)
+    refitted = replace(update, window=update.window.refit(run.fit))
+    without_coupling = replace(loop, updates=(refitted,), coupling=(), state=None)
     for finding in rule.judge(facts_of_loop(without_coupling)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
@@ -150,7 +151,7 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
     if facts.loop is not None and facts.loop.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
     # weights of micro-batches say nothing where it is the ranks' that are wrong, and nobody has fitted any
-    alone = facts.ranks is not None and facts.ranks.at_fault and facts.weights.fit is None
+    alone = facts.ranks is not None and facts.ranks.at_fault and facts.window.fit is None
     if facts.loop is not None or alone:
         changed |= {rule.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one

@@ -130,7 +130,7 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
     if small is None:
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT
-    fitted = small.fit is not None and small.fit.residual <= loop.tolerance
+    fitted = small.window.fit is not None and small.window.fit.residual <= loop.tolerance
     meaning = ("weights explain the rest",) if fitted else ()
     return (word_control("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
 
@@ -146,7 +146,7 @@ def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
         return []
     if loop.together is not None and None in factors:
         return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
-    usual = factors[0] if len(factors) > 1 else 1 / max(update.backwards, 1)
+    usual = factors[0] if len(factors) > 1 else 1 / max(update.window.steps, 1)
     is_division = usual is not None and all(
         factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors
     )
@@ -200,10 +200,10 @@ def _rates(update: UpdateComparison | None) -> str:
     """The learning rates of both runs, where they differ."""
     if update is None:
         return ""
-    pairs = zip(update.learning_rates, update.learning_rates_full, strict=False)
+    pairs = zip(update.step.learning_rates, update.step.learning_rates_full, strict=False)
     if all(math.isclose(*pair, rel_tol=SAME_IN_FLOAT32) for pair in pairs):
         return ""
-    rates, full = told_apart(update.learning_rates, update.learning_rates_full)
+    rates, full = told_apart(update.step.learning_rates, update.step.learning_rates_full)
     return f"; learning rate of update {update.number}: {rates}, in the full-batch run {full}"
 
 
@@ -229,7 +229,7 @@ _SHOWN = 4  # settings that are listed
 def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
     for update in loop.updates:
-        if not update.judged or update.step_takes_factor:
+        if not update.judged or update.step.takes_factor:
             continue
         settings = _unexplained_settings(loop, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
@@ -241,7 +241,7 @@ def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
 def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
     """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
     rates = bool(loop.inside(SchedulerStep))
-    return [setting for setting in update.settings if not (rates and setting.name.endswith("lr"))]
+    return [setting for setting in update.step.settings if not (rates and setting.name.endswith("lr"))]
 
 
 def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:

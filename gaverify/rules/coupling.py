@@ -94,7 +94,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
         suspect = cause.suspect
         if suspect.in_model or suspect.kind not in what:
             continue
-        fit = facts.weights.fit
+        fit = facts.window.fit
         more = []
         if fit is not None and FIT_FLOAT64 < fit.residual < math.inf:
             of = f" of the first {fit.samples} samples" if fit.samples else ""
@@ -166,13 +166,13 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
 def _judge_loop(loop: Record) -> Iterator[Finding]:
     """Yields a finding where a loop's losses add up to the full batch's, and its gradients need other weights."""
     update, cause = loop.divergent, loop.backward
-    if update is None or update.fit is None or not contradict_losses(loop, update):
+    if update is None or update.window.fit is None or not contradict_losses(loop, update):
         return
-    run, fit = cause.control if cause is not None else None, update.fit
+    run, fit = cause.control if cause is not None else None, update.window.fit
     proven = run is not None and run.rounding
     text = f"with {run.what} the difference" if run is not None else ""
     sums = [
-        sum(weight * loss for weight, loss in zip(weights, update.losses, strict=True))
+        sum(weight * loss for weight, loss in zip(weights, update.window.losses, strict=True))
         for weights in (fit.used, fit.weights)
     ]
     in_model = cause is not None and cause.suspect.in_model
@@ -184,7 +184,7 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
         rows=[row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT],
         update=update,
         losses=sums[0],
-        full_loss=update.full_loss,
+        full_loss=update.window.full_loss,
         losses_fitted=sums[1],
         remedy=words("GAV104")["remedies"][(BackwardPlace.MODULE if in_model else BackwardPlace.LOSS).name],
     )

@@ -30,7 +30,8 @@ def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
         return ""
     steps, sentences = framework.steps, words("frameworks")[framework.framework.name.lower()]
     if math.isclose(factor, 1 / steps, rel_tol=loop.tolerance) and framework.divides:
-        twice = all(_divisions(scales, steps, loop.tolerance) > 1 for scales in update.scales) and update.scales
+        scales = update.window.scales
+        twice = bool(scales) and all(_divisions(of_pass, steps, loop.tolerance) > 1 for of_pass in scales)
         # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
         if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:
             return ""

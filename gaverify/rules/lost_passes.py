@@ -109,7 +109,7 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     unseen = update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE
     if update.judged and (update.outcome is Outcome.EQUIVALENT or unseen):
         return True  # equal, or the weights alone were seen, which change alike or show nothing of the gradient's size
-    backwards, fit = window.of(Backward), update.fit
+    backwards, fit = window.of(Backward), update.window.fit
     if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
         # a script that puts gradients in place may have transformed what each pass gave: nothing shows which are lost
         return any(step.by_hand for step in window.steps)
@@ -148,7 +148,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
 
 def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
     """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
-    weights, run = facts.weights, facts.weights.remedy
+    weights, run = facts.window, facts.window.remedy
     if not weights.lost or run is None or not facts.compared.divergent:
         return
     yield word_finding(
@@ -159,7 +159,7 @@ def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
         proven=run.rounding,
         lost=weights.lost,
         count=len(weights.lost),
-        steps=facts.steps,
+        steps=facts.window.steps,
         which=join_texts([str(k + 1) for k in weights.lost], 6),
         largest=facts.compared.largest,
     )

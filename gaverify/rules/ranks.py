@@ -237,7 +237,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if abs(factor - 1) <= ranks.rounding:
         return
     counting_rank = _rank_that_counts(ranks, factor)
-    if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.steps) and counting_rank is None:
+    if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.window.steps) and counting_rank is None:
         return
     strategy_meaning = (
         (float(ranks.ranks), "R: a sum where the mean over the ranks was meant"),

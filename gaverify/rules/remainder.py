@@ -43,8 +43,8 @@ def _ruled_out_in_run(facts: Facts) -> list[str] | None:
     if not facts.diagnosed:
         return None
     ruled_out = []
-    if facts.weights.fit is not None:
-        ruled_out.append(f"weights: the best ones leave {facts.weights.fit.residual:.1e} over")
+    if facts.window.fit is not None:
+        ruled_out.append(f"weights: the best ones leave {facts.window.fit.residual:.1e} over")
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
         ruled_out.append("repeatability: what was run twice agrees with itself")
     if facts.state is not None:
@@ -94,10 +94,10 @@ def _ruled_out_in_loop(facts: Facts, loop: Record) -> list[str] | None:
     ):
         return None
     ruled_out = ["no call stands in the wrong place"]
-    if update.fit is not None and update.fit.used_residual > loop.tolerance:
+    if update.window.fit is not None and update.window.fit.used_residual > loop.tolerance:
         ruled_out.insert(0, "what the optimizer sees is no weighted sum of what the backward passes give")
-    elif update.fit is not None:
-        ruled_out.insert(0, f"the best weights of the micro-batches leave {update.fit.residual:.1e} over")
+    elif update.window.fit is not None:
+        ruled_out.insert(0, f"the best weights of the micro-batches leave {update.window.fit.residual:.1e} over")
     terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
     if loop.ranks > 1 and terms > 1:
         ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
@@ -108,20 +108,22 @@ def _ruled_out_in_loop(facts: Facts, loop: Record) -> list[str] | None:
 def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
     reasons = list(_list_reasons_in_run(facts) if facts.loop is None else _list_reasons_in_loop(facts))
-    counts = facts.weights.valid_targets
-    averaged = facts.loop is not None or facts.weights.weighting == "uniform"
+    counts = facts.window.valid_targets
+    averaged = facts.loop is not None or facts.window.weighting == "uniform"
     equal = len(counts) > 1 and len(set(counts)) == 1
-    if facts.weights.ignored_targets and equal and averaged and not facts.compared.divergent:
+    if facts.window.ignored_targets and equal and averaged and not facts.compared.divergent:
         reasons.append(
             f"every micro-batch has {counts[0]:g} valid targets: averaging them equally is right on this batch only"
         )
     if reasons:
         text = "; ".join(reasons)
-        yield word_finding("GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(counts))
+        yield word_finding(
+            "GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(map(float, counts))
+        )
 
 
 def _list_reasons_in_run(facts: Facts) -> Iterator[str]:
-    if facts.steps == 1 and facts.ranks is None:
+    if facts.window.steps == 1 and facts.ranks is None:
         yield "K = 1: the full batch was compared with itself"
     if facts.identical:
         unseen = "" if facts.blind else "; what they draw at random tells them apart"

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
-from gaverify.records.facts import Facts, Weights
+from gaverify.records.facts import Facts
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
@@ -25,12 +26,12 @@ class GradientFactor:
 
 def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | None:
     """Returns the factor of an update whose accumulated gradient is c ≠ 1 times the full batch's, to rounding."""
-    if not update.judged or not _differs(update) or update.fit is None or _of_one_rank(loop, update.fit):
+    if not update.judged or not _differs(update) or update.window.fit is None or _of_one_rank(loop, update.window.fit):
         return None
-    return None if contradict_losses(loop, update) else constant_factor(update.fit, loop.tolerance)
+    return None if contradict_losses(loop, update) else constant_factor(update.window.fit, loop.tolerance)
 
 
-def word_count_place(weights: Weights) -> str:
+def word_count_place(weights: AccumulationWindow) -> str:
     """Names the loss call or division that counts otherwise than the micro-batches are weighted; empty if unknown."""
     place = weights.place
     if place is None:
@@ -46,9 +47,9 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     """
     rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
-    if update.backwards < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
+    if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
         return None
-    for factor in (float(update.backwards), 1 / update.backwards):
+    for factor in (float(update.window.steps), 1 / update.window.steps):
         if agree and all(_is_times(row, factor, loop.tolerance) for row in rows):
             return factor, rows
     return None
@@ -85,7 +86,7 @@ def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
 def fitted_weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
     update = loop.divergent
-    fit = update.fit if update is not None else None
+    fit = update.window.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
         return None
     return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
@@ -97,7 +98,7 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
     A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the losses are right, the backward
     depends on the batch.
     """
-    fit, losses, full = update.fit, update.losses, update.full_loss
+    fit, losses, full = update.window.fit, update.window.losses, update.window.full_loss
     if fit is None or loop.ranks > 1 or not fit.determined or fit.residual > loop.tolerance:
         return False
     if loop.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
@@ -119,7 +120,7 @@ def multipliers_of(loop: Record) -> tuple[float, ...]:
     update, weights = loop.divergent, weights_of(loop)
     factor = factor_in_loop(loop, update) if update is not None else None
     if update is not None and factor is not None:
-        return (1 / factor.value,) * update.backwards
+        return (1 / factor.value,) * update.window.steps
     return weights[1].multipliers if weights is not None else ()
 
 
@@ -180,12 +181,12 @@ def factor_in_run(facts: Facts) -> GradientFactor | None:
         return None
     exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
-    fit = facts.weights.fit
-    if facts.weights.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
-        factor = _factor_of_counts(facts.weights)
+    fit = facts.window.fit
+    if facts.window.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
+        factor = _factor_of_counts(facts.window)
         return None if factor is None else GradientFactor(factor, math.inf if fit is None else fit.residual)
-    if fit is not None and facts.weights.blamed:
-        ratios = [w / c for w, c in zip(facts.weights.used, fit.weights, strict=True) if c]
+    if fit is not None and facts.window.blamed:
+        ratios = [w / c for w, c in zip(facts.window.used, fit.weights, strict=True) if c]
         is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
         if is_one_factor and not is_constant(
             [*ratios, 1.0], fit.residual
@@ -196,7 +197,7 @@ def factor_in_run(facts: Facts) -> GradientFactor | None:
     return GradientFactor(factor, residual) if not facts.diagnosed and residual < accurate else None
 
 
-def _factor_of_counts(known: Weights) -> float | None:
+def _factor_of_counts(known: AccumulationWindow) -> float | None:
     """How many times too much the micro-batches count by the numbers that divide them; None where it is no one factor.
 
     Those of several terms are the same factor, or no weights explain them together.

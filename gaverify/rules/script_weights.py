@@ -59,8 +59,8 @@ def identify_script_weights(
     steps = len(multipliers)
     for shares, amounts in (
         (ScriptShares.EQUAL, (1,) * steps),
-        (ScriptShares.SAMPLES, update.sizes),
-        (ScriptShares.TARGETS, update.valid_targets),
+        (ScriptShares.SAMPLES, update.window.sizes),
+        (ScriptShares.TARGETS, update.window.valid_targets),
     ):
         if len(amounts) != steps or not sum(amounts) > 0:
             continue
@@ -74,7 +74,7 @@ def identify_script_weights(
 
 def _from_graph(update: UpdateComparison, multipliers: Sequence[float], tolerance: float) -> Iterator[ScriptWeights]:
     """Yields weights that the graph of the losses shows, where the right ones add up to a mean with them."""
-    steps, scales = len(multipliers), update.scales
+    steps, scales = len(multipliers), update.window.scales
     depths = {len(each) for each in scales}
     if len(scales) != steps or len(depths) != 1:
         return
@@ -84,6 +84,6 @@ def _from_graph(update: UpdateComparison, multipliers: Sequence[float], toleranc
         products = [weight * multiplier for weight, multiplier in zip(weights, multipliers, strict=True)]
         # Where samples are what counts, the weights may be a divisor with state, such as a moving average that is 1 for
         # the full batch.
-        by_samples = are_near_shares(products, update.sizes, tolerance)
+        by_samples = are_near_shares(products, update.window.sizes, tolerance)
         if math.isclose(sum(products), 1.0, rel_tol=tolerance) and not by_samples:
             yield ScriptWeights(ScriptShares.OTHER, weights, sum(weights))

@@ -70,13 +70,13 @@ def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
     Those that are left out have nothing to give, and the others are divided by the number of all.
     """
     skipped = find_skipped(loop, update)
-    if skipped is None or update.fit is None or update.fit.residual > loop.tolerance:
+    if skipped is None or update.window.fit is None or update.window.fit.residual > loop.tolerance:
         return False
     if math.isclose(update.norm_ratio, skipped.window.backwards / skipped.count, rel_tol=loop.tolerance):
         return True
     # Weights of 1 / count become shares of targets, which add up to 1: the factors that repair them add up to count.
-    factors = sum(update.fit.multipliers)
-    return update.fit.determined and math.isclose(factors, skipped.count, rel_tol=loop.tolerance)
+    factors = sum(update.window.fit.multipliers)
+    return update.window.fit.determined and math.isclose(factors, skipped.count, rel_tol=loop.tolerance)
 
 
 @dataclass(frozen=True)

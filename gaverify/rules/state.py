@@ -150,7 +150,7 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             drift=drift,
             read=quote_names(blamed),
             are=are,
-            often=facts.steps,
+            often=facts.window.steps,
             end=end,
             after=f" after update {facts.buffers.update}" if facts.buffers.update is not None else "",
         )
@@ -186,7 +186,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
         )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
-    if shared and facts.steps > 1:
+    if shared and facts.window.steps > 1:
         yield _finding_of_shared_draws(facts, shared)
 
 
@@ -200,7 +200,7 @@ def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] |
         proven=True,
         places=join_texts(list(places.values())),
         draw="draws" if len(draws) == 1 else "draw",
-        steps=facts.steps,
+        steps=facts.window.steps,
         shared=list(draws),
     )
 
@@ -253,7 +253,7 @@ def _first(places: Iterable[tuple[str, int] | None]) -> Location | None:
 def has_other_cause(facts: Facts) -> bool:
     """Whether another cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
-    return bool(facts.forward.causes) or facts.weights.blamed or state
+    return bool(facts.forward.causes) or facts.window.blamed or state
 
 
 @rule("GAV303")

@@ -60,9 +60,9 @@ class WeightsTrial:
 
 def trial_in_run(facts: Facts) -> WeightsTrial:
     """Returns what both strategies showed with other weights; causes named beside them may explain what is left."""
-    run = facts.weights.remedy
+    run = facts.window.remedy
     if run is None:
-        return WeightsTrial(failure=facts.weights.failure)
+        return WeightsTrial(failure=facts.window.failure)
     return WeightsTrial(
         run,
         result=_word_result(facts, run),

@@ -79,7 +79,7 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
 
 def harm(facts: Facts) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
-    fit = facts.weights.fit
+    fit = facts.window.fit
     total = facts.compared.total
     if fit is None or not fit.noise > 0 or not total < float("inf"):
         return ()

@@ -55,7 +55,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     if facts.loop is not None:  # no count of a script can be replaced: its fits and the noise of its runs decide
         yield from _judge_loop(facts, facts.loop)
         return
-    counts, run = facts.weights.counts, facts.weights.remedy
+    counts, run = facts.window.counts, facts.window.remedy
     if counts and run is not None and all(count.term is not None for count in counts):
         yield from (
             _finding_of_terms(facts, run, kind) for kind in TermKind if any(count.term is kind for count in counts)
@@ -65,7 +65,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     if factor is None or abs(factor.value - 1) < max(SAME_NUMBER, factor.residual):
         return
     close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * factor.residual)
-    right = exact([weight / factor.value for weight in facts.weights.used], close)
+    right = exact([weight / factor.value for weight in facts.window.used], close)
     trial = trial_in_run(facts)
     remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
     if counts and run is not None:
@@ -73,12 +73,12 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     yield word_finding(
         "GAV201.factor",
         *trial.evidence("" if counts else f"weights {right}"),
-        location=facts.weights.place.location if facts.weights.place is not None else None,
+        location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
         factor=factor.value,
         meaning=_word_factor(facts, factor.value),
         largest=facts.compared.largest,
-        counted=word_count_place(facts.weights),
+        counted=word_count_place(facts.window),
         residual=factor.residual,
         remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
@@ -86,7 +86,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
-    counts = tuple(count for count in facts.weights.counts if count.term is kind)
+    counts = tuple(count for count in facts.window.counts if count.term is kind)
     source, trial = counts[0].operation.source, trial_in_run(facts)
     return word_finding(
         "GAV201.undivided",
@@ -95,7 +95,7 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
         proven=trial.proven,
         together=[count.operation.location for count in counts],
         places=places(counts),
-        what=fill_sentence(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.weights.used)),
+        what=fill_sentence(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.window.used)),
         largest=facts.compared.largest,
         line=f": `{source}`" if source else "",
         remedy=in_order(facts, counts_remedy(facts, counts, run)),
@@ -103,7 +103,7 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
 
 
 def _word_factor(facts: Facts, factor: float) -> str:
-    steps, size = facts.steps, facts.batch_size
+    steps, size = facts.window.steps, facts.batch_size
     ranks = 1 if facts.ranks is None or facts.ranks.traffic.own.count() else facts.ranks.ranks
     parts = "(K · R)" if ranks > 1 else "K"
     meanings = (
@@ -128,7 +128,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     if update is not None:
         factor = factor_in_loop(loop, update)
         if factor is not None and short_by(loop, update) is None:
-            yield _finding_of_factor(facts, loop, factor, update.backwards, update)
+            yield _finding_of_factor(facts, loop, factor, update.window.steps, update)
         elif factor is None and weights_of(loop) is None:
             findings = list(_judge_some_parameters(facts, loop, update))
             yield from findings or _judge_terms(loop, update)
@@ -184,7 +184,7 @@ def _judge_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             which="" if term.samples else ", which is the same in every micro-batch,",
             factor=factor.value,
             update=update,
-            meaning=word_factor_in_loop(factor.value, update.backwards, 1, loop.tolerance, "it"),
+            meaning=word_factor_in_loop(factor.value, update.window.steps, 1, loop.tolerance, "it"),
             others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
             rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
             right=exact([1 / factor.value], loop.tolerance),
@@ -253,7 +253,7 @@ def _finding_of_factor(
 def _other_factor(loop: Record, update: UpdateComparison, factor: float) -> tuple[UpdateComparison, float] | None:
     """Returns an update of as many passes with another factor, and that factor; None where all have the same."""
     for other in loop.updates:
-        if not other.judged or other.backwards != update.backwards or find_skipped(loop, other) is not None:
+        if not other.judged or other.window.steps != update.window.steps or find_skipped(loop, other) is not None:
             continue
         agrees = other.outcome is Outcome.EQUIVALENT
         other_factor = GradientFactor(1.0, 0.0) if agrees else factor_in_loop(loop, other)
@@ -295,7 +295,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
             short=short,
             whole=full_count,
             factor=short / full_count,
-            left=update.fit.factor_residual if update.fit else math.nan,
+            left=update.window.fit.factor_residual if update.window.fit else math.nan,
             right=1 / short,
             **window_counts(loop.complete),
         )
@@ -306,7 +306,7 @@ def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
     """Returns r and K where an update's gradient is r/K of the full batch's and its window has r < K micro-batches."""
     factor = factor_in_loop(loop, update)
     full_count = loop.steps or loop.usual(loop.window_of(update.number))
-    short = update.backwards
+    short = update.window.steps
     if factor is None or not 0 < short < full_count:
         return None
     return (short, full_count) if math.isclose(factor.value, short / full_count, rel_tol=loop.tolerance) else None

@@ -64,8 +64,9 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         yield from _judge_skipped(facts)
         yield from _judge_turns(facts)
         return
-    losses, counts = facts.weights.losses, facts.weights.valid_targets
-    lost = [k for k in empty if k < len(losses) and not math.isfinite(losses[k])]
+    losses, counts = facts.window.losses, facts.window.valid_targets
+    # A script's loss is also NaN where it was not seen, so that only a run's own losses tell.
+    lost = [k for k in empty if facts.loop is None and k < len(losses) and not math.isfinite(losses[k])]
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
     yield word_finding(
         "GAV203.empty",
@@ -73,22 +74,22 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         location=backward_place(facts),
         proven=bool(rows) or _run_that_leaves_nothing(facts) is not None,
         which=", ".join(str(k + 1) for k in empty),
-        window=f"of {facts.steps}" if facts.loop is None else f"of update {facts.compared.update}",
+        window=f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}",
         effect="its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing",
         shown=f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts),
         targets=", ".join(f"{n:g}" for n in counts),
-        valid_targets=list(counts),
+        valid_targets=list(map(float, counts)),
     )
 
 
 def _run_that_leaves_nothing(facts: Facts) -> ControlRun | None:
     """The run with other weights that gives the full batch's gradient; None where none was made, or it leaves more."""
-    run = facts.weights.remedy if facts.loop is None else facts.loop.weighed
+    run = facts.window.remedy if facts.loop is None else facts.loop.weighed
     return run if run is not None and run.rounding else None
 
 
 def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
-    fit, run = facts.weights.fit, _run_that_leaves_nothing(facts)
+    fit, run = facts.window.fit, _run_that_leaves_nothing(facts)
     if fit is not None and run is not None:
         what = f"with weights {weights_text(fit.weights, each=False)} the difference"
         yield word_control("micro-batch-weights", what, run.left, True, weights=list(fit.weights))
@@ -98,10 +99,10 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
     loop, number = facts.loop, facts.compared.update
     update = loop.update_of(number) if loop is not None and number is not None else None
-    if loop is None or update is None or update.fit is None:
+    if loop is None or update is None or update.window.fit is None:
         return
     skipped, explained = find_skipped(loop, update), explains_skipped(loop, update)
-    if skipped is None or (update.fit.residual <= loop.tolerance and not explained):
+    if skipped is None or (update.window.fit.residual <= loop.tolerance and not explained):
         return
     trial = trial_in_loop(loop, update.number) if explained else WeightsTrial()
     yield word_finding(
@@ -155,7 +156,7 @@ def _judge_turns(facts: Facts) -> Iterator[Finding]:
 
 def empty_micro_batches(facts: Facts) -> list[int]:
     """Returns the positions of micro-batches whose loss counted no target, where others counted some."""
-    counts = facts.weights.valid_targets
+    counts = facts.window.valid_targets
     return (
         [k for k, valid_count in enumerate(counts) if not valid_count > 0]
         if any(valid_count > 0 for valid_count in counts)
@@ -165,12 +166,12 @@ def empty_micro_batches(facts: Facts) -> list[int]:
 
 def explains_weights(facts: Facts) -> bool:
     """Whether empty micro-batches are all that is wrong with the weights: the others have equal ones."""
-    empty, fit, loop = empty_micro_batches(facts), facts.weights.fit, facts.loop
+    empty, fit, loop = empty_micro_batches(facts), facts.window.fit, facts.loop
     if not empty or fit is None:
         return False
     if loop is None:
         return is_constant([c for k, c in enumerate(fit.weights) if k not in empty], fit.residual)
-    counts = facts.weights.valid_targets
+    counts = facts.window.valid_targets
     if len(fit.multipliers) != len(counts) or fit.residual > loop.tolerance:
         return False
     filled = tuple(factor for at, factor in enumerate(fit.multipliers) if at not in empty)
@@ -185,13 +186,13 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if facts.loop is not None:  # the script's own weights are not known, and have to be found first
         yield from _judge_loop(facts, facts.loop)
         return
-    fit, run, counts = facts.weights.fit, facts.weights.remedy, facts.weights.counts
+    fit, run, counts = facts.window.fit, facts.window.remedy, facts.window.counts
     if counts and all(count.term is not None for count in counts):
         return  # of terms that nothing divides GAV201 tells
     if counts and run is not None and factor_in_run(facts) is None:
-        yield _finding_of_counts(facts, facts.weights.counts, run)
+        yield _finding_of_counts(facts, facts.window.counts, run)
         return
-    if fit is None or not facts.weights.blamed or facts.weights.lost or factor_in_run(facts) is not None:
+    if fit is None or not facts.window.blamed or facts.window.lost or factor_in_run(facts) is not None:
         return
     meaning, remedy = _word_shares(facts, fit)
     trial = trial_in_run(facts)
@@ -200,12 +201,12 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     yield word_finding(
         "GAV202.fitted",
         *trial.evidence() if run is None else (),
-        location=facts.weights.place.location if facts.weights.place is not None else None,
+        location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
-        summary=words("GAV202")["summaries"]["given" if facts.weights.given_wrong else _describe_average(facts)],
+        summary=words("GAV202")["summaries"]["given" if facts.window.given_wrong else _describe_average(facts)],
         largest=facts.compared.largest,
-        counted=word_count_place(facts.weights),
-        used=list(facts.weights.used),
+        counted=word_count_place(facts.window),
+        used=list(facts.window.used),
         left=trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over",
         meaning=meaning,
         unsure=_word_doubt(fit),
@@ -216,13 +217,13 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
 
 
 def _describe_average(facts: Facts) -> str:
-    return "equally" if facts.weights.weighting == "uniform" else "wrongly"
+    return "equally" if facts.window.weighting == "uniform" else "wrongly"
 
 
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
     count_texts = "; ".join(map(_describe_count, counts))
-    fit, text, weights = facts.weights.fit, "", dict[str, Any]()
+    fit, text, weights = facts.window.fit, "", dict[str, Any]()
     if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
@@ -237,7 +238,7 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
         largest=facts.compared.largest,
         own=count_texts,
         line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
-        used=list(facts.weights.used),
+        used=list(facts.window.used),
         counts=[list(count.micro_batches) for count in counts],
         remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
@@ -276,7 +277,7 @@ def _word_doubt(fit: WeightFit) -> str:
 def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     table = words("GAV202")
-    for of, amounts in (("samples", facts.weights.sizes), ("targets", facts.weights.valid_targets)):
+    for of, amounts in (("samples", facts.window.sizes), ("targets", facts.window.valid_targets)):
         if are_shares(fit.weights, amounts):
             return f"{table['meanings'][of]}: {share_texts(amounts)}", table["remedies"][of]
     if are_ones(fit.weights, fit.residual):
@@ -378,11 +379,11 @@ def _is_equal(script: ScriptWeights | None) -> bool:
 
 def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: ScriptWeights, tolerance: float) -> str:
     """Returns the name of the amounts that right weights are the shares of; empty where they are of none seen."""
-    counted = update.counted
+    counted = update.window.divisors
     if len(counted) == len(script.weights):
         # What flows into a row is the script's weight over the count, so that the weight is multiplied back.
         counted = tuple(abs(count * weight) for count, weight in zip(counted, script.weights, strict=True))
-    amounts = (("samples", update.sizes), ("targets", update.valid_targets), ("counted", counted))
+    amounts = (("samples", update.window.sizes), ("targets", update.window.valid_targets), ("counted", counted))
     return next((name for name, each in amounts if are_near_shares(weights, each, tolerance)), "")
 
 
@@ -404,22 +405,22 @@ def _word_replaced_weights(script: ScriptWeights) -> str:
 
 def _classify_weights(shares: WrongShares, tolerance: float) -> str:
     """What is wrong with weights that are no shares of anything seen."""
-    update, weights, script = shares.update, shares.weights, shares.script
+    window, weights, script = shares.update.window, shares.weights, shares.script
     if all(abs(weight) < tolerance for weight in weights[:-1]):
         return "running-sum"
-    if len(set(update.sizes)) == 1 and len(set(update.valid_targets)) == 1 and all(weights) and _is_equal(script):
+    if len(set(window.sizes)) == 1 and len(set(window.valid_targets)) == 1 and all(weights) and _is_equal(script):
         used = shares.fit.used
         # as the script counts them equally, it is the loss that divides by an amount of each micro-batch
         counted_equally = bool(used) and all(abs(each - used[0]) < tolerance * abs(used[0]) for each in used)
         return "weighted-means" if counted_equally and script is not None else "equal-sizes"
     if script is None:
         return "moving"
-    return "uncounted" if update.valid_targets else "unseen"
+    return "uncounted" if window.valid_targets else "unseen"
 
 
 def _needed_multipliers(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
     """What the losses should be multiplied by; 0 for one without a valid target, to which any number would fit."""
-    counts = update.valid_targets
+    counts = update.window.valid_targets
     if fit.determined or len(counts) != len(fit.multipliers) or not any(counts):
         return fit.multipliers
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))

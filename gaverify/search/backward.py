@@ -54,7 +54,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     """Looks for the place at which gradients start to differ although all forwards agree."""
     if facts.forward.causes or not facts.forward.agree:
         return facts
-    used = facts.weights.used
+    used = facts.window.used
     # Gradients of a sample are the same number in both runs only with the right weights. The weights with which the
     # losses add up are right in the forward, and gradients must follow them.
     shares = facts.forward.shares or used
@@ -94,10 +94,10 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     # The control ran with other weights than the user's: these are a second cause, and a repair beside the first.
     if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
         return facts
-    noise = facts.weights.fit.noise if facts.weights.fit is not None else math.nan
+    noise = facts.window.fit.noise if facts.window.fit is not None else math.nan
     fit = WeightFit(tuple(right), difference_left, determined=True, noise=noise)
     remedy = ControlRun("with these weights", difference_left, True, kind=ControlKind.WEIGHTS)
-    return replace(facts, weights=replace(facts.weights, fit=fit, remedy=remedy))
+    return replace(facts, window=replace(facts.window, fit=fit, remedy=remedy))
 
 
 @dataclass(frozen=True)

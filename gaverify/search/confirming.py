@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
-from gaverify.records.facts import Facts, State, Weights
+from gaverify.records.facts import Facts, State
 from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench
 from gaverify.search.trace.first_divergence import trace_divergences
@@ -81,8 +82,8 @@ def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
     controls: list[tuple[ControlRun | None, _Confirm]] = [
         (cause.control, _confirm_cause) for cause in part_facts.forward.causes
     ]
-    if part_facts.weights.blamed:
-        controls.append((part_facts.weights.remedy, _confirm_weights))
+    if part_facts.window.blamed:
+        controls.append((part_facts.window.remedy, _confirm_weights))
     if part_facts.state is not None and part_facts.state.blamed:
         controls.append((part_facts.state.control, _confirm_state))
     if part_facts.backward.place is not None:
@@ -98,13 +99,13 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
     shares = reference.shares
-    if shares is None and part_facts.weights.blamed:
+    if shares is None and part_facts.window.blamed:
         shares = bench.sketch_micro_batches(reference.full, target=reference.gradient)[0]
     bench = replace(bench, reference=replace(reference, shares=shares))
     changes = State(part_facts.state.changes) if part_facts.state is not None else None
     facts = replace(
         facts,
-        weights=replace(facts.weights, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),
+        window=replace(facts.window, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),
         state=changes,
         repeatability=part_facts.repeatability,
         failures=part_facts.failures,
@@ -115,7 +116,7 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
 
 def _scale_fit(facts: Facts, part_facts: Facts) -> WeightFit | None:
     """The fit of the first samples without its weights, which belong to other micro-batches."""
-    fit = part_facts.weights.fit
+    fit = part_facts.window.fit
     norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_facts, facts)]
     # sampling noise falls with the square root of the number of samples
     share = math.sqrt(part_facts.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
@@ -123,7 +124,11 @@ def _scale_fit(facts: Facts, part_facts: Facts) -> WeightFit | None:
 
 
 def _translate_fit(
-    fit: WeightFit, sketches: Sketches | None, weight_facts: Weights, part_weights: Weights, floor: float
+    fit: WeightFit,
+    sketches: Sketches | None,
+    weight_facts: AccumulationWindow,
+    part_weights: AccumulationWindow,
+    floor: float,
 ) -> WeightFit | None:
     """The weights with the meaning that those of the first samples have; None where none explain everything."""
     # In working precision only the first digits of fitted weights are right: enough to choose between candidates that
@@ -160,35 +165,35 @@ def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     They need a meaning. Where those of the first samples had none and fitted at moved parameters too, it is enough that
     they leave nothing.
     """
-    fit, before = facts.weights.fit, part_facts.weights.fit
-    if part_facts.weights.counts:
-        window_counts = counts.find_counts(bench, facts.weights.used)
+    fit, before = facts.window.fit, part_facts.window.fit
+    if part_facts.window.counts:
+        window_counts = counts.find_counts(bench, facts.window.used)
         if window_counts is None:
             return facts
         weight_facts = replace(
-            facts.weights,
+            facts.window,
             counts=window_counts.counts,
-            remedy=_mark_as_before(part_facts.weights.remedy, window_counts.control),
+            remedy=_mark_as_before(part_facts.window.remedy, window_counts.control),
         )
-        weight_facts = replace(weight_facts, place=part_facts.weights.place)
+        weight_facts = replace(weight_facts, place=part_facts.window.place)
         return replace(
-            facts, weights=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
+            facts, window=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
         )
     if not bench.experiment.is_float64 and fit is not None and bench.reference is not None:
-        fit = _translate_fit(fit, bench.reference.shares, facts.weights, part_facts.weights, _largest_rest(bench))
+        fit = _translate_fit(fit, bench.reference.shares, facts.window, part_facts.window, _largest_rest(bench))
     if fit is None or before is None:
         return facts
     alike = bench.experiment.is_float64 and fit.determined and weights.is_explanation(bench, facts, fit)
-    if not weights.is_meaningful(bench, facts, fit) and (weights.has_meaning(part_facts.weights, before) or not alike):
+    if not weights.is_meaningful(bench, facts, fit) and (weights.has_meaning(part_facts.window, before) or not alike):
         return facts
     facts = weights.try_weights(bench, facts, fit)
-    weight_facts = facts.weights
+    weight_facts = facts.window
     weight_facts = replace(
         weight_facts,
-        place=part_facts.weights.place,
-        remedy=_mark_as_before(part_facts.weights.remedy, weight_facts.remedy),
+        place=part_facts.window.place,
+        remedy=_mark_as_before(part_facts.window.remedy, weight_facts.remedy),
     )
-    return replace(facts, weights=weight_facts, forward=part_facts.forward)
+    return replace(facts, window=weight_facts, forward=part_facts.forward)
 
 
 def _mark_as_before(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
@@ -211,8 +216,8 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
 
 def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Looks for the place in the backward again, if the full batch's losses add up as those of the first samples do."""
-    full, used = bench.reference.full.loss if bench.reference is not None else math.nan, facts.weights.used
-    gap = abs(sum(w * loss for w, loss in zip(used, facts.weights.losses, strict=True)) - full) / max(abs(full), TINY)
+    full, used = bench.reference.full.loss if bench.reference is not None else math.nan, facts.window.used
+    gap = abs(sum(w * loss for w, loss in zip(used, facts.window.losses, strict=True)) - full) / max(abs(full), TINY)
     if not gap <= SAME_IN_FLOAT32:
         return facts
     return backward.ask(bench, replace(facts, forward=replace(part_facts.forward, loss_gap=gap, shares=used)))
@@ -256,7 +261,7 @@ def _is_first_divergence(bench: Bench, facts: Facts, part_facts: Facts) -> bool:
     differs by less than working precision tells names none.
     """
     (before,) = part_facts.forward.causes
-    suspects, _ = trace_divergences(bench, facts.weights)
+    suspects, _ = trace_divergences(bench, facts.window)
     ruled_out = {operation.place for operation in part_facts.forward.ruled_out}
     remaining = [suspect for suspect in suspects if suspect.culprit.place not in ruled_out]
     return not remaining or remaining[0].culprit.place == before.suspect.culprit.place

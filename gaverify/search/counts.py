@@ -65,17 +65,17 @@ def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
 
 
 def _attempt_counts(bench: Bench, facts: Facts, most: float) -> WindowCounts | None:
-    return bench.attempt("counts of the window", lambda: find_counts(bench, facts.weights.used, most))
+    return bench.attempt("counts of the window", lambda: find_counts(bench, facts.window.used, most))
 
 
 def _note_counts(facts: Facts, window_counts: WindowCounts) -> Facts:
     weights = replace(
-        facts.weights,
+        facts.window,
         counts=window_counts.counts,
         remedy=window_counts.control,
         place=window_counts.counts[0].operation,
     )
-    return replace(facts, weights=weights, left=window_counts.control.left, cleared=window_counts.control.rounding)
+    return replace(facts, window=weights, left=window_counts.control.left, cleared=window_counts.control.rounding)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
+from gaverify.records.accumulation import EXPLICIT, AccumulationWindow
 from gaverify.records.comparison import Compared
 from gaverify.records.experiment import ControlKind
-from gaverify.records.facts import EXPLICIT, Backward, Buffers, Draws, Facts, Repeatability, Weights
+from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
 from gaverify.search import backward, counts, coupling, operations, second_batch, state, weights
 from gaverify.search.bench import Bench
 from gaverify.verdict.comparison import measure
@@ -122,14 +123,14 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
 
 def _is_settled(facts: Facts) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    explained_by_weights = facts.weights.blamed and not facts.weights_first
+    explained_by_weights = facts.window.blamed and not facts.weights_first
     return facts.cleared or explained_by_weights or not facts.repeats_itself
 
 
 def _needs_repeats(facts: Facts) -> bool:
     """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
     unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
-    return bool(facts.forward.causes) or facts.weights.blamed or unnamed or facts.backward.place is not None
+    return bool(facts.forward.causes) or facts.window.blamed or unnamed or facts.backward.place is not None
 
 
 def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
@@ -145,10 +146,18 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
     weighting = experiment.weighting if isinstance(experiment.weighting, str) else EXPLICIT
     return Facts(
-        steps=experiment.steps,
         batch_size=experiment.batch_size,
         compared=Compared(decision.rows, decision.method, decision.float64_failure, precision=decision.precision),
-        weights=Weights(accumulated.weights, weighting, experiment.sizes, accumulated.micro_losses, valid, ignored),
+        window=AccumulationWindow(
+            accumulated.weights,
+            weighting,
+            experiment.sizes,
+            experiment.steps,
+            accumulated.micro_losses,
+            measurement.full.loss,
+            valid,
+            ignored,
+        ),
         draws=Draws(
             experiment.draws.count,
             draws.dealt,
@@ -207,7 +216,7 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
         in_part: Whether the batch is the first samples of a larger one.
     """
     facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
-    if not diagnose or not facts.compared.divergent or facts.steps < 2:
+    if not diagnose or not facts.compared.divergent or facts.window.steps < 2:
         return facts
     facts = replace(facts, diagnosed=True)
     try:

@@ -38,9 +38,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     control = facts.state.control if facts.state is not None and state_probe is not None else None
     # State that changes would differ in every trace: it stays neutralised, whether or not it is a cause.
     search_bench = bench if state_probe is None else bench.without(state_probe)
-    fit = facts.weights.fit if control is None else control.fit
+    fit = facts.window.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
-    weights_run = facts.weights.remedy if facts.weights_first else None
+    weights_run = facts.window.remedy if facts.weights_first else None
     difference_left = facts.left if weights_run is None or not facts.compared.comparable else facts.compared.total
     difference_left = difference_left if control is None else control.left
     explanation = Explanation(search_bench, facts, difference_left, residual)
@@ -73,13 +73,13 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
         causes = (replace(causes[0], alone=weights_run.left),)  # the one cause makes all that the weights leave
     facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
     if explanation.is_complete and weights_run is None:
-        weight_facts = facts.weights
+        weight_facts = facts.window
         if explanation.fit is not None:
             weight_facts = replace(weight_facts, fit=explanation.fit, remedy=explanation.remedy)
         if explanation.counts is not None:
             counted = explanation.counts.counts
             weight_facts = replace(weight_facts, counts=counted, remedy=explanation.remedy, place=counted[0].operation)
-        facts = replace(facts, weights=weight_facts)
+        facts = replace(facts, window=weight_facts)
     if explanation.is_complete or causes:
         facts = replace(facts, left=explanation.left, cleared=explanation.is_complete)
     return facts
@@ -92,7 +92,7 @@ def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> F
     (control,) = [cause.control for cause in explanation.causes] if len(explanation.causes) == 1 else [None]
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
         return None
-    used = facts.weights.used
+    used = facts.window.used
     terms = bench.possible(lambda: counts.find_terms_beside_constants(bench))
     if not terms or not weights.is_weighted_sum(terms, used):
         return None
@@ -249,7 +249,7 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
     for _ in range(_ROUNDS):
         # Propose: the first operations that depend on the batch, with the causes found so far neutralised.
         facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
-        suspects, forward = trace_divergences(bench, facts.weights, foreign=facts.draws.foreign_differ)
+        suspects, forward = trace_divergences(bench, facts.window, foreign=facts.draws.foreign_differ)
         explanation = replace(explanation, forward=explanation.forward or forward)
         # Control: the first suspect that helps; without one, the best that can be neutralised.
         explanation, trial = _try_suspects(explanation, bench, suspects)
@@ -304,7 +304,7 @@ def _try_suspects(
 
 def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> SuspectTrial | None:
     """Runs the controls of one suspect; None if that failed, and the failure is noted."""
-    used = explanation.facts.weights.used
+    used = explanation.facts.window.used
 
     def is_counted(trial_bench: Bench) -> bool:
         return trial_bench.possible(lambda: counts.find_counts(trial_bench, used)) is not None
@@ -329,7 +329,7 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
     # of the control.
     runs_live = all(isinstance(trial.probe, EvaluationMode) for trial in explanation.trials)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
-        window_counts = bench.possible(lambda: counts.find_counts(bench, facts.weights.used))
+        window_counts = bench.possible(lambda: counts.find_counts(bench, facts.window.used))
         if window_counts is not None:
             control = window_counts.control
             return replace(explanation, counts=window_counts, remedy=control, left=control.left)

@@ -17,8 +17,9 @@ import torch
 
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
-from gaverify.records.facts import Facts, Weights
+from gaverify.records.facts import Facts
 from gaverify.search import counts, operations, proof, state, weights
 from gaverify.search.bench import Bench
 from gaverify.thresholds import MOVED_SHARES
@@ -44,7 +45,7 @@ def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
             all of that (`confirming`), whose other samples are a second batch: only numbers that have no meaning of
             their own are tried on batches that are drawn anew.
     """
-    weight_facts, causes, state_facts = facts.weights, facts.forward.causes, facts.state
+    weight_facts, causes, state_facts = facts.window, facts.forward.causes, facts.state
     cause_count = len(causes) + weight_facts.blamed + (state_facts is not None and bool(state_facts.blamed))
     if not facts.cleared or facts.draws.control is not None or cause_count != 1:
         return facts
@@ -68,16 +69,16 @@ def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     """Marks weights that are wrong on a second batch, and looks for the cause that they stand for."""
     # Such weights are a number of this window, and its rule is looked for first. Or the loss picks samples and happened
     # to pick alike in all micro-batches (a worst group): another batch then shows the operation that couples samples.
-    weight_facts = facts.weights
+    weight_facts = facts.window
     has_meaning = _has_meaning(weight_facts)
     seeds = _SEEDS[: 1 if has_meaning else _TRIED]
     find_failure = partial(_find_failed_repair, weight_facts=weight_facts)
     failed = next(filter(None, (_ask_on_another_batch(bench, seed, find_failure) for seed in seeds)), None)
     if failed is None or weight_facts.remedy is None:
         return facts
-    facts = replace(facts, weights=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
+    facts = replace(facts, window=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
     rule = facts if weight_facts.counts else counts.ask(bench, facts)
-    if rule.weights.counts and not weight_facts.counts:
+    if rule.window.counts and not weight_facts.counts:
         return _mark_weights(bench, rule)
     operation_causes = (
         _ask_on_another_batch(bench, seed, partial(_find_only_operation, facts=facts))
@@ -88,7 +89,7 @@ def _mark_weights(bench: Bench, facts: Facts) -> Facts:
     return facts if cause is None else _replace_weights_by_cause(bench, facts, cause)
 
 
-def _has_meaning(weight_facts: Weights) -> bool:
+def _has_meaning(weight_facts: AccumulationWindow) -> bool:
     return (
         weight_facts.fit is not None and not weight_facts.counts and weights.has_meaning(weight_facts, weight_facts.fit)
     )
@@ -102,7 +103,7 @@ def _ask_on_another_batch(bench: Bench, seed: int, ask: Callable[[Bench], T]) ->
         return bench.possible(lambda: ask(_make_second_batch(moved_bench, seed)))
 
 
-def _find_failed_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
+def _find_failed_repair(second: Bench, weight_facts: AccumulationWindow) -> ControlRun | None:
     """The run of the repair on a second batch, if it leaves more than rounding."""
     run = _run_weights_repair(second, weight_facts)
     return run if run is not None and not run.rounding and math.isfinite(run.left) else None
@@ -113,9 +114,9 @@ def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts
     proven = bench.possible(partial(proof.rerun_cause, bench, cause))
     if proven is None or proven.control is None or not proven.control.rounding:
         return facts
-    weight_facts = replace(facts.weights, remedy=None, counts=(), place=None)
+    weight_facts = replace(facts.window, remedy=None, counts=(), place=None)
     forward = replace(facts.forward, causes=(proven,))
-    return replace(facts, weights=weight_facts, forward=forward, left=proven.control.left)
+    return replace(facts, window=weight_facts, forward=forward, left=proven.control.left)
 
 
 def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
@@ -124,14 +125,15 @@ def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     fit = fit_runs([sketches])
     difference_left = second.against_full_batch(lambda _: accumulated.gradients)
     second_bench = replace(second, total=difference_left)
-    weight_facts = Weights(accumulated.weights, facts.weights.weighting, second.experiment.sizes, fit=fit)
-    facts = replace(facts, weights=weight_facts, left=difference_left, cleared=False)
+    sizes = second.experiment.sizes
+    weight_facts = AccumulationWindow(accumulated.weights, facts.window.weighting, sizes, len(sizes), fit=fit)
+    facts = replace(facts, window=weight_facts, left=difference_left, cleared=False)
     if difference_left <= second_bench.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
         return None
     if weights.choose_fit(second_bench, facts, fit) is not None:
         return None
     facts = operations.ask(second_bench, facts)
-    is_only_cause = facts.cleared and not facts.weights.blamed and len(facts.forward.causes) == 1
+    is_only_cause = facts.cleared and not facts.window.blamed and len(facts.forward.causes) == 1
     return facts.forward.causes[0] if is_only_cause else None
 
 
@@ -149,7 +151,7 @@ def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
     return replace(bench, experiment=second, reference=keep_sketch(second, full))
 
 
-def _run_weights_repair(second: Bench, weight_facts: Weights) -> ControlRun | None:
+def _run_weights_repair(second: Bench, weight_facts: AccumulationWindow) -> ControlRun | None:
     """Accumulates with the weights that the repair in words gives the second batch."""
     if weight_facts.counts:
         reference = second.reference or keep_sketch(second.experiment, second.experiment.full_batch())

@@ -11,8 +11,9 @@ import torch
 
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
-from gaverify.records.facts import Facts, Repeatability, State, Weights
+from gaverify.records.facts import Facts, Repeatability, State
 from gaverify.search.bench import Bench
 from gaverify.search.counts import find_terms_beside_constants
 from gaverify.search.neutral.state import RestoredGradients
@@ -33,7 +34,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     if fit_and_repeats is None:
         return facts
     fit, repeatability = fit_and_repeats
-    facts = replace(facts, repeatability=repeatability, weights=replace(facts.weights, fit=fit))
+    facts = replace(facts, repeatability=repeatability, window=replace(facts.window, fit=fit))
     return try_weights(bench, facts, fit) if facts.repeats_itself and is_meaningful(bench, facts, fit) else facts
 
 
@@ -58,7 +59,7 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
     if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):
         return facts
-    fit = _find_joint_fit(bench, facts, facts.weights.fit)
+    fit = _find_joint_fit(bench, facts, facts.window.fit)
     return try_weights(bench, facts, fit) if fit is not None else facts
 
 
@@ -66,15 +67,15 @@ def try_weights(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
     """Runs the accumulation with fitted weights; where that is impossible, they stay suspected."""
     remedy = bench.attempt("weights", lambda: run_fitted_weights(bench, fit))
     # taken out of the failures, which are listed as questions without an answer: here the fit is one
-    weights = replace(facts.weights, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
+    weights = replace(facts.window, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
     if remedy is None:
-        return replace(facts, weights=weights)
-    return replace(facts, weights=weights, left=remedy.left, cleared=remedy.rounding)
+        return replace(facts, window=weights)
+    return replace(facts, window=weights, left=remedy.left, cleared=remedy.rounding)
 
 
 def ask_place(bench: Bench, facts: Facts) -> Facts:
     """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
-    weight_facts = facts.weights
+    weight_facts = facts.window
     # beside operations that couple samples no result adds up, and weights that the user gave are at no line of the loss
     if (
         not weight_facts.blamed
@@ -86,7 +87,7 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
         return facts
     fitted = weight_facts.fit.weights
     place = bench.attempt("line of the weights", lambda: find_reweighted_operation(bench, weight_facts.used, fitted))
-    return replace(facts, weights=replace(weight_facts, place=place))
+    return replace(facts, window=replace(weight_facts, place=place))
 
 
 def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
@@ -101,12 +102,12 @@ def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit |
 
 def is_meaningful(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
     """Whether weights explain what is left, have a meaning, and the losses do not contradict them."""
-    if fit is None or not is_explanation(bench, facts, fit) or not has_meaning(facts.weights, fit):
+    if fit is None or not is_explanation(bench, facts, fit) or not has_meaning(facts.window, fit):
         return False
-    return not is_contradicted_by_losses(bench, facts.weights.used, fit)
+    return not is_contradicted_by_losses(bench, facts.window.used, fit)
 
 
-def has_meaning(weights: Weights, fit: WeightFit) -> bool:
+def has_meaning(weights: AccumulationWindow, fit: WeightFit) -> bool:
     """Whether fitted weights are shares of samples or valid targets, all 1, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
     shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
@@ -127,7 +128,7 @@ def _find_joint_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> Weight
     # A weight of zero is no share: the loss picks some samples and drops the others (a maximum, a worst group).
     if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
         return None
-    if is_contradicted_by_losses(bench, facts.weights.used, fit):
+    if is_contradicted_by_losses(bench, facts.window.used, fit):
         return None
     joint = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench))
     if joint is None or not is_explanation(bench, facts, joint):

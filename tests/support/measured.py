@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange, Weights
+from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange
 from gaverify.records.findings import Finding
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.rules import findings_for
@@ -59,10 +60,10 @@ def record(**changes: Any) -> Facts:
 
 _PARTS: dict[str, tuple[str, str]] = {
     **{name: ("compared", name) for name in ("rows", "method", "control_failure", "precision")},
-    "weights": ("weights", "used"),
-    "micro_losses": ("weights", "losses"),
-    "weight_remedy": ("weights", "remedy"),
-    **{name: ("weights", name) for name in ("weighting", "sizes", "valid_targets", "ignored_targets", "fit")},
+    "weights": ("window", "used"),
+    "micro_losses": ("window", "losses"),
+    "weight_remedy": ("window", "remedy"),
+    **{name: ("window", name) for name in ("steps", "weighting", "sizes", "valid_targets", "ignored_targets", "fit")},
     "draws": ("draws", "count"),
     "draws_sliced": ("draws", "dealt"),
     "draws_unaligned": ("draws", "unaligned"),
@@ -80,7 +81,7 @@ _PARTS: dict[str, tuple[str, str]] = {
 }
 _KINDS = {
     "compared": Compared,
-    "weights": Weights,
+    "window": AccumulationWindow,
     "draws": Draws,
     "buffers": Buffers,
     "forward": Forward,

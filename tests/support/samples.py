@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import AuditReport, Moment
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
@@ -197,7 +198,7 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
             judged,
             (row("0.weight", Outcome.DIVERGENT),),
             RowCheck(8, 8),
-            WeightFit((0.25, 0.75), 1e-8, True, used=(0.5, 0.5), factor=0.9),
+            AccumulationWindow(fit=WeightFit((0.25, 0.75), 1e-8, True, used=(0.5, 0.5), factor=0.9)),
         ),
     )
     return AuditReport(

@@ -97,7 +97,7 @@ def view_of(answer: Answer, show_all: bool = False) -> AnswerView:
             weights=list(_chart_fitted_weights(answer)),
         )
     if isinstance(answer, AuditReport):
-        fits = [(f"update {update.number}", update.fit) for update in answer.updates]
+        fits = [(f"update {update.number}", update.window.fit) for update in answer.updates]
         weights = [(heading, weights_chart(fit.used, fit.weights)) for heading, fit in fits if fit and fit.weights]
         return replace(view, weights=weights, timeline=list(_timeline(answer.timeline)))
     return replace(

@@ -96,13 +96,13 @@ def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Li
 
 
 def _describe_update(update: UpdateComparison) -> Iterable[str]:
-    sizes = update.sizes
-    yield count_text(update.backwards, "backward pass")
+    sizes = update.window.sizes
+    yield count_text(update.window.steps, "backward pass")
     if sizes:
         is_equal_size = len(set(sizes)) == 1
         yield f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
-    if update.valid_targets and update.ignored_targets:
-        yield f"valid targets {' + '.join(map(str, update.valid_targets[:12]))}"
+    if update.window.valid_targets and update.window.ignored_targets:
+        yield f"valid targets {' + '.join(map(str, update.window.valid_targets[:12]))}"
     data = update.data
     if not data.checked:
         yield "samples could not be compared"
@@ -134,9 +134,9 @@ def _stages(update: UpdateComparison) -> str:
 
 def _clipping(update: UpdateComparison) -> str:
     """Which clip was active in which run, with its norm."""
-    if not update.clips and not update.clips_full:
+    if not update.step.clips and not update.step.clips_full:
         return ""
-    sides = (("full batch", update.clips_full), ("accumulated", update.clips))
+    sides = (("full batch", update.step.clips_full), ("accumulated", update.step.clips))
     return "; ".join(f"{name}: {', '.join(map(_clip, clips)) or 'none'}" for name, clips in sides)
 
 
@@ -149,19 +149,19 @@ def _clip(clip: Clip) -> str:
 
 def _after(update: UpdateComparison) -> str:
     facts = []
-    if math.isfinite(update.weights_difference):
-        facts.append(f"weights differ by {percent(update.weights_difference)}")
+    if math.isfinite(update.step.weights_difference):
+        facts.append(f"weights differ by {percent(update.step.weights_difference)}")
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
-        for side in (update.learning_rates, update.learning_rates_full)
+        for side in (update.step.learning_rates, update.step.learning_rates_full)
     )
-    if any(setting.name == "lr" for setting in update.settings) and rates != full:
+    if any(setting.name == "lr" for setting in update.step.settings) and rates != full:
         facts.append(f"learning rate {rates}, full batch {full}")
     elif rates:
         facts.append(f"learning rate {rates}")
-    if update.drifted:
-        more = f" and {len(update.drifted) - 3} more" if len(update.drifted) > 3 else ""
-        facts.append(f"buffers differ: {', '.join(update.drifted[:3])}{more}")
+    if update.step.drifted:
+        more = f" and {len(update.step.drifted) - 3} more" if len(update.step.drifted) > 3 else ""
+        facts.append(f"buffers differ: {', '.join(update.step.drifted[:3])}{more}")
     return "; ".join(facts)
 
 

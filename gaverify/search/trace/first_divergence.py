@@ -11,8 +11,9 @@ import torch
 
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind
 from gaverify.passes.randomness import Dealing
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.experiment import ModuleDifference, Operation, Suspect
-from gaverify.records.facts import Forward, Weights
+from gaverify.records.facts import Forward
 from gaverify.search.bench import Bench
 from gaverify.search.trace.matching import Dependence, Matching
 from gaverify.search.trace.operations import OperationTracer
@@ -23,7 +24,9 @@ from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TIN
 _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over the micro-batches
 
 
-def trace_divergences(bench: Bench, weight_facts: Weights, *, foreign: bool = False) -> tuple[list[Suspect], Forward]:
+def trace_divergences(
+    bench: Bench, weight_facts: AccumulationWindow, *, foreign: bool = False
+) -> tuple[list[Suspect], Forward]:
     """Runs every forward once, from the same state; returns the suspects in the order of execution, and what agrees.
 
     A first forward of micro-batch 1 records only shapes. Their comparison with the full batch's shapes shows in which

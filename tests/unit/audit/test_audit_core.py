@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from measured import ranks
+from updates import update_of
 
 from gaverify.audit.controls import control_overwriting
 from gaverify.audit.options import split_words
@@ -129,8 +130,8 @@ def parameter(ratio: float = 1.0, outcome: Outcome | None = None, **fields: Any)
 
 def update(number: int = 1, ratio: float = 1.0, **fields: Any) -> UpdateComparison:
     outcome = Outcome.EQUIVALENT if ratio == 1 else Outcome.DIVERGENT
-    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2, 2, 2, 2), **fields}
-    return UpdateComparison(number, outcome, parameters=(parameter(ratio),), **values)
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "steps": 4, "sizes": (2, 2, 2, 2), **fields}
+    return update_of(number, outcome=outcome, parameters=(parameter(ratio),), **values)
 
 
 def fit(
@@ -329,11 +330,11 @@ class TestWeights:
         self, used: tuple[float, ...], right: tuple[float, ...], codes: list[str]
     ) -> None:
         """What is taken before a script reduces by hand: weights fit, and another loss scale changes nothing."""
-        differs = update(ratio=1.5, fit=fit(1.5, 0.7, right=right, used=used), backwards=2)
+        differs = update(ratio=1.5, fit=fit(1.5, 0.7, right=right, used=used), steps=2)
         assert [found.code for found in findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), ranks=2))] == codes
 
     def test_a_short_window_over_k_is_its_own_fault(self) -> None:
-        updates = (update(), update(2, 0.5, backwards=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
+        updates = (update(), update(2, 0.5, steps=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
         events = loop("BBBBSZ BBSZ")
         short = Record(windows_of(events), ledger_of(events), windows_of(loop("BBSZ BSZ", 4)), updates)
         (found,) = findings_for(short)
@@ -344,7 +345,7 @@ class TestWeights:
         self, count: int, short: tuple[int, int] | None
     ) -> None:
         factor = count / 4
-        scaled = update(2, factor, backwards=count, fit=fit(factor, right=(1 / factor,) * count, used=(1.0,) * count))
+        scaled = update(2, factor, steps=count, fit=fit(factor, right=(1 / factor,) * count, used=(1.0,) * count))
         found = record(RIGHT, "BSZ BSZ", updates=(update(), scaled), steps=4)
         assert short_by(found, scaled) == short
 
@@ -449,7 +450,7 @@ class TestWeights:
         """A moving average divides by 90, 81, 74 and 66: a mean of counts would make up for K, 1 or 1/K in all."""
         counted = (90.0, 81.0, 74.0, 66.0)
         right = tuple(4 * times * count / sum(counted) for count in counted)
-        moved = update(ratio=1.2, fit=fit(0.9, 0.3, right=right), counted=counted)
+        moved = update(ratio=1.2, fit=fit(0.9, 0.3, right=right), divisors=counted)
         (found,) = (each for each in findings_for(record(RIGHT, "BSZ BSZ", updates=(moved,))) if each.code == "GAV202")
         assert found.proven is proven
         assert ("multiply the losses by" in found.remedy) is proven
@@ -911,7 +912,7 @@ class TestOutcome:
         assert [f.code for f in findings_for(found)] == ["GAV303"]
 
     def test_the_same_pieces_compare_nothing(self) -> None:
-        same = Record(windows_of(loop("BSZ", 8)), Ledger((), ()), windows_of(loop("BSZ", 8)), (update(backwards=1),))
+        same = Record(windows_of(loop("BSZ", 8)), Ledger((), ()), windows_of(loop("BSZ", 8)), (update(steps=1),))
         assert self.outcome(same)[0] is Outcome.INCONCLUSIVE
 
     def test_events_in_order_are_not_called_equivalent(self) -> None:
@@ -969,12 +970,12 @@ class TestWhatALossCounts:
         return next(f for f in findings_for(record("BBBBSZ", "BSZ", updates=(differing,))) if f.code == "GAV202")
 
     def test_by_what_the_losses_are_divided(self) -> None:
-        found = self.found(counted=tuple(4 * amount for amount in self.AMOUNTS))
+        found = self.found(divisors=tuple(4 * amount for amount in self.AMOUNTS))
         assert "what each micro-batch's loss is divided by" in found.evidence[1].statement
         assert found.remedy is not None and "divide by what the whole window counts" in found.remedy
 
     def test_by_other_amounts_it_is_not_named(self) -> None:
-        found = self.found(counted=(2.0, 2.0, 2.0, 3.0))
+        found = self.found(divisors=(2.0, 2.0, 2.0, 3.0))
         assert "divided by" not in found.evidence[1].statement
         assert "0.2759, 0.2069, 0.2414, 0.2759" in found.evidence[1].statement
 
@@ -999,8 +1000,8 @@ class TestWhatALossCounts:
         differing = update(
             ratio=1.02,
             fit=fit(1.02, 0.1, right, used=(1.0,) * 3),
-            backwards=3,
-            counted=counted,
+            steps=3,
+            divisors=counted,
             **{"sizes": (2, 2, 2), **fields},
         )
         (found,) = findings_for(record("BBBSZ", "BSZ", updates=(differing,)))
@@ -1015,9 +1016,9 @@ class TestWhatALossCounts:
         differing = update(
             ratio=1.02,
             fit=fit(1.02, 0.1, averages, used=(1.0,) * 3),
-            backwards=3,
+            steps=3,
             sizes=(2, 2, 2),
-            counted=averages,
+            divisors=averages,
             scales=tuple((1.0, weight) for weight in weights),
         )
         (found,) = findings_for(record("BBBSZ", "BSZ", updates=(differing,)))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from recorded import numbers, run_of
 from torch.utils.data import DataLoader, IterableDataset
+from updates import update_of
 
 from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _find_drifted as drifted_in
@@ -291,8 +292,8 @@ class TestWindowsOfSeveralOptimizers:
 
 def update(number: int = 1, **fields: Any) -> UpdateComparison:
     row = ParameterComparison("weight", (4,), Outcome.EQUIVALENT, Method.NOISE_FLOOR, 1.0, 1.0, 0.0, 1e-5, 0.0, None)
-    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "backwards": 4, "sizes": (2,) * 4}
-    return UpdateComparison(number, **{"outcome": Outcome.EQUIVALENT, "parameters": (row,), **values, **fields})
+    values: dict[str, Any] = {"judged": True, "data": RowCheck(8, 8), "steps": 4, "sizes": (2,) * 4}
+    return update_of(number, **{"outcome": Outcome.EQUIVALENT, "parameters": (row,), **values, **fields})
 
 
 def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
@@ -329,7 +330,7 @@ class TestSettings:
 
     def test_a_rate_that_takes_the_gradients_factor_out_is_meant(self) -> None:
         """S12: the sum is K times too large and the rate K times lower."""
-        assert found(update(settings=(self.RATE,), step_takes_factor=True)) == []
+        assert found(update(settings=(self.RATE,), takes_factor=True)) == []
 
     @pytest.mark.parametrize(("outcome", "codes"), [(Outcome.DIVERGENT, ["GAV609"]), (Outcome.EQUIVALENT, [])])
     def test_a_step_that_makes_something_else_of_the_same_gradient(self, outcome: Outcome, codes: list[str]) -> None:
@@ -415,7 +416,7 @@ class TestWeightsThatAScriptMovesItself:
         fit = WeightFit((0.25,) * 4, 1e-7, used=(1.0,) * 4, factor=4.0, factor_residual=1e-7)
         row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT)
         found = self.decided(tmp_path, 0.1, half, fit=fit, parameters=(row,), outcome=Outcome.DIVERGENT)
-        assert found.step_takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
+        assert found.step.takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from gaverify.collective.traffic import TrafficMeter
 from gaverify.collective.window import Moved, cut_by_clipping
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
+from gaverify.records.accumulation import SCRIPT, AccumulationWindow
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Ledger, Step
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.facts import SCRIPT, Weights
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
 from gaverify.records.windows import windows_of
 from gaverify.rules import (
@@ -111,13 +111,13 @@ def test_a_strategy_that_clips_too_early_is_named_whatever_else_it_does(left: fl
 )
 def test_micro_batches_that_never_reach_a_strategys_gradient_are_named(used: tuple[float, ...], lost: str) -> None:
     run = ControlRun("their losses taken as zero", 0.0, True, kind=ControlKind.LOST)
-    weights = Weights(used, SCRIPT, (1, 1, 1, 1), fit=WeightFit((0.25,) * 4, 1e-7, used=used), remedy=run)
+    weights = AccumulationWindow(used, SCRIPT, (1, 1, 1, 1), 4, fit=WeightFit((0.25,) * 4, 1e-7, used=used), remedy=run)
     facts = divergent(steps=4)
-    found = [*gradients_cleared_inside_window.judge(replace(facts, weights=weights))]
+    found = [*gradients_cleared_inside_window.judge(replace(facts, window=weights))]
     assert [finding.summary[: len(lost)] for finding in found] == ([lost] if lost else [])
     assert all(finding.proven and finding.summary.endswith(": 1, 3") for finding in found)
-    assert bool([*mean_of_means.judge(replace(facts, weights=weights))]) == (not lost)
-    assert not [*gradients_cleared_inside_window.judge(replace(facts, weights=replace(weights, weighting="uniform")))]
+    assert bool([*mean_of_means.judge(replace(facts, window=weights))]) == (not lost)
+    assert not [*gradients_cleared_inside_window.judge(replace(facts, window=replace(weights, weighting="uniform")))]
 
 
 def test_a_run_without_ranks_has_no_such_finding() -> None:

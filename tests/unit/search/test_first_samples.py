@@ -32,9 +32,10 @@ from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DealingReport, DrawLedger, Reading
+from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.facts import Facts, Repeatability, Weights
+from gaverify.records.facts import Facts, Repeatability
 from gaverify.search import confirming, coupling, first_samples, investigation, operations, proof, weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.trace import operations as tracing
@@ -534,9 +535,9 @@ DOUBTFUL = {
     "gradients that a forward clears": replace(FOUND, backward=replace(FOUND.backward, kept=CONTROL)),
     "two causes": NOT_ALONE,
     "a control that leaves something": replace(
-        FOUND, weights=replace(FOUND.weights, remedy=replace(CONTROL, rounding=False))
+        FOUND, window=replace(FOUND.window, remedy=replace(CONTROL, rounding=False))
     ),
-    "a control that failed": replace(FOUND, weights=replace(FOUND.weights, remedy=None, failure="no room")),
+    "a control that failed": replace(FOUND, window=replace(FOUND.window, remedy=None, failure="no room")),
 }
 
 
@@ -597,9 +598,9 @@ FACTS = measured.divergent(left=1.0, micro_losses=(1.0, 1.0, 1.0, 1.0))
 def test_weights_of_the_part_are_those_of_the_whole_by_what_they_mean(times: float, told: bool) -> None:
     """Seven of 55 valid targets there, one of three here; they have to explain the whole batch's gradient, too."""
     sketches: Any = SimpleNamespace(full=torch.zeros(1), left_by=lambda weights: times * 1e-3)
-    known = Weights((0.25,) * 4, "uniform", (16,) * 4, valid_targets=(7.0, 16.0, 16.0, 16.0))
+    known = AccumulationWindow((0.25,) * 4, "uniform", (16,) * 4, valid_targets=(7.0, 16.0, 16.0, 16.0))
     there = WeightFit((1 / 3, 2 / 3), 1e-9, used=(0.5, 0.5))
-    part = Weights((0.5, 0.5), "uniform", (2, 2), valid_targets=(1.0, 2.0), fit=there)
+    part = AccumulationWindow((0.5, 0.5), "uniform", (2, 2), valid_targets=(1.0, 2.0), fit=there)
     found = confirming._translate_fit(WeightFit((0.1, 0.3, 0.3, 0.3), 0.1), sketches, known, part, 1e-3)
     assert (found.weights if found is not None else None) == ((7 / 55, 16 / 55, 16 / 55, 16 / 55) if told else None)
 

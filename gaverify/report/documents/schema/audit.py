@@ -85,13 +85,17 @@ class SettingItem(Shape):
 
 @derive_shape(
     UpdateComparison,
-    "number outcome judged relative_difference norm_ratio resolution backwards rows_per_forward=sizes valid_targets "
-    "data weights=fit ignored_targets learning_rates learning_rates_full weights_difference noise started_apart "
-    "drifted_buffers=drifted unrepeatable decided unclear stages clips clips_full settings missed parameters",
+    "number outcome judged relative_difference norm_ratio resolution backwards=window.steps "
+    "rows_per_forward=window.sizes valid_targets data weights=window.fit ignored_targets=window.ignored_targets "
+    "learning_rates=step.learning_rates learning_rates_full=step.learning_rates_full "
+    "weights_difference=step.weights_difference noise started_apart drifted_buffers=step.drifted unrepeatable decided "
+    "unclear stages clips=step.clips clips_full=step.clips_full settings=step.settings missed parameters",
     older="ignored_targets decided unclear stages clips clips_full settings missed",
 )
 class UpdateItem(Shape):
     """One optimizer update of both runs."""
+
+    valid_targets: Annotated[list[int], Of("window.valid_targets")]  # a script's are whole; a run's need not be
 
 
 @derive_shape(

@@ -77,7 +77,10 @@ def derive_shape(
     return add_keys
 
 
-def _default(record: Any, name: str) -> Any:
+def _default(record: Any, path: str) -> Any:
+    *owners, name = path.split(".")
+    for owner in owners:
+        record = fields_of(record)[owner]
     field = record.__dataclass_fields__[name]
     value = field.default_factory() if callable(field.default_factory) else field.default
     if isinstance(value, (tuple, dict)):
