@@ -199,6 +199,7 @@ _RANK_PARTS = {
     "started_apart": ("replicas", "starting_difference"),
     "names_apart": ("replicas", "parameters"),
     "buffers_apart": ("replicas", "buffers"),
+    "fed_alike": ("replicas", "fed_alike"),
     "reduced": ("reduction", "bytes_by_pass"),
     **{name: ("reduction", name) for name in ("update_bytes", "stepped_without", "altered")},
     "own": ("traffic", "own"),
