@@ -58,7 +58,7 @@ def control_backward(trial: Trial, record: Record) -> Record:
         cause = Cause(suspect, control) if cause is None or control.rounding else cause
         if control.rounding:
             break
-    return replace(record, backward=cause)
+    return replace(record, controls=replace(record.controls, backward=cause))
 
 
 def full_batch_weight(record: Record, update: UpdateComparison) -> float:

@@ -83,8 +83,7 @@ def control_clipping(trial: Trial, record: Record) -> Record:
     unclipped = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
     windows = windows_of(control.accumulated.events, control.numbers)
     # weights that fit are tried on the small losses, too: clipping would hide what they do
-    weighed_record = control_weights(control, replace(record, updates=unclipped, windows=windows))
-    record = replace(record, weighed=weighed_record.weighed, made=weighed_record.made)
+    with_weights = control_weights(control, replace(record, updates=unclipped, windows=windows))
     judged_updates = {update.number: update for update in unclipped if update.judged}
     updates = tuple(
         _decide_without_clips(update, judged_updates[update.number])
@@ -92,7 +91,7 @@ def control_clipping(trial: Trial, record: Record) -> Record:
         else update
         for update in record.updates
     )
-    return replace(record, updates=updates, unclipped=unclipped)
+    return replace(record, updates=updates, controls=replace(with_weights.controls, unclipped=unclipped))
 
 
 def _decide_without_clips(update: UpdateComparison, unclipped: UpdateComparison) -> UpdateComparison:
@@ -136,7 +135,7 @@ def control_terms(trial: Trial, record: Record) -> Record:
         )
         runs_of_terms.append((full, accumulated))
     loss_terms = fit_terms((trial.full, trial.accumulated), runs_of_terms, record.tolerance, update.number)
-    return replace(record, terms=loss_terms)
+    return replace(record, controls=replace(record.controls, terms=loss_terms))
 
 
 def control_overwriting(trial: Trial, record: Record) -> Record:
@@ -157,7 +156,8 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     difference_left = gradient_difference(trial.accumulated, cleared, update=number)
     if not difference_left <= record.tolerance or not cleared.closing.control.cleared:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
-    return replace(record, overwritten=Overwritten(difference_left, *(cleared.closing.control.setter or (None, None))))
+    overwritten = Overwritten(difference_left, *(cleared.closing.control.setter or (None, None)))
+    return replace(record, controls=replace(record.controls, overwritten=overwritten))
 
 
 def control_weights(trial: Trial, record: Record) -> Record:
@@ -168,7 +168,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
     """
     update, right = record.divergent, multipliers_of(record)
     shares = trial.factors_of_passes(record, right)
-    has_control = record.overwritten is not None or record.weighed is not None
+    has_control = record.controls.overwritten is not None or record.controls.weighed is not None
     # Ranks have a control of their own, which multiplies the losses of each rank: `control_ranks`.
     if update is None or not shares or has_control or record.ranks > 1:
         return record
@@ -176,11 +176,12 @@ def control_weights(trial: Trial, record: Record) -> Record:
     control_run = trial.run(control)
     passes = [event for event in control_run.events if isinstance(event, Backward) and event.update == update.number]
     loss_line = next((backward.origin.made for backward in reversed(passes) if backward.origin.made), None)
-    return replace(
-        record,
+    results = replace(
+        record.controls,
         weighed=compare_weighed_run(trial.full, control_run, record),
-        made=(loss_line[0], loss_line[1]) if loss_line else None,
+        loss_line=(loss_line[0], loss_line[1]) if loss_line else None,
     )
+    return replace(record, controls=results)
 
 
 def control_inner_steps(trial: Trial, record: Record) -> Record:
@@ -210,7 +211,7 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
         # A hand-written update changes the weights by the gradient times an unknown rate, which the factor takes out.
         target = {at: part * fit.factor for at, part in target.items()}
         fit = fit_gradients(target, stretches, used, increments)
-    return replace(record, steps_undone=fit)
+    return replace(record, controls=replace(record.controls, steps_undone=fit))
 
 
 def _has_increments(samples: Samples) -> bool:

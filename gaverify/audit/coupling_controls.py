@@ -335,7 +335,8 @@ def find_coupling(trial: Trial, record: Record) -> Record:
     if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
     bench = CouplingBench(trial, record, update)
-    return replace(record, coupling=tuple(_causes(bench)), weighed=bench.weighed)
+    coupling = tuple(_causes(bench))  # finds `bench.weighed` as well
+    return replace(record, controls=replace(record.controls, coupling=coupling, weighed=bench.weighed))
 
 
 PairsOfRanks = Sequence[Sequence[Pair | None]]
@@ -507,7 +508,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
     """
     pairs, pins, record = runs.pairs, runs.pins, bench.record
     terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
-    weights_excluded = max(terms, default=0) < 2 or bool(record.terms)
+    weights_excluded = max(terms, default=0) < 2 or bool(record.controls.terms)
     backwards = [e for e in runs.full.events if isinstance(e, Backward) and e.update == bench.update.number]
     inside = [path for backward in backwards for path in backward.origin.inside]
     for level in levels(outputs_of(runs.full), inside):

@@ -59,8 +59,12 @@ def control_state(trial: Trial, record: Record) -> Record:
                 (suspect_control,) if is_repair else (),
                 math.nan if is_repair else bench.difference_of_state,
             )
-            weighed = record.weighed if suspect_control.fit is None else bench.run_weighted(state, suspect_control.fit)
-            return replace(record, state=state, coupling=record.coupling if bench.evaluated else (), weighed=weighed)
+            results = replace(record.controls, state=state)
+            if suspect_control.fit is not None:
+                results = replace(results, weighed=bench.run_weighted(state, suspect_control.fit))
+            if not bench.evaluated:  # putting the state back is enough, without what makes samples interact
+                results = replace(results, coupling=())
+            return replace(record, controls=results)
     return record
 
 
@@ -76,7 +80,8 @@ class _StateBench:
     @property
     def _coupling_control(self) -> ControlRun | None:
         """The last control that put layers into evaluation mode; None where that was not the last one."""
-        control = self._record.coupling[-1].control if self._record.coupling else None
+        coupling = self._record.controls.coupling
+        control = coupling[-1].control if coupling else None
         return control if control is not None and control.kind is ControlKind.FROZEN else None
 
     def _buffers_to_evaluate(self) -> tuple[str, ...]:

@@ -187,6 +187,32 @@ class TransformedGradients:
 
 
 @dataclass(frozen=True)
+class ControlResults:
+    """What the control runs of an audit showed; each is made only where what was known before left a question."""
+
+    steps_undone: WeightFit | None = None
+    """Fit over micro-batches that all ran at the same weights, each step undone; None if that control did not run."""
+    overwritten: Overwritten | None = None
+    """Control showing that each backward pass overwrites the gradients; None where none showed it."""
+    unclipped: tuple[UpdateComparison, ...] = ()
+    """Updates of the control whose losses are too small to be clipped; empty if that control did not run."""
+    terms: tuple[LossTerm, ...] = ()
+    """Terms of the loss of the first update that differs; empty where they were not tried or do not add up."""
+    coupling: tuple[Cause, ...] = ()
+    """Places in modules or in the loss where samples interact, with their control runs; empty where none was found."""
+    backward: Cause | None = None
+    """Code whose backward depends on the batch although the forwards agree; None where none was found."""
+    transformed: TransformedGradients | None = None
+    """Parameters whose gradients each micro-batch transforms before they are summed; None where none was found."""
+    state: State | None = None
+    """Values that forwards change and read again, where restoring them before each micro-batch helped; else None."""
+    weighed: ControlRun | None = None
+    """Accumulated run with its losses multiplied by the fitted weights; None if that control did not run."""
+    loss_line: tuple[str, int] | None = None
+    """File and line that computed the reweighted loss, where a framework's loop differentiates it; else None."""
+
+
+@dataclass(frozen=True)
 class Record:
     """Everything that the rules read: calls of the audited runs, their comparison and the results of controls."""
 
@@ -198,12 +224,12 @@ class Record:
     """Windows of the full-batch run; empty if only calls were checked."""
     updates: tuple[UpdateComparison, ...] = ()
     """Comparison of each update; empty if only calls were checked."""
+    controls: ControlResults = field(default_factory=ControlResults)
+    """What the controls showed."""
     steps: int | None = None
     """K, the number of micro-batches per update, as the user gave it; None where not given."""
     unit: float = U32
     """Unit roundoff of the coarsest arithmetic of the full-batch run."""
-    steps_undone: WeightFit | None = None
-    """Fit over micro-batches that all ran at the same weights, each step undone; None if that control did not run."""
     dealt: int = 0
     """Number of the full batch's random draws that the accumulated run reused sample by sample; 0 for none."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
@@ -224,24 +250,6 @@ class Record:
     """Number of processes that trained together in the full-batch run, as far as the audit saw them."""
     epochs: str = ""
     """Note on the end of an epoch or on cut batches, appended to the verdict; "" where there is none."""
-    overwritten: Overwritten | None = None
-    """Control showing that each backward pass overwrites the gradients; None where none showed it."""
-    unclipped: tuple[UpdateComparison, ...] = ()
-    """Updates of the control whose losses are too small to be clipped; empty if that control did not run."""
-    terms: tuple[LossTerm, ...] = ()
-    """Terms of the loss of the first update that differs; empty where they were not tried or do not add up."""
-    coupling: tuple[Cause, ...] = ()
-    """Places in modules or in the loss where samples interact, with their control runs; empty where none was found."""
-    backward: Cause | None = None
-    """Code whose backward depends on the batch although the forwards agree; None where none was found."""
-    transformed: TransformedGradients | None = None
-    """Parameters whose gradients each micro-batch transforms before they are summed; None where none was found."""
-    state: State | None = None
-    """Values that forwards change and read again, where restoring them before each micro-batch helped; else None."""
-    weighed: ControlRun | None = None
-    """Accumulated run with its losses multiplied by the fitted weights; None if that control did not run."""
-    made: tuple[str, int] | None = None
-    """File and line that computed the reweighted loss, where a framework's loop differentiates it; else None."""
     float32: bool = False
     """Whether float32 runs were compared because the script trains in a coarser type."""
 

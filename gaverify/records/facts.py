@@ -245,16 +245,17 @@ def facts_of_loop(loop: Record) -> Facts:
     buffers = Buffers()
     if first_drift is not None:
         buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
-    controls = [cause.control for cause in loop.coupling if cause.control is not None]
-    controls += [loop.state.control] if loop.state is not None and loop.state.control is not None else []
+    state = loop.controls.state
+    controls = [cause.control for cause in loop.controls.coupling if cause.control is not None]
+    controls += [state.control] if state is not None and state.control is not None else []
     return Facts(
         batch_size=update.data.full if update is not None else 0,
         compared=compared,
         window=window,
         draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
         buffers=buffers,
-        forward=Forward(loop.coupling),
-        state=loop.state,
+        forward=Forward(loop.controls.coupling),
+        state=state,
         cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
         ranks=loop.together,
         loop=loop,

@@ -106,14 +106,16 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     findings: list[Finding] = []
     for rule in _rules_in_order(facts):
-        if rule in WEIGHTS and facts.loop is not None and facts.loop.state is not None:
+        if rule in WEIGHTS and facts.loop is not None and facts.loop.controls.state is not None:
             # weights make up for state that moves as well: what counts is the fit with the state put back
             findings += _beside_coupling(rule, facts)
         elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, findings)):
             findings += rule.judge(facts)
             findings += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
-        elif facts.loop is not None and facts.loop.unclipped and changed == {clip_per_micro_batch.code}:
-            findings += rule.judge(facts_of_loop(replace(facts.loop, updates=facts.loop.unclipped, unclipped=())))
+        elif facts.loop is not None and facts.loop.controls.unclipped and changed == {clip_per_micro_batch.code}:
+            results = facts.loop.controls
+            without_clips = replace(facts.loop, updates=results.unclipped, controls=replace(results, unclipped=()))
+            findings += rule.judge(facts_of_loop(without_clips))
     findings += unexplained.judge(facts, tuple(findings))
     first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
     ordered = sorted(findings, key=lambda finding: (finding.severity != "fault", finding.code not in first))
@@ -132,14 +134,15 @@ def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
 def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     """Yields what the rule finds in the weights that are left once what couples samples is held in a training loop."""
     loop = facts.loop
-    run = loop.coupling[-1].control if loop is not None and loop.coupling else None
-    if loop is not None and loop.state is not None:
-        run = loop.state.control
+    run = loop.controls.coupling[-1].control if loop is not None and loop.controls.coupling else None
+    if loop is not None and loop.controls.state is not None:
+        run = loop.controls.state.control
     update = loop.divergent if loop is not None else None
     if loop is None or run is None or run.fit is None or update is None:
         return
     refitted = replace(update, window=update.window.refit(run.fit))
-    without_coupling = replace(loop, updates=(refitted,), coupling=(), state=None)
+    controls = replace(loop.controls, coupling=(), state=None)
+    without_coupling = replace(loop, updates=(refitted,), controls=controls)
     for finding in rule.judge(facts_of_loop(without_coupling)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
@@ -148,7 +151,7 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
     """What has made of the first differing update's gradients no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
     changed = {clip_per_micro_batch.code, scaler_per_micro_batch.code}
-    if facts.loop is not None and facts.loop.overwritten is not None:  # weights fit to passes that add nothing
+    if facts.loop is not None and facts.loop.controls.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
     # weights of micro-batches say nothing where it is the ranks' that are wrong, and nobody has fitted any
     alone = facts.ranks is not None and facts.ranks.at_fault and facts.window.fit is None

@@ -46,8 +46,8 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside(Clipping)
-    if update is not None and loop.transformed is not None:
-        yield _transformed(loop, update, loop.transformed)
+    if update is not None and loop.controls.transformed is not None:
+        yield _transformed(loop, update, loop.controls.transformed)
     elif any(clipping.active for clipping in inside):
         yield _clipping_finding(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
@@ -126,7 +126,8 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
 def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
     """What the control without clipping left, and whether clipping is proven by it; calls alone show what they do."""
     update = loop.divergent
-    small = next((each for each in loop.unclipped if update is not None and each.number == update.number), None)
+    number = update.number if update is not None else None
+    small = next((unclipped for unclipped in loop.controls.unclipped if unclipped.number == number), None)
     if small is None:
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT

@@ -83,7 +83,7 @@ def left_by(run: ControlRun, article: str = "") -> str:
 
 def rest_of(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
-    fits = [term.fit for term in facts.loop.terms] if facts.loop is not None else []
+    fits = [term.fit for term in facts.loop.controls.terms] if facts.loop is not None else []
     is_term_wrong = any(
         fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
     )  # a term that counts wrongly

@@ -165,7 +165,7 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
 
 def _judge_loop(loop: Record) -> Iterator[Finding]:
     """Yields a finding where a loop's losses add up to the full batch's, and its gradients need other weights."""
-    update, cause = loop.divergent, loop.backward
+    update, cause = loop.divergent, loop.controls.backward
     if update is None or update.window.fit is None or not contradict_losses(loop, update):
         return
     run, fit = cause.control if cause is not None else None, update.window.fit

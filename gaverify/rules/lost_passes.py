@@ -126,10 +126,11 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         yield from _by_the_strategy(facts)
         yield from _by_the_forward(facts)
         return
-    if loop.overwritten is not None:
+    setting = loop.controls.overwritten
+    if setting is not None:
         # each backward pass writes its gradients over those of the passes before it
-        difference_left, location = loop.overwritten.left, line_of(loop.overwritten.file, loop.overwritten.line)
-        yield word_finding("GAV603.set", location=location, proven=True, update=loop.divergent, left=difference_left)
+        location = line_of(setting.file, setting.line)
+        yield word_finding("GAV603.set", location=location, proven=True, update=loop.divergent, left=setting.left)
         return
     losses = cleared_inside(loop)
     if not losses:

@@ -101,7 +101,7 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
     fit, losses, full = update.window.fit, update.window.losses, update.window.full_loss
     if fit is None or loop.ranks > 1 or not fit.determined or fit.residual > loop.tolerance:
         return False
-    if loop.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
+    if loop.controls.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
         return False
     if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
         return False
@@ -137,7 +137,7 @@ def _of_one_rank(loop: Record, fit: WeightFit) -> bool:
 
 def weighted_term(loop: Record) -> LossTerm | None:
     """Returns the first term of the loss that alone gives the full batch's gradient with other weights."""
-    for term in loop.terms:
+    for term in loop.controls.terms:
         fit = term.fit
         fits = fit.residual <= loop.tolerance < fit.factor_residual and bool(fit.weights) and not fit.vacuous
         if term.samples and fits and _unequal(fit, loop.tolerance):
@@ -147,7 +147,7 @@ def weighted_term(loop: Record) -> LossTerm | None:
 
 def unexplained_term(loop: Record) -> bool:
     """Whether a term of the loss has no weights that alone give the full batch's gradient: samples meet in it."""
-    fits = [term.fit for term in loop.terms if term.samples and not term.fit.vacuous]
+    fits = [term.fit for term in loop.controls.terms if term.samples and not term.fit.vacuous]
     return any(loop.tolerance < min(fit.residual, fit.factor_residual) < math.inf for fit in fits)
 
 

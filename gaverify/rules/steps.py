@@ -109,8 +109,9 @@ def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
         return True
     if any(step.inside for window, _ in early for step in window.steps):
         return True
-    if loop.steps_undone is not None and abs(loop.steps_undone.factor - 1) < loop.tolerance:
-        return loop.steps_undone.residual < loop.tolerance
+    undone = loop.controls.steps_undone
+    if undone is not None and abs(undone.factor - 1) < loop.tolerance:
+        return undone.residual < loop.tolerance
     return any(wanted in loop.numbers for _, wanted in early)
 
 
@@ -126,7 +127,7 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     window, wanted = early[0]
     step = window.steps[0] if window.steps else None
     inside = step is not None and step.inside
-    undone = loop.steps_undone
+    undone = loop.controls.steps_undone
     evidence = () if undone is None else (_with_steps_undone(loop, undone),)
     return word_finding(
         "GAV601.inside" if inside else "GAV601.early",

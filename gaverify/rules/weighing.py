@@ -91,7 +91,7 @@ def trial_in_loop(loop: Record, number: int, *, means: bool = True) -> WeightsTr
         number: The update.
         means: Whether the weights stand for something; others make up for a number that moves as well.
     """
-    update, run = loop.divergent, loop.weighed
+    update, run = loop.divergent, loop.controls.weighed
     if loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
         return WeightsTrial(proven=means)
     if update is None or run is None or update.number != number:

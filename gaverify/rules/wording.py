@@ -112,8 +112,8 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
         facts: What was measured.
         number: The update; None: the one that was compared.
     """
-    if facts.loop is not None and facts.loop.made is not None:
-        return line_of(*facts.loop.made)
+    if facts.loop is not None and facts.loop.controls.loss_line is not None:
+        return line_of(*facts.loop.controls.loss_line)
     number = facts.compared.update if number is None else number
     window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
     return first_place(reversed(window.of(Backward))) if window is not None else None

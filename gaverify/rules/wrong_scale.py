@@ -122,7 +122,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
 
     Unless steps come too early, undoing them joins windows that were meant to be smaller than the full batch.
     """
-    update = loop.divergent
+    update, undone = loop.divergent, loop.controls.steps_undone
     if explains_weights(facts) or (update is not None and explains_skipped(loop, update)):
         return
     if update is not None:
@@ -133,10 +133,10 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             findings = list(_judge_some_parameters(facts, loop, update))
             yield from findings or _judge_terms(loop, update)
         yield from _judge_total(facts, loop)
-    elif loop.steps_undone is not None and loop.steps_undone.residual < loop.tolerance and early_windows(loop):
-        factor = constant_factor(loop.steps_undone, loop.tolerance)
+    elif undone is not None and undone.residual < loop.tolerance and early_windows(loop):
+        factor = constant_factor(undone, loop.tolerance)
         if factor is not None:
-            yield _finding_of_factor(facts, loop, factor, len(loop.steps_undone.weights), None)
+            yield _finding_of_factor(facts, loop, factor, len(undone.weights), None)
 
 
 def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
@@ -170,7 +170,7 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
 
 def _judge_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     """Yields a finding per term of a loss with a factor of its own: a penalty that is not divided, say."""
-    factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.terms}
+    factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.controls.terms}
     for term, factor in factors.items():
         if factor is None:
             continue

@@ -84,7 +84,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _run_that_leaves_nothing(facts: Facts) -> ControlRun | None:
     """The run with other weights that gives the full batch's gradient; None where none was made, or it leaves more."""
-    run = facts.window.remedy if facts.loop is None else facts.loop.weighed
+    run = facts.window.remedy if facts.loop is None else facts.loop.controls.weighed
     return run if run is not None and run.rounding else None
 
 

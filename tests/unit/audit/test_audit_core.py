@@ -7,6 +7,7 @@ parameters moved by hand, `E` the script's end.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from gaverify.audit.options import split_words
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import Request
 from gaverify.errors import SpecError
-from gaverify.records.audit import Overwritten, Record, RowCheck, UpdateComparison
+from gaverify.records.audit import ControlResults, Overwritten, Record, RowCheck, UpdateComparison
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import (
@@ -98,8 +99,15 @@ def loop(text: str, rows: int = 2) -> list[Event]:
 def record(text: str, full: str = "", **fields: Any) -> Record:
     """Two runs; that with the right weights is the full batch's, unless `fields` say otherwise."""
     events, whole = loop(text), loop(full, 8)
-    fields = {"weighed": ControlRun("each loss multiplied", 1e-7, True), **fields}
-    return Record(windows_of(events), ledger_of(events), windows_of(whole), full_ledger=ledger_of(whole), **fields)
+    results = {each.name: fields.pop(each.name) for each in dataclasses.fields(ControlResults) if each.name in fields}
+    controls = ControlResults(**{"weighed": ControlRun("each loss multiplied", 1e-7, True), **results})
+    fields = {"full_ledger": ledger_of(whole), "controls": controls, **fields}
+    return Record(windows_of(events), ledger_of(events), windows_of(whole), **fields)
+
+
+def with_results(loop: Record, **results: Any) -> Record:
+    """A record with other results of controls."""
+    return replace(loop, controls=replace(loop.controls, **results))
 
 
 def findings_for(loop: Record) -> tuple[Finding, ...]:
@@ -621,7 +629,7 @@ class TestWeights:
         telescoped = fit(0.5, 0.8, right=(4.0, 3.0, 2.0, 1.0))
         differs = record(RIGHT, "BSZ BSZ", updates=(update(ratio=0.5, fit=telescoped),))
         assert faults(findings_for(differs)) == ["GAV202"]
-        (found,) = findings_for(replace(differs, overwritten=Overwritten(0.0, "train.py", 7)))
+        (found,) = findings_for(with_results(differs, overwritten=Overwritten(0.0, "train.py", 7)))
         assert (found.code, found.proven, found.location) == ("GAV603", True, Location(file="train.py", line=7))
 
     @pytest.mark.parametrize(
@@ -728,7 +736,7 @@ class TestTerms:
 
     def judged(self, *terms: LossTerm) -> list[str]:
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
-        found = findings_for(replace(loop, terms=terms))
+        found = findings_for(with_results(loop, terms=terms))
         for finding in found:
             if finding.code == "GAV201":
                 assert finding.proven and finding.location is not None and finding.location.line == 7
@@ -743,7 +751,7 @@ class TestTerms:
 
     def test_a_term_whose_micro_batches_are_weighted_wrongly_is_named(self) -> None:
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
-        found = findings_for(replace(loop, terms=(LossTerm(1, 2, self.SHORT), LossTerm(2, 2, fit(), False))))
+        found = findings_for(with_results(loop, terms=(LossTerm(1, 2, self.SHORT), LossTerm(2, 2, fit(), False))))
         assert faults(found) == ["GAV202"] and "term 1 of 2" in found[0].summary
 
     @pytest.mark.parametrize(
@@ -764,7 +772,7 @@ class TestTerms:
     def test_the_other_terms_are_said_to_count_rightly_where_they_do(self, left: float, counted: bool) -> None:
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
         other = LossTerm(1, 2, fit(1.0, left, right=(1.0, 1.2, 1.4, 1.8), residual=left))
-        (found,) = findings_for(replace(loop, terms=(other, LossTerm(2, 2, fit(4.0), False))))
+        (found,) = findings_for(with_results(loop, terms=(other, LossTerm(2, 2, fit(4.0), False))))
         assert ("1 other term counted rightly" in str(found.evidence)) is counted
         assert ("and leave the others as they are" in found.remedy) is counted
 
@@ -778,14 +786,14 @@ class TestTerms:
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
         other = replace(fit(1.0, left, right=(1.0, 1.2, 1.4, 1.8), residual=left), vacuous=vacuous)
         terms = (LossTerm(1, 2, other, samples), LossTerm(2, 2, fit(4.0), False))
-        assert is_explained(replace(loop, terms=terms)) is explained
+        assert is_explained(with_results(loop, terms=terms)) is explained
 
     @pytest.mark.parametrize(("factor", "said"), [(4.0, "another cause is left"), (1.0, "the control is not exact")])
     def test_a_term_that_counts_wrongly_is_what_an_inexact_control_leaves(self, factor: float, said: str) -> None:
         run = ControlRun("the loss once", 0.1, False, kind=ControlKind.CACHED_GRADIENTS)
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
         terms = (LossTerm(1, 2, self.UNKNOWN), LossTerm(2, 2, fit(factor), False))
-        assert said in rest_of(facts_of_loop(replace(loop, terms=terms)), run)
+        assert said in rest_of(facts_of_loop(with_results(loop, terms=terms)), run)
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []
