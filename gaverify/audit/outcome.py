@@ -9,8 +9,17 @@ from pathlib import Path
 from gaverify.amounts import count_text
 from gaverify.audit.request import Request
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.audit_report import AuditReport, RunSummary, counts_of, timeline_of
+from gaverify.records.audit_report import (
+    Arithmetic,
+    AuditReport,
+    RecordedCalls,
+    RunSummary,
+    TrainedModels,
+    counts_of,
+    timeline_of,
+)
 from gaverify.records.comparison import Method, Outcome, hidden_share
+from gaverify.records.environment import Environment
 from gaverify.records.events import ClosingRecord, FileLoaded, Forward
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
@@ -140,32 +149,26 @@ def report_of(
         timings: Seconds of each part.
     """
     outcome, reason = _decide(request, record, findings)
+    shapes = [parameter.shape for group in closing.groups if not group.is_part for parameter in group.parameters]
     return AuditReport(
         script=request.target,
         outcome=outcome,
         reason=reason,
         findings=findings,
         updates=record.updates,
-        counts=counts_of(record.windows),
-        timeline=timeline_of((record.windows, *record.rank_windows)),
-        runs=tuple(summaries),
-        device=closing.arithmetic.device,
-        dtype=closing.arithmetic.dtype,
-        autocast=closing.arithmetic.autocast,
-        torch=closing.torch,
-        modules=closing.models.classes,
-        optimizers=closing.optimizers,
-        trainable=sum(
-            math.prod(parameter.shape)
-            for group in closing.groups
-            if not group.is_part
-            for parameter in group.parameters
+        calls=RecordedCalls(
+            counts_of(record.windows),
+            timeline_of((record.windows, *record.rank_windows)),
+            dict(closing.unseen.left_out),
         ),
+        runs=tuple(summaries),
+        trained=TrainedModels(closing.models.classes, closing.optimizers, sum(map(math.prod, shapes))),
+        arithmetic=Arithmetic(closing.arithmetic.device, closing.arithmetic.dtype, closing.arithmetic.autocast),
+        environment=Environment(closing.torch),
         method=Method.EVENTS if request.events_only else _method(record),
         events_only=request.events_only,
         calls_in_order=outcome is Outcome.INCONCLUSIVE and _calls_are_in_order(request, record),
         timings=dict(timings),
-        left_out=dict(closing.unseen.left_out),
         ranks=record.together,
     )
 

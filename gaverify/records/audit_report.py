@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Method, Outcome
+from gaverify.records.environment import Environment
 from gaverify.records.events import (
     AverageUpdate,
     Backward,
@@ -22,7 +22,6 @@ from gaverify.records.events import (
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
-from gaverify.version import __version__, current_time, git_commit
 
 TITLES = {
     "full": "full-batch run",
@@ -77,6 +76,42 @@ class Moment:
     rank: int = 0
 
 
+@dataclass(frozen=True)
+class RecordedCalls:
+    """The calls of the script that matter to accumulation."""
+
+    counts: tuple[WindowCount, ...] = ()
+    """Number of backward, step and zero_grad calls in each accumulation window."""
+    timeline: tuple[Moment, ...] = ()
+    """Calls of all ranks in order, without forwards; only the first few hundred."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of calls that could not be recorded, by reason."""
+
+
+@dataclass(frozen=True)
+class TrainedModels:
+    """What a script trained."""
+
+    modules: tuple[str, ...] = ()
+    """Class names of the trained models."""
+    optimizers: tuple[str, ...] = ()
+    """Class names of the optimizers; for hand-written updates a note instead."""
+    trainable: int = 0
+    """Number of trainable elements."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Where a script trained, and in which precision."""
+
+    device: str = "unknown"
+    """Device that the script trained on; "unknown" where none was seen."""
+    dtype: str = "unknown"
+    """Data types of the trained parameters, joined by ", "; "unknown" where none was seen."""
+    autocast: str | None = None
+    """Data type of autocast; None where autocast was off."""
+
+
 @dataclass(frozen=True, repr=False)
 class AuditReport(Settled):
     """The answer of an audit, with everything that it rests on."""
@@ -91,26 +126,16 @@ class AuditReport(Settled):
     """Findings of the rules."""
     updates: tuple[UpdateComparison, ...] = ()
     """Comparison of each update; empty if only calls were checked or nothing ran."""
-    counts: tuple[WindowCount, ...] = ()
-    """Number of backward, step and zero_grad calls in each accumulation window."""
+    calls: RecordedCalls = field(default_factory=RecordedCalls)
+    """The script's calls that matter to accumulation."""
     runs: tuple[RunSummary, ...] = ()
     """The runs that the audit made, with their commands and seconds; empty where nothing ran."""
-    device: str = "unknown"
-    """Device that the script trained on; "unknown" where none was seen."""
-    dtype: str = "unknown"
-    """Data types of the trained parameters, joined by ", "; "unknown" where none was seen."""
-    autocast: str | None = None
-    """Data type of autocast; None where autocast was off."""
-    torch: str = "not loaded"
-    """Version of PyTorch in the script's process; "not loaded" where nothing ran."""
-    gaverify: str = __version__
-    """Version of gaverify."""
-    modules: tuple[str, ...] = ()
-    """Class names of the trained models."""
-    optimizers: tuple[str, ...] = ()
-    """Class names of the optimizers; for hand-written updates a note instead."""
-    trainable: int = 0
-    """Number of trainable elements."""
+    trained: TrainedModels = field(default_factory=TrainedModels)
+    """What the script trained."""
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    """Where it trained, and in which precision."""
+    environment: Environment = field(default_factory=Environment)
+    """What the audit was made with."""
     method: str = Method.NOT_COMPARED
     """How the updates were decided."""
     events_only: bool = False
@@ -121,10 +146,6 @@ class AuditReport(Settled):
     """Path of the options file; "" where the command line or a call gave the options."""
     command: str = ""
     """Command line that repeats the audit; "" where it came from a call."""
-    timeline: tuple[Moment, ...] = ()
-    """Calls of all ranks in order, without forwards; only the first few hundred."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Number of calls that could not be recorded, by reason."""
     calls_in_order: bool = False
     """Whether only calls were checked, of at least one update, and no rule finds a fault."""
     name: str = ""
@@ -133,14 +154,6 @@ class AuditReport(Settled):
     """Measurements over all ranks; None for one process or where not all ranks were seen."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Findings that the user accepts and the outcome that the user expects."""
-    python: str = field(default_factory=platform.python_version)
-    """Version of Python."""
-    platform: str = field(default_factory=platform.platform)
-    """Operating system and machine, as `platform.platform()` says."""
-    started: str = field(default_factory=current_time)
-    """When the answer was made, UTC to the second; "" in documents that older versions wrote."""
-    commit: str = field(default_factory=git_commit)
-    """Git commit that was checked out in the working folder; "" outside a repository."""
 
     @property
     def exit_code(self) -> int:

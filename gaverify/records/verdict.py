@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
+from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Finding, Settled
 from gaverify.records.ranks import RankFacts
-from gaverify.version import current_time, git_commit
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of a run; NaN where not known."""
+
+    full: float = math.nan
+    """Loss of the full batch."""
+    accumulated: float = math.nan
+    """Loss of the accumulated micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,12 @@ class RunInfo:
     """Seed of the random number generators."""
     mode: str
     """Training or evaluation mode of the model; "as is" where none was set."""
-    torch: str
-    """Version of PyTorch."""
-    gaverify: str
-    """Version of gaverify."""
+    environment: Environment
+    """What it was run with."""
     autocast: str | None = None
     """Data type of autocast; None where autocast was off."""
-    loss_full: float = math.nan
-    """Loss of the full batch; NaN where not known."""
-    loss_accumulated: float = math.nan
-    """Loss of the accumulated micro-batches; NaN where not known."""
+    losses: Losses = field(default_factory=Losses)
+    """What both strategies computed."""
     reference: Reference = Reference.FULL
     """How the full batch was run."""
     reference_failed: tuple[Reference, ...] = ()
@@ -63,14 +68,6 @@ class RunInfo:
     """Sizes of the two micro-batches of a smaller batch that decided or showed the cause; empty where none did."""
     guesses: tuple[str, ...] = ()
     """Parts of the factory that `gaverify init` guessed and nobody replaced: "the loss"."""
-    python: str = field(default_factory=platform.python_version)
-    """Version of Python."""
-    platform: str = field(default_factory=platform.platform)
-    """Operating system and machine, as `platform.platform()` says."""
-    started: str = field(default_factory=current_time)
-    """When the answer was made, UTC to the second; "" in documents that older versions wrote."""
-    commit: str = field(default_factory=git_commit)
-    """Git commit that was checked out in the working folder; "" outside a repository."""
 
     @property
     def steps(self) -> int:

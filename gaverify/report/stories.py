@@ -16,9 +16,10 @@ from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.environment import Environment
 from gaverify.records.findings import Finding
 from gaverify.records.profile import LABELS, Profile, Row, Setting
-from gaverify.records.verdict import RunInfo, Verdict
+from gaverify.records.verdict import Verdict
 from gaverify.report.text.audit import audit_facts, audit_method
 from gaverify.report.text.profile import profile_facts, profile_sentence
 from gaverify.report.text.verdict import acceptance_sentences, acceptance_states, guess_sentences, verdict_facts
@@ -132,9 +133,9 @@ def _verdict(verdict: Verdict) -> Story:
         tables=(Table("", verdict.outcome, verdict.parameters),) if verdict.parameters else (),
         model=verdict.run.model,
         facts=verdict_facts(verdict),
-        heading=f"gaverify {verdict.run.gaverify}",
-        made_by=_made_by(verdict.run),
-        started=verdict.run.started,
+        heading=f"gaverify {verdict.run.environment.gaverify}",
+        made_by=_made_by(verdict.run.environment),
+        started=verdict.run.environment.started,
         **_common_values(verdict) | _warn_of_guesses(verdict),
     )
 
@@ -159,9 +160,9 @@ def _audit(report: AuditReport) -> Story:
             Table(f"update {update.number}", _outcome_of_update(update), update.parameters) for update in report.updates
         ),
         facts=audit_facts(report),
-        heading=f"gaverify {report.gaverify} audit",
-        made_by=_made_by(report),
-        started=report.started,
+        heading=f"gaverify {report.environment.gaverify} audit",
+        made_by=_made_by(report.environment),
+        started=report.environment.started,
         **_common_values(report)
         | {"states": (*acceptance_states(report), *["calls in order"] * report.calls_in_order)},
     )
@@ -181,7 +182,7 @@ def _common_values(answer: Verdict | AuditReport) -> dict[str, Any]:
     }
 
 
-def _made_by(made: RunInfo | AuditReport | Setting) -> str:
+def _made_by(made: Environment | Setting) -> str:
     versions = f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
     return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
 

@@ -9,10 +9,10 @@ import torch
 
 from gaverify.passes.precision import short_name
 from gaverify.records.comparison import Reference
-from gaverify.records.verdict import RunInfo
+from gaverify.records.environment import Environment
+from gaverify.records.verdict import Losses, RunInfo
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement
-from gaverify.version import __version__
 
 Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
 
@@ -80,13 +80,11 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         dtype=short_name(measurement.dtype),
         seed=settings.seed,
         mode=settings.mode or "as is",
-        torch=torch.__version__,
-        gaverify=__version__,
+        environment=Environment(torch.__version__),
         autocast=short_name(experiment.autocast) if experiment.autocast else None,
         reference=experiment.fitting.way,
         reference_failed=tuple(experiment.fitting.failed),
         rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded_products.items()),
         part=decision.part,
-        loss_full=measurement.full.loss,
-        loss_accumulated=measurement.accumulated.loss,
+        losses=Losses(measurement.full.loss, measurement.accumulated.loss),
     )

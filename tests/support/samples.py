@@ -8,11 +8,12 @@ from typing import Any
 
 from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import RowCheck, UpdateComparison
-from gaverify.records.audit_report import AuditReport, Moment
+from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, RecordedCalls, TrainedModels
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
+from gaverify.records.environment import Environment
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
+from gaverify.records.verdict import Losses, RunInfo, Trace, TraceRow, TraceStep, Verdict
 
 
 def row(name: str = "0.weight", outcome: Outcome = Outcome.EQUIVALENT, **changes: Any) -> ParameterComparison:
@@ -41,10 +42,8 @@ def run(**changes: Any) -> RunInfo:
         dtype="float32",
         seed=0,
         mode="train",
-        torch="2.13.0",
-        gaverify="0.1.0",
-        loss_full=2.302585,
-        loss_accumulated=2.302585,
+        environment=Environment("2.13.0", "0.1.0"),
+        losses=Losses(2.302585, 2.302585),
     )
     return replace(sample, **changes)
 
@@ -103,7 +102,7 @@ def divergent(**changes: Any) -> Verdict:
         Outcome.DIVERGENT,
         rows,
         (batchnorm(), note),
-        run(model="mlp-batchnorm", loss_accumulated=2.41),
+        run(model="mlp-batchnorm", losses=Losses(2.302585, 2.41)),
         "float64-control",
         3.1e-15,
         {"total": 0.5},
@@ -136,7 +135,7 @@ def inconclusive(**changes: Any) -> Verdict:
         weights=(0.1, 0.52, 0.38),
         weighting="tokens",
         autocast="bfloat16",
-        loss_full=nan,
+        losses=Losses(nan, 2.302585),
         trainable=1200,
     )
     suspect = Finding(
@@ -167,8 +166,7 @@ def traced(**changes: Any) -> Verdict:
         batch_size=4,
         micro_batches=(2, 2),
         weights=(0.5, 0.5),
-        loss_full=9.0,
-        loss_accumulated=9.0,
+        losses=Losses(9.0, 9.0),
     )
     return equivalent(parameters=(weight,), run=settings, trace=trace, **changes)
 
@@ -201,31 +199,24 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
             AccumulationWindow(fit=WeightFit((0.25, 0.75), 1e-8, True, used=(0.5, 0.5), factor=0.9)),
         ),
     )
+    timeline = (
+        Moment("backward", 1, "train.py", 7),
+        Moment("backward", 1, "train.py", 7),
+        Moment("step", 1, "train.py", 9),
+        Moment("zero_grad", 1, "train.py", 10),
+    )
     return AuditReport(
         "train.py",
         outcome,
         "update 2: 1 of 1 parameter differs",
         (batchnorm(),),
         updates,
-        (),
-        (),
-        "cpu",
-        "float32",
-        None,
-        "2",
-        "0",
-        ("Net",),
-        ("SGD",),
-        512,
-        "noise-floor",
-        False,
-        {"total": 3.0, "full": 1.0},
-        timeline=(
-            Moment("backward", 1, "train.py", 7),
-            Moment("backward", 1, "train.py", 7),
-            Moment("step", 1, "train.py", 9),
-            Moment("zero_grad", 1, "train.py", 10),
-        ),
+        RecordedCalls(timeline=timeline),
+        trained=TrainedModels(("Net",), ("SGD",), 512),
+        arithmetic=Arithmetic("cpu", "float32"),
+        environment=Environment("2", "0"),
+        method="noise-floor",
+        timings={"total": 3.0, "full": 1.0},
     )
 
 

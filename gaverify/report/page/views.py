@@ -99,7 +99,7 @@ def view_of(answer: Answer, show_all: bool = False) -> AnswerView:
     if isinstance(answer, AuditReport):
         fits = [(f"update {update.number}", update.window.fit) for update in answer.updates]
         weights = [(heading, weights_chart(fit.used, fit.weights)) for heading, fit in fits if fit and fit.weights]
-        return replace(view, weights=weights, timeline=list(_timeline(answer.timeline)))
+        return replace(view, weights=weights, timeline=list(_timeline(answer.calls.timeline)))
     return replace(
         view,
         plot=Markup(profile_svg(answer)) if answer.rows else Markup(""),

@@ -29,7 +29,7 @@ _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 def audit_blocks(report: AuditReport, layout: Layout, show_all: bool) -> list[list[Line]]:
     """Returns the counts and a table per update."""
-    return [_counts(report.counts, layout), *(_update(update, layout, show_all) for update in report.updates)]
+    return [_counts(report.calls.counts, layout), *(_update(update, layout, show_all) for update in report.updates)]
 
 
 def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
@@ -50,14 +50,15 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     if seconds:
         rows.append(("controls", "; ".join(f"{TITLES[role]} ({spent:.1f} s)" for role, spent in seconds.items())))
     if report.runs:
-        models = ", ".join(report.modules) or "no module"
-        rows.append(("model", f"{models}: {report.trainable:,} trained parameters; {', '.join(report.optimizers)}"))
-        autocast = f"autocast {report.autocast or 'off'}"
-        rows.append(("where", f"{report.device}, {report.dtype}, {autocast}, torch {report.torch}"))
+        trained, where = report.trained, report.arithmetic
+        models = ", ".join(trained.modules) or "no module"
+        rows.append(("model", f"{models}: {trained.trainable:,} trained parameters; {', '.join(trained.optimizers)}"))
+        autocast = f"autocast {where.autocast or 'off'}"
+        rows.append(("where", f"{where.device}, {where.dtype}, {autocast}, torch {report.environment.torch}"))
     if report.ranks is not None:
         rows.append(("ranks", ranks_line(report.ranks, 0)))
-    if report.left_out:
-        parts = [f"{count} × {why}" for why, count in sorted(report.left_out.items())]
+    if report.calls.left_out:
+        parts = [f"{count} × {why}" for why, count in sorted(report.calls.left_out.items())]
         rows.append(("left out", "calls that have no values to record: " + ", ".join(parts)))
     return rows
 

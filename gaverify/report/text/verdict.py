@@ -122,6 +122,7 @@ def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
     run = verdict.run
     count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
     trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
+    autocast = f"autocast {run.autocast or 'off'}"
     rows = [
         ("spec", join_title(verdict.source, verdict.name)),
         ("model", f"{run.model}: {count}, {trainable}"),
@@ -130,11 +131,8 @@ def verdict_facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
-        (
-            "where",
-            f"{run.device}, {run.dtype}{_describe_rounding(run)}, autocast {run.autocast or 'off'}, torch {run.torch}",
-        ),
-        ("loss", f"full batch {value(run.loss_full)}, accumulated {value(run.loss_accumulated)}"),
+        ("where", f"{run.device}, {run.dtype}{_describe_rounding(run)}, {autocast}, torch {run.environment.torch}"),
+        ("loss", f"full batch {value(run.losses.full)}, accumulated {value(run.losses.accumulated)}"),
     ]
     return [(label, text) for label, text in rows if text]
 

@@ -22,6 +22,7 @@ from gaverify.cli import main
 from gaverify.cli.options import overrides_from
 from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.comparison import Outcome
+from gaverify.records.environment import Environment
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import Spec
 from gaverify.spec.accepting import Accept, Project
@@ -29,8 +30,9 @@ from gaverify.spec.kinds import read_value
 
 
 def verdict(outcome: Outcome, model: str = "m") -> Verdict:
+    made_with = Environment("2", "0")
     run = RunInfo(
-        model, 1, 1, 8, (2,) * 4, (0.25,) * 4, "uniform", "accumulate", "cpu", "float32", 0, "train", "2", "0"
+        model, 1, 1, 8, (2,) * 4, (0.25,) * 4, "uniform", "accumulate", "cpu", "float32", 0, "train", made_with
     )
     return Verdict(outcome, (), (), run, "working-precision", 1e-7)
 

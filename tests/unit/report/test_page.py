@@ -14,8 +14,9 @@ import pytest
 import samples
 
 from gaverify.cli import main
-from gaverify.records.audit_report import Moment
+from gaverify.records.audit_report import Moment, RecordedCalls
 from gaverify.records.comparison import Outcome
+from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Evidence, Excerpt, Location
 from gaverify.report import render
@@ -149,9 +150,8 @@ def test_the_timeline_groups_calls_by_update_and_rank() -> None:
     made = Reader(page(samples.audited())).text
     assert "update 1 backward × 2 train.py:7 step train.py:9 zero_grad train.py:10" in made
     ranks = tuple(Moment("step", 1, None, None, rank) for rank in (1, 0))
-    assert (
-        "update 1, rank 0 step update 1, rank 1 step" in Reader(page(replace(samples.audited(), timeline=ranks))).text
-    )
+    on_ranks = page(replace(samples.audited(), calls=RecordedCalls(timeline=ranks)))
+    assert "update 1, rank 0 step update 1, rank 1 step" in Reader(on_ranks).text
     assert "Timeline" not in Reader(page(samples.divergent())).text
 
 
@@ -167,7 +167,7 @@ def test_calls_that_repeat_are_written_once() -> None:
 
 def test_equal_updates_are_one_entry_of_the_timeline() -> None:
     moments = tuple(Moment(kind, update, "a.py", 3) for update in (1, 2, 3) for kind in ("backward", "step"))
-    text = Reader(page(replace(samples.audited(), timeline=(*moments, Moment("step", 4))))).text
+    text = Reader(page(replace(samples.audited(), calls=RecordedCalls(timeline=(*moments, Moment("step", 4)))))).text
     assert "updates 1 to 3 backward a.py:3 step a.py:3 update 4 step" in text
 
 
@@ -187,7 +187,8 @@ def test_a_module_that_holds_the_cause_is_no_bar_of_its_own() -> None:
 
 def test_the_page_says_when_it_was_made_and_of_which_commit() -> None:
     verdict = samples.divergent()
-    made = replace(verdict, run=replace(verdict.run, started="2026-11-25T07:00:00Z", commit="0123456789abcdef" * 2))
+    environment = Environment(started="2026-11-25T07:00:00Z", commit="0123456789abcdef" * 2)
+    made = replace(verdict, run=replace(verdict.run, environment=environment))
     text = Reader(page(made)).text
     assert "date 2026-11-25T07:00:00Z" in text and "commit 0123456789ab" in text and "duration" in text
 

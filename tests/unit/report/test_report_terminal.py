@@ -18,7 +18,7 @@ from gaverify.amounts import count_text
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
-from gaverify.records.verdict import Verdict
+from gaverify.records.verdict import Losses, Verdict
 from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
 from gaverify.report.text.layout import Layout, cells
 
@@ -220,7 +220,8 @@ def test_every_format_takes_odd_names_and_numbers(format: str, name: str, number
         for outcome in Outcome
     )
     finding = replace(samples.batchnorm(), location=Location(name, name, name, 1), summary=name, name=name, remedy=name)
-    run = samples.run(model=name, weighting=name, loss_full=number, weights=(), micro_batches=(), batch_size=0)
+    losses = Losses(number, 2.302585)
+    run = samples.run(model=name, weighting=name, losses=losses, weights=(), micro_batches=(), batch_size=0)
     for outcome in Outcome:
         verdict = Verdict(outcome, rows, (finding,), run, name, number, {"total": number}, samples.traced().trace)
         text = render([verdict], format)

@@ -5,27 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from gaverify.records.audit import RowCheck, UpdateComparison
-from gaverify.records.audit_report import AuditReport, Moment, RunSummary, WindowCount
+from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, RunSummary, TrainedModels, WindowCount
 from gaverify.records.experiment import WeightFit
 from gaverify.records.stages import Clip, SettingDifference, StageComparison
 from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
 from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
 
 
+@derive_shape(TrainedModels)
 class ModelItem(Shape):
     """The outermost modules that trained, the optimizers, and how many elements they train."""
 
-    modules: list[str]
-    optimizers: list[str]
-    trainable: int
 
-
+@derive_shape(Arithmetic)
 class WhereItem(Shape):
     """Where the script trained, and in which precision."""
-
-    device: str
-    dtype: str
-    autocast: str | None
 
 
 @derive_shape(RunSummary)
@@ -101,7 +95,8 @@ class UpdateItem(Shape):
 @derive_shape(
     AuditReport,
     "version kind source name outcome exit_code command acceptance reason method script events_only calls_in_order "
-    "model where environment runs timeline counts updates findings left_out ranks timings",
+    "model where environment runs timeline=calls.timeline counts=calls.counts updates findings "
+    "left_out=calls.left_out ranks timings",
     older="source command calls_in_order timeline left_out ranks",
 )
 class AuditDocument(Shape):
@@ -113,6 +108,6 @@ class AuditDocument(Shape):
     exit_code: Literal[0, 1, 3]
     acceptance: Annotated[AcceptanceItem | None, Of("")] = None
     method: Literal["noise-floor", "events", "not-compared"]
-    model: Annotated[ModelItem, Of("")]
-    where: Annotated[WhereItem, Of("")]
-    environment: Annotated[Environment, Of("")]
+    model: Annotated[ModelItem, Of("trained")]
+    where: Annotated[WhereItem, Of("arithmetic")]
+    environment: Environment

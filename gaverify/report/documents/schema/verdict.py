@@ -106,7 +106,8 @@ class RanksItem(Shape):
 @derive_shape(
     RunInfo,
     "model parameters trainable batch_size steps micro_batches weights weighting strategy device dtype autocast seed "
-    "mode loss_full loss_accumulated reference reference_failed rounded part guesses environment",
+    "mode loss_full=losses.full loss_accumulated=losses.accumulated reference reference_failed rounded part guesses "
+    "environment",
     older="rounded part guesses",
 )
 class Run(Shape):
@@ -114,7 +115,7 @@ class Run(Shape):
 
     reference: Literal["full", "offload"] = "full"
     reference_failed: list[Literal["full"]] = Field(default_factory=list)
-    environment: Annotated[Environment, Of("")]
+    environment: Environment
 
 
 @derive_shape(TraceRow)
