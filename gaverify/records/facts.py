@@ -200,6 +200,11 @@ class Facts:
     """Windows and compared updates of a training script; None outside an audit."""
 
     @property
+    def weights_run(self) -> ControlRun | None:
+        """The accumulated run with the right weights of its micro-batches; None where none was made."""
+        return self.window.remedy if self.loop is None else self.loop.controls.weighed
+
+    @property
     def weights_first(self) -> bool:
         """Whether other weights leave next to nothing of the difference, though more than rounding: named first."""
         run = self.window.remedy

@@ -21,42 +21,53 @@ from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
     explained = any(finding.severity == "fault" for finding in findings)
-    if not facts.compared.divergent or (explained and facts.stopped_after is None):
+    if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
-    kind, ruled_out = "run" if facts.stopped_after is None else "stopped", _ruled_out_in_run(facts)
-    if facts.loop is not None:
-        kind, ruled_out = "loop", _ruled_out_in_loop(facts, facts.loop)
-    if ruled_out is not None:
-        yield word_finding(
-            f"GAV000.{kind}",
-            severity="note",
-            proven=False,
-            ruled_out="; ".join(ruled_out) or "nothing",
-            limit=facts.stopped_after,
-            advice=_advice(facts),
-            update=facts.loop.divergent if facts.loop is not None else None,
-        )
+    update = facts.loop.divergent if facts.loop is not None else None
+    kind = "loop" if update is not None else "run" if facts.stopped_after is None else "stopped"
+    yield word_finding(
+        f"GAV000.{kind}",
+        severity="note",
+        proven=False,
+        ruled_out="; ".join(_list_ruled_out(facts)) or "nothing",
+        limit=facts.stopped_after,
+        advice=_advice(facts),
+        update=update,
+    )
 
 
-def _ruled_out_in_run(facts: Facts) -> list[str] | None:
-    """What the search ruled out; None where it did not run."""
-    if not facts.diagnosed:
-        return None
-    ruled_out = []
-    if facts.window.fit is not None:
-        ruled_out.append(f"weights: the best ones leave {facts.window.fit.residual:.1e} over")
+def _was_searched(facts: Facts) -> bool:
+    """Whether a cause was looked for; in an audit also whether its gradients can show that one is left."""
+    if facts.loop is None:
+        return facts.diagnosed
+    update, is_altered = facts.loop.divergent, facts.ranks is not None and facts.ranks.is_altered
+    return update is not None and update.data.checked and not facts.draws.unaligned and not is_altered
+
+
+def _list_ruled_out(facts: Facts) -> Iterator[str]:
+    """Yields what the search or the controls of an audit ruled out."""
+    fit, loop = facts.window.fit, facts.loop
+    if loop is not None and fit is not None and fit.used_residual > loop.tolerance:
+        # the weights of a recipe are given; those of a script are fitted, and may not fit at all
+        yield "what the optimizer sees is no weighted sum of what the backward passes give"
+    elif fit is not None:
+        weights = "weights: the best ones" if loop is None else "the best weights of the micro-batches"
+        yield f"{weights} leave {fit.residual:.1e} over"
+    if loop is not None:
+        yield "no call stands in the wrong place"
+        terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
+        if loop.ranks > 1 and terms > 1:
+            yield f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be"
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
-        ruled_out.append("repeatability: what was run twice agrees with itself")
+        yield "repeatability: what was run twice agrees with itself"
     if facts.state is not None:
         changed = quote_names(change.name for change in facts.state.changes)
-        state_tried = f"holding {changed} does not help" if facts.state.control else "none is changed and read"
-        ruled_out.append(f"state: {state_tried}")
+        yield f"state: {f'holding {changed} does not help' if facts.state.control else 'none is changed and read'}"
     if facts.forward.agree:
-        ruled_out.append("operations: all forwards agree")
-    ruled_out += [
-        f"{suspect}: neutralised, the difference stays" for suspect in dict.fromkeys(map(str, facts.forward.ruled_out))
-    ]
-    return [*ruled_out, *_word_failures(facts)]
+        yield "operations: all forwards agree"
+    for suspect in dict.fromkeys(map(str, facts.forward.ruled_out)):
+        yield f"{suspect}: neutralised, the difference stays"
+    yield from _word_failures(facts)
 
 
 def _word_failures(facts: Facts) -> Iterator[str]:
@@ -83,31 +94,10 @@ def _advice(facts: Facts) -> str:
     return f"samples meet inside the model: {halves}, until the outputs of a sample depend on no other"
 
 
-def _ruled_out_in_loop(facts: Facts, loop: Record) -> list[str] | None:
-    """What the audit ruled out; None where its gradients do not show whether a cause is left."""
-    update = loop.divergent
-    if (
-        update is None
-        or not update.data.checked
-        or facts.draws.unaligned
-        or (facts.ranks is not None and facts.ranks.is_altered)
-    ):
-        return None
-    ruled_out = ["no call stands in the wrong place"]
-    if update.window.fit is not None and update.window.fit.used_residual > loop.tolerance:
-        ruled_out.insert(0, "what the optimizer sees is no weighted sum of what the backward passes give")
-    elif update.window.fit is not None:
-        ruled_out.insert(0, f"the best weights of the micro-batches leave {update.window.fit.residual:.1e} over")
-    terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
-    if loop.ranks > 1 and terms > 1:
-        ruled_out.append(f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be")
-    return ruled_out
-
-
 @rule("GAV901")
 def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
-    reasons = list(_list_reasons_in_run(facts) if facts.loop is None else _list_reasons_in_loop(facts))
+    reasons = list(_list_reasons(facts))
     counts = facts.window.valid_targets
     averaged = facts.loop is not None or facts.window.weighting == "uniform"
     equal = len(counts) > 1 and len(set(counts)) == 1
@@ -122,29 +112,27 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _list_reasons_in_run(facts: Facts) -> Iterator[str]:
-    if facts.window.steps == 1 and facts.ranks is None:
+def _list_reasons(facts: Facts) -> Iterator[str]:
+    """Yields why a fault may not show; in an audit only while the first update does not differ."""
+    loop, rows = facts.loop, facts.compared.rows
+    if loop is not None:
+        if not loop.updates or loop.updates[0].outcome is Outcome.DIVERGENT:
+            return
+        # those of `facts.compared` are of the first update that differs, if any does
+        rows = loop.updates[0].parameters
+        if loop.same_pieces:
+            yield "both runs fed the first update in the same pieces: the full batch was compared with itself"
+    elif facts.window.steps == 1 and facts.ranks is None:
         yield "K = 1: the full batch was compared with itself"
     if facts.identical:
         unseen = "" if facts.blind else "; what they draw at random tells them apart"
         yield f"all samples are identical, so that samples acting on each other could not show{unseen}"
-    rows = facts.compared.rows
-    if _are_all_zero([row for row in rows if not math.isnan(row.difference_norm)]):
+    if _are_all_zero([row for row in rows if loop is not None or not math.isnan(row.difference_norm)]):
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
         hook_names = ", ".join(f"`{name}`" for name in hooked[:3])
         yield f"hooks on {hook_names} take the gradients away before anything is compared (optimizer in backward?)"
-
-
-def _list_reasons_in_loop(facts: Facts) -> Iterator[str]:
-    first = facts.loop.updates[0] if facts.loop is not None and facts.loop.updates else None
-    if facts.loop is None or first is None or first.outcome is Outcome.DIVERGENT:
-        return
-    if facts.loop.same_pieces:
-        yield "both runs fed the first update in the same pieces: the full batch was compared with itself"
-    if _are_all_zero(first.parameters):
-        yield "every gradient is zero"
 
 
 def _are_all_zero(rows: Sequence[ParameterComparison]) -> bool:

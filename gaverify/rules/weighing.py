@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gaverify.records.audit import Record
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
@@ -58,51 +57,42 @@ class WeightsTrial:
         return NOT_ENOUGH if self.refuted else remedy
 
 
-def trial_in_run(facts: Facts) -> WeightsTrial:
-    """Returns what both strategies showed with other weights; causes named beside them may explain what is left."""
-    run = facts.window.remedy
+def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -> WeightsTrial:
+    """Returns what the accumulated run with the right weights of an update's micro-batches showed.
+
+    Args:
+        facts: What was measured.
+        number: The update; None: the one that was compared.
+        means: Whether the weights stand for something; others make up for a number that moves as well.
+    """
+    loop, run = facts.loop, facts.weights_run
+    if loop is not None and loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
+        return WeightsTrial(proven=means)
+    differing = loop.divergent if loop is not None else None
+    if loop is not None and (differing is None or differing.number != (number or facts.compared.update)):
+        return WeightsTrial()  # an audit makes this run of the first update that differs only
     if run is None:
         return WeightsTrial(failure=facts.window.failure)
+    # A search adds up the repairs that it finds, and tries weights beside them; every control of an audit runs alone.
+    is_explained = loop is None and (facts.cleared or facts.weights_first)
     return WeightsTrial(
         run,
-        result=_word_result(facts, run),
-        proven=run.rounding or (facts.weights_first and facts.cleared),
-        refuted=not (run.rounding or facts.cleared or facts.weights_first),
-        tested=f": {word_trial(run, beside(facts))}" if run.rounding else "",
+        probe="micro-batch-weights" if loop is None else "control",
+        result=_word_result(facts, run, means=means),
+        proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
+        refuted=means and not (run.rounding or is_explained),
+        tested=f": {word_trial(run, beside(facts) if loop is None else '')}" if run.rounding else "",
     )
 
 
-def _word_result(facts: Facts, run: ControlRun) -> str:
+def _word_result(facts: Facts, run: ControlRun, *, means: bool) -> str:
     if run.rounding:
-        return f"the difference is {run.left:.0e}: proven"
+        return f"the difference is {run.left:.0e}" + (": proven" if means else "")
+    if facts.loop is not None:
+        return f"the difference is {run.left:.0e}: another cause is left"
     text = f"a difference of {run.left:.0e} is left"
     if not facts.weights_first:
         return text
     remainder = "the causes named beside it make that" if facts.cleared else "another cause is left"
     share = run.left / facts.compared.total  # 0 where there was no number
     return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"
-
-
-def trial_in_loop(loop: Record, number: int, *, means: bool = True) -> WeightsTrial:
-    """Returns what a script's own loop showed with the right weights of an update.
-
-    Args:
-        loop: What was recorded.
-        number: The update.
-        means: Whether the weights stand for something; others make up for a number that moves as well.
-    """
-    update, run = loop.divergent, loop.controls.weighed
-    if loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
-        return WeightsTrial(proven=means)
-    if update is None or run is None or update.number != number:
-        return WeightsTrial()
-    proven = run.rounding and means
-    meaning = ": proven" if proven else "" if run.rounding else ": another cause is left"
-    return WeightsTrial(
-        run,
-        probe="control",
-        result=f"the difference is {run.left:.0e}{meaning}",
-        proven=proven,
-        refuted=means and not run.rounding,
-        tested=": tested, equivalent" if run.rounding else "",
-    )

@@ -29,7 +29,7 @@ from gaverify.rules.scale import (
 )
 from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
-from gaverify.rules.weighing import NOT_ENOUGH, WeightsTrial, trial_in_loop, trial_in_run
+from gaverify.rules.weighing import NOT_ENOUGH, WeightsTrial, read_trial
 from gaverify.rules.wording import (
     backward_place,
     difference,
@@ -66,7 +66,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         return
     close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * factor.residual)
     right = exact([weight / factor.value for weight in facts.window.used], close)
-    trial = trial_in_run(facts)
+    trial = read_trial(facts)
     remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
@@ -87,7 +87,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
     counts = tuple(count for count in facts.window.counts if count.term is kind)
-    source, trial = counts[0].operation.source, trial_in_run(facts)
+    source, trial = counts[0].operation.source, read_trial(facts)
     return word_finding(
         "GAV201.undivided",
         *trial.evidence("other weights of this term"),
@@ -148,7 +148,7 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
     update, term = shares.update, shares.term
     if repair_shares(loop, update, shares.shares_of):  # a framework's own divisor repairs the factor with the shares
         return
-    trial = trial_in_loop(loop, update.number) if term is None else WeightsTrial(proven=True)  # each term ran alone
+    trial = read_trial(facts, update.number) if term is None else WeightsTrial(proven=True)  # each term ran alone
     remedy = NOT_ENOUGH
     if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
@@ -219,7 +219,7 @@ def _finding_of_factor(
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
     # steps that are undone are a control already
-    trial = trial_in_loop(loop, number) if update is not None else WeightsTrial(proven=True)
+    trial = read_trial(facts, number) if update is not None else WeightsTrial(proven=True)
     moving = _other_factor(loop, update, factor) if update is not None else None
     if update is not None and (repair := repair_scale(loop, update, factor)):
         of_update = "" if moving is None else f"in update {number} "
@@ -285,7 +285,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         pass_counts = short_by(loop, update)
         if pass_counts is None or explains_skipped(loop, update):  # GAV203 tells why it is short
             continue
-        (short, full_count), trial = pass_counts, trial_in_loop(loop, update.number)
+        (short, full_count), trial = pass_counts, read_trial(facts, update.number)
         yield word_finding(
             "GAV605.misscaled",
             *trial.evidence(),

@@ -36,7 +36,7 @@ from gaverify.rules.scale import (
 from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
 from gaverify.rules.skipping import explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.steps import is_meant
-from gaverify.rules.weighing import WeightsTrial, trial_in_loop, trial_in_run
+from gaverify.rules.weighing import WeightsTrial, read_trial
 from gaverify.rules.wording import (
     backward_place,
     exact,
@@ -72,7 +72,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         "GAV203.empty",
         *_weighing_evidence(facts),
         location=backward_place(facts),
-        proven=bool(rows) or _run_that_leaves_nothing(facts) is not None,
+        proven=bool(rows) or (facts.weights_run is not None and facts.weights_run.rounding),
         which=", ".join(str(k + 1) for k in empty),
         window=f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}",
         effect="its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing",
@@ -82,15 +82,9 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _run_that_leaves_nothing(facts: Facts) -> ControlRun | None:
-    """The run with other weights that gives the full batch's gradient; None where none was made, or it leaves more."""
-    run = facts.window.remedy if facts.loop is None else facts.loop.controls.weighed
-    return run if run is not None and run.rounding else None
-
-
 def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
-    fit, run = facts.window.fit, _run_that_leaves_nothing(facts)
-    if fit is not None and run is not None:
+    fit, run = facts.window.fit, facts.weights_run
+    if fit is not None and run is not None and run.rounding:
         what = f"with weights {weights_text(fit.weights, each=False)} the difference"
         yield word_control("micro-batch-weights", what, run.left, True, weights=list(fit.weights))
 
@@ -104,7 +98,7 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
     skipped, explained = find_skipped(loop, update), explains_skipped(loop, update)
     if skipped is None or (update.window.fit.residual <= loop.tolerance and not explained):
         return
-    trial = trial_in_loop(loop, update.number) if explained else WeightsTrial()
+    trial = read_trial(facts, update.number) if explained else WeightsTrial()
     yield word_finding(
         "GAV203.dropped-empty" if explained else "GAV203.dropped",
         *trial.evidence(),
@@ -195,7 +189,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if fit is None or not facts.window.blamed or facts.window.lost or factor_in_run(facts) is not None:
         return
     meaning, remedy = _word_shares(facts, fit)
-    trial = trial_in_run(facts)
+    trial = read_trial(facts)
     if meaning:
         remedy += trial.tested
     yield word_finding(
@@ -227,7 +221,7 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
     if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
-    windows, trial = [count.window for count in counts], trial_in_run(facts)
+    windows, trial = [count.window for count in counts], read_trial(facts)
     return word_finding(
         "GAV202.counts",
         *trial.evidence(more=text, counts=windows, **weights),
@@ -344,7 +338,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
     trial = WeightsTrial(proven=adds_up)  # each term ran alone
     if shares.term is None:
-        trial = trial_in_loop(loop, update.number, means=adds_up)
+        trial = read_trial(facts, update.number, means=adds_up)
     remedy = (
         table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
     ) + (_word_replaced_weights(script) if script is not None else "")
