@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from gaverify.audit.editing import PLACED, Edits
-from gaverify.audit.folders import ERROR, RANK, SCRIPT_FAILED, folder_for, note_fault
+from gaverify.audit.folders import ERROR, SCRIPT_FAILED, folder_for, note_fault, note_rank
 from gaverify.audit.job import Command, Job
-from gaverify.audit.launchers import entry_variables, find_program, torchrun_variables
+from gaverify.audit.launchers import entry_variables, find_program, start_ranks, torchrun_variables
 from gaverify.children.launching import cause_of
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
@@ -35,21 +35,28 @@ def main(path: str) -> NoReturn:
     """Runs the job in the file `path` and ends the process."""
     job = Job.read(Path(path))
     folder = Path(job.folder)
-    if job.world is not None:
-        os.environ |= torchrun_variables(*job.world)
     try:
-        _protect_files(job, folder)  # before torch starts threads: a private view needs a process with one
+        if job.files == "view":
+            _enter_view(job, folder)  # before torch starts threads: a private view needs a process with one
     except BaseException as error:
         _give_up(error, folder)
     if job.command.launcher:
         _launch(job, Path(path))
     try:
-        recorder = install_recorder(job, folder)
+        if job.command.ranks:
+            folder = start_ranks(folder, job.command.ranks, job.port)  # from here on this process is one of them
+            job = replace(job, folder=str(folder))
+        recorder = _start_recorder(job, folder)
     except BaseException as error:
         _give_up(error, folder)
+    recorder.finish(*_run_to_end(job.command, folder))
+    raise AssertionError("the recorder ends the process")
+
+
+def _run_to_end(command: Command, folder: Path) -> tuple[Ending, int, str]:
+    """Runs the script; returns why it ended, the status for this process, and what the script gave `sys.exit`."""
     reason, status, code = Ending.SCRIPT, 0, ""
     try:
-        command = job.command
         edits = Edits(command.values, command.script if command.module else "", folder / PLACED)
         if edits.missing_names:
             edits.install()
@@ -66,25 +73,19 @@ def main(path: str) -> NoReturn:
     except BaseException as error:
         _write_failure(error, folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED
-    recorder.finish(reason, status, code)
-    raise AssertionError("the recorder ends the process")
+    return reason, status, code
 
 
-def _protect_files(job: Job, folder: Path) -> None:
-    """Keeps the run from changing files of the user or of another run."""
+def _enter_view(job: Job, folder: Path) -> None:
+    """Gives this process, and what it starts, files whose changes go with the run."""
     from gaverify.audit.outputs import IMPOSSIBLE, enter, shared_folders
 
-    if job.files == "view":
-        command = job.command
-        needed = [Path.cwd()] if command.module else [Path.cwd(), Path(command.script).resolve().parent]
-        meeting = [] if command.launcher else _meeting_folder(job)  # the processes of a launcher share this view
-        reason = enter(folder, [*shared_folders(), *meeting], needed)
-        if reason:
-            with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
-                (folder / "no-view.txt").write_text(reason, encoding="utf-8")
-            os._exit(IMPOSSIBLE)
-    elif job.files == "guard" and not job.command.launcher:
-        _guard_files(job, folder)
+    needed = [Path.cwd()] if job.command.module else [Path.cwd(), Path(job.command.script).resolve().parent]
+    reason = enter(folder, shared_folders(), needed)
+    if reason:
+        with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
+            (folder / "no-view.txt").write_text(reason, encoding="utf-8")
+        os._exit(IMPOSSIBLE)
 
 
 def _guard_files(job: Job, folder: Path) -> None:
@@ -97,12 +98,8 @@ def _guard_files(job: Job, folder: Path) -> None:
         (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
 
     tell_of_saving()
-    Guard(folder, [*shared_folders(), *_meeting_folder(job)], note_refusal).install()
-
-
-def _meeting_folder(job: Job) -> list[Path]:
-    """Returns the folder that all ranks of a run see; none for a single process."""
-    return [job.meeting] if job.meeting is not None else []
+    meeting = [job.meeting] if job.meeting is not None else []
+    Guard(folder, [*shared_folders(), *meeting], note_refusal).install()
 
 
 def _launch(job: Job, path: Path) -> NoReturn:
@@ -110,6 +107,8 @@ def _launch(job: Job, path: Path) -> NoReturn:
     command, (first, *words) = job.command, job.command.launcher
     words = [find_program(first), *words, *(["-m"] if command.module else []), command.script, *command.arguments]
     os.environ |= entry_variables(path, os.environ)
+    if command.ranks:
+        os.environ |= torchrun_variables(0, command.ranks, job.port)
     os.execv(words[0], words)
 
 
@@ -136,6 +135,14 @@ def _write_failure(error: BaseException, folder: Path) -> None:
     if last.startswith(package) and last != __file__:
         _give_up(error, folder)
     _write_error(folder, f"{cause_of(error)}\n{_format_traceback(error)}")
+
+
+def _start_recorder(job: Job, folder: Path) -> Recorder:
+    """Installs the recorder, behind the guard of the user's files where that is needed."""
+    # Audit hooks end with `os.execv`: a launcher has none, and each Python under it guards itself.
+    if job.files == "guard":
+        _guard_files(job, folder)
+    return install_recorder(job, folder)
 
 
 def install_recorder(job: Job, folder: Path) -> Recorder:
@@ -222,10 +229,7 @@ def enter(path: str) -> None:
         _give_up(error, Path(run_job.folder))
     job = replace(run_job, folder=str(folder))
     try:
-        # Audit hooks end with `os.execv`: the launcher has none, and each Python that it starts guards itself.
-        if job.files == "guard":
-            _guard_files(job, folder)
-        recorder = install_recorder(job, folder)
+        recorder = _start_recorder(job, folder)
         _seed(job.command.seed)
     except BaseException as error:
         _give_up(error, folder)
@@ -242,9 +246,7 @@ def _report_failures(folder: Path) -> None:
             from gaverify.audit.recording.values import place_in_group
 
             _write_failure(error, folder)
-            rank, ranks = place_in_group()
-            if ranks > 1:
-                (folder / RANK).write_text(str(rank), encoding="ascii")
+            note_rank(folder, *place_in_group())
         original(kind, error, frames)
 
     sys.excepthook = note_failure

@@ -26,8 +26,8 @@ RECORDER_FAILED = 98
 SCRIPT_FAILED = 96
 """Exit status of a child whose script raised."""
 
-ERROR, INTERNAL, RANK, META = "error.txt", "internal.txt", "rank.txt", "meta.json"
-"""Files of a process: its script's error, a fault of the recorder, its rank if it failed, its closing record."""
+ERROR, INTERNAL, RANK, META, LOG = "error.txt", "internal.txt", "rank.txt", "meta.json", "log.txt"
+"""Files of a process: its script's error, a fault of the recorder, its rank, its closing record, what it printed."""
 
 ROOM = "room.json"
 """Holds the bytes that a run would store, and those that are free, where these are fewer."""
@@ -74,6 +74,17 @@ def folder_for(run: Path, process: int) -> Path:
     return folder
 
 
+def note_rank(folder: Path, rank: int, ranks: int) -> None:
+    """Notes which rank a process is, for what is said of it; nothing where it is alone."""
+    if ranks > 1:
+        (folder / RANK).write_text(f"{rank} of {ranks}", encoding="ascii")
+
+
+def rank_of(folder: Path) -> str:
+    """Returns the rank of a process as `1 of 2`; empty where it is alone, or not known as a rank."""
+    return (folder / RANK).read_text(encoding="ascii") if (folder / RANK).exists() else ""
+
+
 def folders_of(run: Path) -> list[Path]:
     """Returns the folders of all processes of a run; its own where no launcher started it."""
     if not (run / _PROCESSES).is_dir():
@@ -102,7 +113,9 @@ def has_all_records(run: Path) -> bool:
     if folders_of(run) == [run]:
         return (run / META).exists()
     ranks = ranks_of(run)
-    return bool(ranks) and len(ranks) >= closing_record_of(ranks[0]).ranks
+    # Ranks that join no process group each train alone, and know of no other.
+    known = sum((folder / RANK).exists() for folder in folders_of(run))
+    return bool(ranks) and len(ranks) >= max(known, closing_record_of(ranks[0]).ranks)
 
 
 def failed_first(run: Path) -> Path | None:
@@ -114,9 +127,9 @@ def failed_first(run: Path) -> Path | None:
 def rank_that_failed(run: Path, patience: float) -> bool:
     """Whether a rank failed longer than `patience` seconds ago: what waits for it waits for ever."""
     now = time.time()
-    marks = [folder / RANK for folder in folders_of(run)]
+    errors = [folder / ERROR for folder in folders_of(run) if (folder / RANK).exists()]
     # Within that time the launcher may end the other ranks itself.
-    return any(mark.exists() and now - mark.stat().st_mtime > patience for mark in marks)
+    return any(error.exists() and now - error.stat().st_mtime > patience for error in errors)
 
 
 def updates_of(folder: Path) -> int:
@@ -126,6 +139,9 @@ def updates_of(folder: Path) -> int:
 
 def ended_early(run: Path) -> list[tuple[int, int]]:
     """Returns rank and updates of the processes that came to their end, where others of their group did not."""
-    if has_all_records(run):
+    ranks = ranks_of(run)
+    # A rank of gaverify's own launcher leaves a closing record where its script failed, too.
+    ended = [closing_record_of(folder) for folder in ranks if not (folder / ERROR).exists()]
+    if has_all_records(run) and len(ended) == len(ranks):
         return []
-    return [(record.rank, record.updates) for record in map(closing_record_of, ranks_of(run))]
+    return [(record.rank, record.updates) for record in ended]

@@ -37,6 +37,8 @@ class Command:
     """(name, replacement) pairs for values in the script's source; empty: the source runs unchanged."""
     seed: int | None = None
     """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
+    ranks: int = 0
+    """Size of the process group that gaverify's own launcher makes; 0: one process without a group, or a launcher's."""
 
     def __str__(self) -> str:
         head = [*(self.launcher or ["python"]), *(["-m"] if self.module else []), self.script]
@@ -91,49 +93,34 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Run):
-    """A run as one process of it is given it: the only one, the launcher, or a rank."""
+    """A run as its processes are given it: its only one, its launcher, and then each process under that."""
 
     folder: str
     """Path of the folder that the process writes its records into."""
     files: Files = "view"
     """`view`: private view of all files; `guard`: end before a file changes; `in-place`: write as the script does."""
-    world: tuple[int, int, int] | None = None
-    """Rank, number of ranks and rendezvous port, set as torchrun would; None: no such variables are set."""
+    port: int = 0
+    """Port of the loopback where rank 0 of gaverify's own launcher listens; 0: no such launcher."""
 
     @property
     def source(self) -> Path | None:
-        """The folder of the full-batch run, or of that rank of it which this rank follows; None: it follows none."""
-        if not self.sources:
-            return None
-        # A full-batch run in one process is followed by all ranks: there is no other record to follow.
-        return Path(self.sources[self.rank if self.rank < len(self.sources) else 0])
+        """The folder of the full-batch run, or of its rank 0; None: it follows none."""
+        return Path(self.sources[0]) if self.sources else None
 
     @property
-    def rank(self) -> int:
-        """The rank that the run plays; 0 where it is alone."""
-        return self.world[0] if self.world is not None else 0
-
-    @property
-    def ranks(self) -> int:
-        """How many processes train together in the run."""
-        return self.world[1] if self.world is not None else 1
+    def is_launched(self) -> bool:
+        """Whether a launcher starts its processes, each of which has a folder of its own in the run's."""
+        return bool(self.command.launcher or self.command.ranks)
 
     @property
     def has_ranks(self) -> bool:
         """Whether several processes may train together in the run."""
-        return self.ranks > 1 or (bool(self.command.launcher) and self.world is None)
-
-    @property
-    def counts_traffic(self) -> bool:
-        """Whether its backward passes may reduce gradients, also in a group of one."""
-        return self.has_ranks or self.world is not None
+        return self.is_launched and self.command.ranks != 1
 
     @property
     def meeting(self) -> Path | None:
-        """A folder that all ranks of the run see; None where it is alone."""
-        if self.command.launcher:
-            return Path(self.folder).parent  # each process has a folder of its own beside the others'
-        return Path(self.folder).parent / f"ranks-{self.world[2]}" if self.world is not None else None
+        """A folder that all processes under a launcher see; None where there is no launcher."""
+        return Path(self.folder).parent if self.is_launched else None
 
     def write(self, path: Path) -> None:
         """Writes the job for the child to read."""

@@ -1,4 +1,4 @@
-"""Launchers such as torchrun: the variables that they set, and how every Python that they start enters the recorder."""
+"""Launchers: gaverify's own, which forks ranks, and how every Python that torchrun or another starts is recorded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import secrets
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from gaverify.audit.folders import ERROR, LOG, SCRIPT_FAILED, folder_for, note_rank
+from gaverify.children.launching import signal_name
 from gaverify.errors import ProblemError, SpecError
 
 JOB = "GAVERIFY_AUDIT_JOB"
@@ -18,6 +21,7 @@ JOB = "GAVERIFY_AUDIT_JOB"
 
 _HERE = "127.0.0.1"
 _PORTS, _TRIES = range(10_000, 32_768), 64
+_LINGER = 0.5  # seconds
 _ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
 
 
@@ -41,6 +45,59 @@ def torchrun_variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
     return {name: str(value) for name, value in values.items()} | {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     }
+
+
+def start_ranks(run: Path, ranks: int, port: int) -> Path:
+    """Forks this process into the ranks of a run, and returns in each of them the folder of its own.
+
+    This process itself ends with the last of them, or soon after one has failed; its keeper ends those that are left.
+
+    Args:
+        run: The run's folder.
+        ranks: How many there are.
+        port: Where rank 0 listens.
+    """
+    folders = {}
+    for rank in range(ranks):
+        folder = folder_for(run, rank)
+        note_rank(folder, rank, ranks)
+        process = os.fork()
+        if not process:
+            os.environ |= torchrun_variables(rank, ranks, port)
+            with (folder / LOG).open("wb") as log:
+                for stream in (1, 2):
+                    os.dup2(log.fileno(), stream)
+            return folder
+        folders[process] = folder
+    os._exit(_wait_for_ranks(folders))
+
+
+def _wait_for_ranks(folders: dict[int, Path]) -> int:
+    """Waits for the processes of ranks until all have ended, or one has failed; returns the status of the launcher."""
+    first_failure = 0
+    while folders:
+        process, ended = os.waitpid(-1, os.WNOHANG if first_failure else 0)
+        if not process:
+            break
+        folder, status = folders.pop(process), os.waitstatus_to_exitcode(ended)
+        if status and not (folder / ERROR).exists():
+            with contextlib.suppress(OSError):  # on a full disk the rank has noted that itself
+                (folder / ERROR).write_text(explain_status(status) + "\n", encoding="utf-8")
+                os.utime(folder / ERROR, (0, 0))  # others fail because of it, and may have said so before
+        if status and not first_failure:
+            first_failure = status
+            time.sleep(_LINGER)  # one that was killed may be seen to end after those that lose their connections to it
+    return first_failure if first_failure >= 0 else SCRIPT_FAILED
+
+
+def explain_status(status: int) -> str:
+    """Returns why a process ended that has not said so itself; the status of one that a signal ended is negative."""
+    from gaverify.rules.wording import phrase  # imports all rules, and most launchers end well
+
+    if status < 0:
+        # Linux ends a process by signal 9 where memory runs out, and leaves no other message.
+        return phrase("runs.killed", signal=signal_name(-status)) + " (out of memory?)" * (-status == 9)
+    return phrase("runs.left", status=status)
 
 
 def free_port() -> int:

@@ -23,7 +23,7 @@ from gaverify.audit.folders import (
     DISK_FULL,
     ERROR,
     INTERNAL,
-    RANK,
+    LOG,
     RECORDER_FAILED,
     ROOM,
     closing_record_of,
@@ -31,14 +31,16 @@ from gaverify.audit.folders import (
     failed_first,
     folders_of,
     has_all_records,
+    rank_of,
     rank_that_failed,
     ranks_of,
     updates_of,
 )
 from gaverify.audit.job import Job
+from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE, take_away
 from gaverify.audit.request import Request
-from gaverify.children.launching import Kept, last_lines, signal_name, start_command
+from gaverify.children.launching import Kept, last_lines, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Backward, Ending, Step
@@ -52,7 +54,7 @@ _JOB, _DONE = "job.json", "done.json"
 
 @dataclass
 class Child:
-    """The process of one run, or of one rank of it: its job, and how many seconds it took.
+    """The process of one run, which may be a launcher: its job, and how many seconds it took.
 
     `handle` is its process, where it was not made by an earlier audit.
     """
@@ -80,12 +82,12 @@ class Child:
     @property
     def title(self) -> str:
         """What it is, for sentences."""
-        return TITLES[self.job.kind] + (f" (rank {self.job.rank} of {self.job.ranks})" if self.job.ranks > 1 else "")
+        return TITLES[self.job.kind]
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, or its launcher's ranks have all left their records: it may still run then."""
-        return self.status is not None or (bool(self.job.command.launcher) and self.has_all)
+        return self.status is not None or (self.job.is_launched and self.has_all)
 
     @property
     def has_all(self) -> bool:
@@ -118,13 +120,8 @@ class NoView(Exception):
     """No run can be given a view of its own of the files; the message says why. Nothing of the script has run."""
 
 
-def check(child: Child, beside: Sequence[Child] = ()) -> None:
-    """Raises unless the run left a complete record.
-
-    Args:
-        child: The run, or one rank of it.
-        beside: What ran at the same time, its other ranks among them.
-    """
+def check(child: Child) -> None:
+    """Raises unless the run left a complete record."""
     status = child.status
     # A script that fails after its last recorded update has left everything that is compared.
     if child.has_all or (status == 0 and has_all_records(child.folder)):
@@ -133,7 +130,7 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
 
     def read_note(name: str) -> str:
         """Returns the text of a file that one of the run's processes left; empty if none did."""
-        notes = [folder / name for folder in folders_of(child.folder) if (folder / name).exists()]
+        notes = [folder / name for folder in (child.folder, *folders_of(child.folder)) if (folder / name).exists()]
         return notes[0].read_text(encoding="utf-8") if notes else ""
 
     room, fault, refused = read_note(ROOM), read_note(INTERNAL), read_note("refused.json")
@@ -151,51 +148,39 @@ def check(child: Child, beside: Sequence[Child] = ()) -> None:
         name, place = json.loads(refused)
         where = f" ({place[0]}:{place[1]})" if place else ""
         raise ProblemError(phrase("runs.refused", child=child, name=name, where=where))
-    cause, trace = _cause(child, status)
-    early_ends = _describe_early_ends(child, beside)
-    values = {"cause": cause, "left": early_ends, "whole": trace, "output": output_of(child)}
-    raise ProblemError(phrase("runs.failed", child=child, **values).rstrip())
+    folder = failed_first(child.folder) or child.folder
+    cause, trace = _cause(child, folder)
+    rank = f" (rank {rank_of(folder)})" if rank_of(folder) else ""
+    values = {"cause": cause, "left": early_ends(child), "whole": trace, "output": output_of(folder, child)}
+    raise ProblemError(phrase("runs.failed", child=child, rank=rank, **values).rstrip())
 
 
 def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
     # The name may lie in a module that the script imports: only the run can tell that nothing took it.
-    path = child.folder / PLACED
-    taken = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-    missing = [name for name, _ in child.job.command.values if name not in taken]
+    files = [folder / PLACED for folder in folders_of(child.folder)]
+    taken = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in files]
+    missing = [name for name, _ in child.job.command.values if any(name not in names for names in taken)]
     if missing:
         sentences = [explain_unplaced(name, child.job.command.script) for name in missing]
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 
-def _cause(child: Child, status: int | None) -> tuple[str, str]:
-    """Why a run failed, in a line, and the traceback where there is one: that of the process that failed first."""
-    first = failed_first(child.folder)
-    if first is not None:
-        cause, _, trace = (first / ERROR).read_text(encoding="utf-8", errors="replace").partition("\n")
-        said = last_lines(child.folder / "log.txt")[-1:] if not trace else []
-        rank = f"rank {(first / RANK).read_text(encoding='ascii')}: " if (first / RANK).exists() else ""
-        return rank + ": ".join([cause, *said]), trace
-    if child.job.command.launcher:
-        return _of_launcher(child, status), ""
-    assert status is not None
-    if status < 0:
-        # Linux ends a process by signal 9 where memory runs out, and leaves no other message.
-        return phrase("runs.killed", signal=signal_name(-status)) + " (out of memory?)" * (-status == 9), ""
-    return phrase("runs.left", status=status), ""
+def _cause(child: Child, folder: Path) -> tuple[str, str]:
+    """Why a run failed, in a line, and the traceback where there is one.
 
-
-def _describe_early_ends(child: Child, beside: Sequence[Child]) -> str:
-    """Names the ranks that had ended before one failed, which may have waited for them; ends its line."""
+    Args:
+        child: The run.
+        folder: Of its process that failed first; the run's own where none said so.
+    """
+    if (folder / ERROR).exists():
+        cause, newline, trace = (folder / ERROR).read_text(encoding="utf-8", errors="replace").partition("\n")
+        said = _last_output(folder, child)[-1:] if not newline else []
+        return ": ".join([cause, *said]), trace
     if child.job.command.launcher:
-        ended = ended_early(child.folder)
-    else:
-        siblings = [
-            sibling for sibling in beside if child.job.ranks > 1 and sibling.job.ranks > 1 and sibling is not child
-        ]
-        ended = [(sibling.job.rank, updates_of(sibling.folder)) for sibling in siblings if sibling.status == 0]
-    sentences = [phrase("runs.ended-early", rank=rank, made=count, updates=child.job.updates) for rank, count in ended]
-    return "; ".join(sentences) + "\n" if sentences else ""
+        return _of_launcher(child, child.status), ""
+    assert child.status is not None
+    return explain_status(child.status), ""
 
 
 def _of_launcher(child: Child, status: int | None) -> str:
@@ -211,27 +196,35 @@ def _of_launcher(child: Child, status: int | None) -> str:
     return phrase("runs.no-step" if entered or status else "runs.not-entered", word=word, status=status)
 
 
-def progress_so_far(child: Child, children: Sequence[Child]) -> str:
-    """Returns how many updates a run, and the other ranks beside it, had made when it was ended; ends its line."""
+def early_ends(child: Child) -> str:
+    """Names the ranks that came to their end where others did not, which may have waited for them; ends its line."""
+    updates = child.job.updates
+    ended = [(rank, count) for rank, count in ended_early(child.folder) if not updates or count < updates]
+    sentences = [phrase("runs.ended-early", rank=rank, made=count, updates=updates) for rank, count in ended]
+    return "; ".join(sentences) + "\n" if sentences else ""
+
+
+def progress_so_far(child: Child) -> str:
+    """Returns how many updates the processes of a run had made when it was ended; ends its line."""
     if not child.job.updates:
         return ""
-    of = f"of {child.job.updates} updates"
-    if child.job.command.launcher:
-        counts = [count for count in map(updates_of, folders_of(child.folder)) if count]
-        return f"its processes had made {', '.join(map(str, counts)) or 0} {of}\n"
-    if child.job.ranks == 1:
-        return f"it had made {updates_of(child.folder)} {of}\n"
-    sentences = []
-    for sibling in children:
-        if sibling.job.ranks > 1:
-            state = "went on" if sibling.status is None else "had ended"
-            sentences.append(f"rank {sibling.job.rank} {state} with {updates_of(sibling.folder)} {of}")
-    return "; ".join(sentences) + "\n"
+    counts = []
+    for folder in folders_of(child.folder):
+        rank, count = rank_of(folder), updates_of(folder)
+        # Of processes that a launcher of the user's has started, those that make no update may be no ranks.
+        counts += [f"{count} (rank {rank.split()[0]})" if rank else f"{count}"] if rank or count else []
+    who = "its processes" if child.job.has_ranks else "it"
+    return f"{who} had made {', '.join(counts) or 0} of {child.job.updates} updates\n" + early_ends(child)
 
 
-def output_of(child: Child) -> str:
-    """Returns the last lines of what a run printed; empty where it printed nothing."""
-    lines = last_lines(child.folder / "log.txt")
+def _last_output(folder: Path, child: Child) -> list[str]:
+    """Returns the last lines that a process printed; the run's where it has no output of its own, as under torchrun."""
+    return last_lines(folder / LOG) or last_lines(child.folder / LOG)
+
+
+def output_of(folder: Path, child: Child) -> str:
+    """Returns the last lines of what a process of a run printed; empty where it printed nothing."""
+    lines = _last_output(folder, child)
     if not lines:
         return ""
     return "\nthe last lines of its output:\n" + "\n".join(f"    {line}" for line in lines)
@@ -248,7 +241,6 @@ _BOOT = (
     "main({job!r})\n"
 )
 _TICK = 0.05
-_LINGER = 0.5  # seconds: when a rank fails the others lose their connections, and may be seen to fail before it
 _PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
 
 
@@ -277,7 +269,7 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
                 take_away(folder)
     # If one has failed, this function has ended the others: that their records are incomplete says nothing.
     for child in [failed] if failed is not None else children:
-        check(child, children)
+        check(child)
     for child in children:
         child.write()
     return children
@@ -286,11 +278,9 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
 def _start(job: Job) -> Child:
     child = Child(job)
     child.folder.mkdir(parents=True, exist_ok=True)
-    if job.meeting is not None:
-        job.meeting.mkdir(exist_ok=True)
     job.write(child.folder / _JOB)
     code = _BOOT.format(root=_ROOT, job=str(child.folder / _JOB))
-    with (child.folder / "log.txt").open("wb") as log:
+    with (child.folder / LOG).open("wb") as log:
         # No standard input: a script that asks a question would wait for the answer until the timeout.
         child.handle = start_command(
             [sys.executable, "-c", code],
@@ -320,26 +310,16 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
             if child.is_done:
                 open_children.remove(child)
                 if child.status and not child.has_all:
-                    return _first_of(children)
+                    return child
             # The other ranks wait in a collective for the one that failed, and the launcher waits for them.
-            elif child.job.command.launcher and rank_that_failed(child.folder, _PATIENCE):
+            elif rank_that_failed(child.folder, _PATIENCE):
                 return child
             elif child.seconds > timeout:
-                values = {"progress": progress_so_far(child, children), "output": output_of(child)}
+                values = {"progress": progress_so_far(child), "output": output_of(folders_of(child.folder)[0], child)}
                 raise ProblemError(phrase("runs.hung", child=child, timeout=timeout, **values))
         if open_children:
             time.sleep(_TICK)
     return None
-
-
-def _first_of(children: Sequence[Child]) -> Child:
-    """Returns the child that failed first: one that was killed says nothing, and the others fail because of it."""
-    limit = time.monotonic() + _LINGER
-    while time.monotonic() < limit and any(child.status is None for child in children):
-        time.sleep(_TICK)
-    failed = [child for child in children if child.status and not child.has_all]
-    silent = [child for child in failed if not (child.folder / ERROR).exists()]
-    return (silent or sorted(failed, key=lambda child: (child.folder / ERROR).stat().st_mtime_ns))[0]
 
 
 def check_ranks(request: Request, group_sizes: list[int]) -> None:
@@ -404,5 +384,4 @@ def _instead(job: Job, run: RecordedRun, train: str) -> str:
 def _sentence(child: Child, run: RecordedRun, what: str, advice: str) -> str:
     has_exited = run.closing.ending is Ending.EXIT
     how = f"it left with sys.exit({run.closing.exit_code})" if has_exited else "it ran to its end"
-    title = TITLES[child.job.kind]
-    return phrase("runs.no-updates", title=title, what=what, how=how, command=child.command, advice=advice)
+    return phrase("runs.no-updates", title=child.title, what=what, how=how, command=child.command, advice=advice)

@@ -173,6 +173,15 @@ class Request:
             return ()
         return (self.full_launcher or ("python",)) if role == "full" else self.launcher
 
+    def ranks_of(self, role: Role) -> int:
+        """Returns how many ranks gaverify's own launcher starts for the run of a role; 0: it is not used."""
+        if role != "full":
+            return self.ranks or 0
+        # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it. One
+        # that a command of the user's for ranks starts makes its group itself.
+        launched = bool(self.launcher) and self.launcher_of(role) in (self.launcher, self.full_launcher)
+        return int(self.has_ranks and not launched)
+
     def command_of(self, role: Role) -> Command:
         """Returns how the run of a role is started."""
         is_full = role == "full"
@@ -186,6 +195,7 @@ class Request:
             self.full_env if is_full else self.accumulated_env,
             (*self.both_set, *own_values),
             self.seed,
+            self.ranks_of(role),
         )
 
     def check(self) -> None:

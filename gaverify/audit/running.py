@@ -60,7 +60,7 @@ class Runner:
         self.summaries: list[RunSummary] = []
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
-        self.done, self._last = 0, -1  # processes that have ended, and the number of the last run
+        self.done, self._last = 0, -1  # runs that have ended, and the number of the last one
         self._files: Files = "in-place" if self.request.in_place else "view"
 
     def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
@@ -113,8 +113,8 @@ class Runner:
         Args:
             role: Its role.
             changes: What it does otherwise.
-            source: The full-batch run that it follows; if that has ranks, each rank follows one of them, and is given
-                the draws of all.
+            source: The full-batch run that it follows; of one with ranks it follows rank 0, and is given the draws of
+                all.
             updates: Updates to record; None: as many as the audit compares.
             shown_as: How the report calls it.
         """
@@ -129,32 +129,16 @@ class Runner:
         Raises:
             ProblemError: A run failed, or did not train.
         """
-        jobs_of_runs = [self._jobs_of(run) for run in runs]
-        children = iter(self._children(jobs_of_runs))
-        return [
-            self._join([member for _ in jobs for member in self._read_runs(next(children))]) for jobs in jobs_of_runs
-        ]
+        children = self._children([self._job_of(run) for run in runs])
+        return [self._join(self._read_runs(child)) for child in children]
 
-    def _jobs_of(self, run: Run) -> list[Job]:
-        """Returns the jobs of the next run: one for each rank that gaverify starts itself, else one."""
+    def _job_of(self, run: Run) -> Job:
         self._last += 1
-        job = Job(**vars(run), folder=str(self.folder / f"{self._last}-{run.kind}"), files=self._files)
-        ranks = None if run.role == "full" else self.request.ranks
-        if ranks is None:
-            # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it.
-            return [replace(job, world=(0, 1, free_port())) if self._is_alone_beside_ranks(job) else job]
-        port = free_port()
-        return [
-            replace(job, folder=job.folder + (f"-rank-{rank}" if rank else ""), world=(rank, ranks, port))
-            for rank in range(ranks)
-        ]
-
-    def _is_alone_beside_ranks(self, job: Job) -> bool:
-        launchers = filter(None, (self.request.launcher, self.request.full_launcher))
-        return self.request.has_ranks and job.command.launcher not in launchers
+        port = free_port() if run.command.ranks else 0
+        return Job(**vars(run), folder=str(self.folder / f"{self._last}-{run.kind}"), files=self._files, port=port)
 
     def _read_runs(self, child: Child) -> list[RecordedRun]:
-        """Returns what a process recorded, or all ranks of its launcher."""
+        """Returns what the process of a run recorded, or each rank of its launcher."""
         from gaverify.audit.reading import RecordedRun
 
         runs = [RecordedRun(child.job.role, at, child.seconds) for at in ranks_of(child.folder)]
@@ -176,20 +160,20 @@ class Runner:
         check_parameters(runs)
         return RankedRun(runs[0].role, runs[0].folder, max(run.seconds for run in runs), tuple(runs))
 
-    def _children(self, groups: Sequence[list[Job]]) -> list[Child]:
+    def _children(self, jobs: Sequence[Job]) -> list[Child]:
         """Returns the processes of all jobs, which have ended."""
         if self.reuse_records:
-            return [Child.read(Path(job.folder)) for jobs in groups for job in jobs]
+            return [Child.read(Path(job.folder)) for job in jobs]
         # Runs without a private view of files may write into the same folder: one after the other.
         children, at_once = list[Child](), 2 if self._files == "view" else 1
         try:
-            for at in range(0, len(groups), at_once):
-                jobs = [job for jobs in groups[at : at + at_once] for job in jobs]
-                children += run_jobs(jobs, self.request.timeout, lambda what: self.progress(what, self.done, 3))
+            for at in range(0, len(jobs), at_once):
+                side_by_side = jobs[at : at + at_once]
+                children += run_jobs(side_by_side, self.request.timeout, lambda what: self.progress(what, self.done, 3))
             return children
         except NoView:  # this system has none: all runs of the audit are guarded
             self._files = "guard"
-            return self._children([[replace(job, files="guard") for job in jobs] for jobs in groups])
+            return self._children([replace(job, files="guard") for job in jobs])
 
 
 class Trial:

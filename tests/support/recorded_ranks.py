@@ -54,10 +54,8 @@ def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, 
 
     own = folder / f"rank-{rank}"
     own.mkdir()
-    world = (rank, RANKS, 0)
-    job = Job(
-        Command("train.py"), "accumulated", updates + 1, folder=str(own), world=world
-    )  # never made: the process stays
+    # One update more than are made: the process stays.
+    job = Job(Command("train.py", ranks=RANKS), "accumulated", updates + 1, folder=str(own))
     recorder = install_recorder(job, own) if recorded else None
     meter = TrafficMeter()
     with join_group(rank, RANKS, folder / "store"), meter.counting():

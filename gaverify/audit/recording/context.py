@@ -43,7 +43,7 @@ class Assignment(Protocol):
         """Whether several processes may train together in the run."""
 
     @property
-    def counts_traffic(self) -> bool:
+    def is_launched(self) -> bool:
         """Whether its backward passes may reduce gradients, also in a group of one."""
 
     @property

@@ -50,7 +50,7 @@ EVERY_CHANGE = (
     ComputeInFloat32(),
     DisableCompilation(),
 )
-COMMAND = Command("train.py", False, ("--accum", "4"), ("torchrun",), (("A", "1"),), (("K", "4"),), 7)
+COMMAND = Command("train.py", False, ("--accum", "4"), ("torchrun",), (("A", "1"),), (("K", "4"),), 7, 2)
 
 
 def test_no_change_is_forgotten_here() -> None:
@@ -59,7 +59,7 @@ def test_no_change_is_forgotten_here() -> None:
 
 def test_a_process_reads_what_was_planned(tmp_path: Path) -> None:
     run = Run(COMMAND, "accumulated", 2, ("a", "b"), EVERY_CHANGE, "state")
-    job = Job(**vars(run), folder=str(tmp_path), files="guard", world=(1, 2, 29500))
+    job = Job(**vars(run), folder=str(tmp_path), files="guard", port=29500)
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
 
@@ -67,14 +67,6 @@ def test_a_process_reads_what_was_planned(tmp_path: Path) -> None:
 def test_a_later_change_replaces_one_of_its_class() -> None:
     merged = merge_changes([ReplayData("samples", 4), LeadSteps()], [ReplayData("samples", 1)])
     assert merged == (ReplayData("samples", 1), LeadSteps())
-
-
-def test_a_rank_follows_its_own_rank_of_the_full_batch() -> None:
-    sources = {
-        (rank, count): Job(COMMAND, "accumulated", 2, tuple("abc"[:count]), folder="", world=(rank, 4, 0)).source
-        for rank, count in ((2, 3), (3, 3), (2, 1))
-    }
-    assert sources == {(2, 3): Path("c"), (3, 3): Path("a"), (2, 1): Path("a")}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,17 +18,22 @@ from gaverify.audit.folders import (
     INTERNAL,
     RECORDER_FAILED,
     ROOM,
+    SCRIPT_FAILED,
     ended_early,
     failed_first,
     folder_for,
+    folders_of,
     has_all_records,
     note_fault,
+    note_rank,
+    rank_of,
     ranks_of,
 )
 from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, free_port
 from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request
+from gaverify.children.launching import start_command
 from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
 
@@ -112,6 +118,59 @@ def test_the_first_failure_is_found(tmp_path: Path) -> None:
     assert failed_first(tmp_path) == culprit
 
 
+def test_a_rank_that_was_killed_is_named_before_those_that_fail_because_of_it(tmp_path: Path) -> None:
+    job = Job(Command("train.py", ranks=2), "accumulated", 2, folder=str(tmp_path))
+    code = (
+        "import os, pathlib, time\n"
+        "from gaverify.audit.launchers import start_ranks\n"
+        f"folder = start_ranks(pathlib.Path({str(tmp_path)!r}), 2, 29500)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(0.3)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "(folder / 'error.txt').write_text('RuntimeError: connection closed', encoding='utf-8')\n"
+        "os._exit(96)\n"
+    )
+    assert start_command([sys.executable, "-c", code]).wait() == SCRIPT_FAILED
+    with pytest.raises(ProblemError, match=r"accumulated run \(rank 1 of 2\) failed: it was killed by SIGKILL"):
+        check(Child(job))
+
+
+def test_ranks_that_join_no_group_are_waited_for(tmp_path: Path) -> None:
+    """Each of their records says that it is alone."""
+    note_rank(_process(tmp_path, 0, 0, 1), 0, 2)
+    assert has_all_records(tmp_path)
+    note_rank(folder_for(tmp_path, 1), 1, 2)
+    assert not has_all_records(tmp_path)
+
+
+def test_a_rank_that_left_is_named_where_another_failed_without_it(tmp_path: Path) -> None:
+    _process(tmp_path, 1, 1, 2, updates=1)
+    failed = _process(tmp_path, 0, 0, 2, updates=1)
+    assert ended_early(tmp_path) == []
+    (failed / "error.txt").write_text("RuntimeError: connection closed\n", encoding="utf-8")
+    assert ended_early(tmp_path) == [(1, 1)]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ranks are forked")
+def test_the_launcher_of_ranks_ends_soon_after_one_that_failed(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys, time\n"
+        "from gaverify.audit.launchers import start_ranks\n"
+        "folder = start_ranks(pathlib.Path(sys.argv[1]), 3, 29500)\n"
+        "print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], folder.name[0], flush=True)\n"
+        "time.sleep({'0': 0, '1': 0.1, '2': 60}[os.environ['RANK']])\n"
+        "os._exit(7 * (os.environ['RANK'] == '1'))\n"
+    )
+    child = start_command([sys.executable, "-c", code, str(tmp_path)])
+    assert child.wait() == 7
+    folders = folders_of(tmp_path)
+    assert [(folder / "log.txt").read_text(encoding="utf-8") for folder in folders] == [
+        f"{rank} of 3 {rank}\n" for rank in range(3)
+    ]
+    assert [(folder / "error.txt").exists() for folder in folders] == [False, True, False]
+    assert [rank_of(folder) for folder in folders] == [f"{rank} of 3" for rank in range(3)]
+
+
 def test_a_run_without_a_launcher_is_its_own_process(tmp_path: Path) -> None:
     assert ranks_of(tmp_path) == [] and not has_all_records(tmp_path)
     (tmp_path / "meta.json").write_text('{"rank": 1, "ranks": 2, "updates": 2}', encoding="utf-8")
@@ -154,6 +213,23 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Request(script=__file__, full=("--a",), accumulated=("--b",), **options).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "full", "accumulated"),
+    [
+        ({}, 0, 0),
+        ({"ranks": 3}, 1, 3),
+        ({"launcher": ("torchrun",)}, 1, 0),
+        ({"launcher": ("torchrun",), "full_launcher": ("torchrun",)}, 0, 0),
+        ({"launcher": ("python",)}, 0, 0),  # the script makes its group itself
+    ],
+)
+def test_a_full_batch_that_stands_alone_beside_ranks_is_a_group_of_one(
+    options: dict[str, Any], full: int, accumulated: int
+) -> None:
+    request = Request(script=__file__, full=("--a",), accumulated=("--b",), **options)
+    assert (request.ranks_of("full"), request.ranks_of("accumulated")) == (full, accumulated)
 
 
 def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class TrafficListener:
 
     def count(self, _: BackwardCall) -> AbstractContextManager[None]:
         """Surrounds a backward pass."""
-        return self._meter.counting() if self._recording.job.counts_traffic else nullcontext()
+        return self._meter.counting() if self._recording.job.is_launched else nullcontext()
 
     def describe(self, call: BackwardCall) -> None:
         """Describes what a pass that counts has sent."""
