@@ -6,10 +6,11 @@ Shapes: K micro-batches.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gaverify.records.experiment import ControlRun, Count, Operation, WeightFit, are_shares
-from gaverify.thresholds import LOST_SHARE
+from gaverify.thresholds import COMPUTED_FLOAT32, LOST_SHARE, NO_WEIGHT
 
 SCRIPT = "the script's own"
 """The weighting of a training loop."""
@@ -68,6 +69,25 @@ class AccumulationWindow:
     def given_wrong(self) -> bool:
         """Whether weights were given as numbers where the shares of the samples are right: nothing in a model is so."""
         return self.weighting == EXPLICIT and self.fit is not None and are_shares(self.fit.weights, self.sizes)
+
+    def name_shares(
+        self,
+        weights: Sequence[float],
+        rel_tol: float = COMPUTED_FLOAT32,
+        abs_tol: float = NO_WEIGHT,
+        divisors: Sequence[float] = (),
+    ) -> str:
+        """Returns the name of the amounts that weights are the shares of; "" where they are of none that was seen.
+
+        Args:
+            weights: One for each micro-batch.
+            rel_tol: How far a weight may be from its share, relative.
+            abs_tol: How far a weight of about zero may be from zero.
+            divisors: What each loss is divided by, where that is known beside the samples and the targets.
+        """
+        # Samples come first: where every sample has as many targets, the shares of both are the same.
+        amounts = (("samples", self.sizes), ("targets", self.valid_targets), ("counted", divisors))
+        return next((name for name, each in amounts if are_shares(weights, each, rel_tol, abs_tol)), "")
 
     def refit(self, fit: WeightFit | None) -> AccumulationWindow:
         """Returns the same micro-batches with another fit; it finds the weights that a script used as well."""

@@ -11,7 +11,7 @@ from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts
-from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
+from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,13 @@ def constant(values: tuple[float, ...], tolerance: float) -> bool:
 
 def are_near_shares(fitted: Sequence[float], amounts: Sequence[float], tolerance: float) -> bool:
     """Whether weights are the shares of some amounts, as far as a fit can tell."""
+    return are_shares(fitted, amounts, *share_tolerances(len(fitted), tolerance))
+
+
+def share_tolerances(steps: int, tolerance: float) -> tuple[float, float]:
+    """Returns how far each of K fitted weights may be from a share: relative, and absolute for one of about zero."""
     close = weight_tolerance(tolerance)
-    return are_shares(fitted, amounts, close, close / max(len(fitted), 1))
+    return close, close / max(steps, 1)
 
 
 def weight_tolerance(tolerance: float) -> float:
@@ -227,25 +232,27 @@ def find_steps(loop: Record, factor: float) -> int:
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
 
 
-def word_factor_in_loop(factor: float, steps: int, ranks: int, tolerance: float, what: str = "the loss") -> str:
-    """Says what a factor stands for; where as many ranks train as there are micro-batches it may be theirs as well.
+def word_factor(facts: Facts, factor: float, steps: int, *, ranks: int = 1, what: str = "the loss") -> str:
+    """Says what a factor stands for: K, R or B, or a quotient of them; empty where it is none of these.
 
     Args:
-        factor: What the gradient of a training loop is times the full batch's.
+        facts: What was measured.
+        factor: What the accumulated gradient is times the full batch's.
         steps: K; 0 where it is not known.
-        ranks: R.
-        tolerance: How far it was measured apart from what it stands for, relative.
+        ranks: R, where the factor may be of the ranks as well.
         what: What is divided.
     """
-    ranks_equal_steps = (
-        (" = R", ", or a sum over the ranks where their mean was meant") if ranks == steps > 1 else ("", "")
-    )
-    twice = (" = 1/R", ", or over the ranks once more") if ranks == steps > 1 else ("", "")
-    meanings = (
-        (float(steps), f"K{ranks_equal_steps[0]}: {what} is not divided by K{ranks_equal_steps[1]}"),
-        (
-            1 / max(steps, 1),
-            f"1/K{twice[0]}: {what} is divided by K although it needs no division, or twice{twice[1]}",
-        ),
-    )
-    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=tolerance)), "")
+    is_run, size = facts.loop is None, facts.batch_size
+    # A run's K counts the micro-batches of all ranks. A script's are those of one rank, as many as ranks by chance.
+    divided, parts = (steps / ranks, "(K · R)" if ranks > 1 else "K") if is_run else (float(steps), "K")
+    may_be_ranks = not is_run and ranks == steps > 1
+    verb = "was" if is_run else "is"
+    without = f"K{' = R' * may_be_ranks}: {what} {verb} not divided by K"
+    without += ", or a sum over the ranks where their mean was meant" * may_be_ranks
+    often = f"1/{parts}{' = 1/R' * may_be_ranks}: {what} {verb} divided by {parts} although it needs no division, "
+    often += f"or twice{', or over the ranks once more' * may_be_ranks}"
+    meanings = [(divided, without), (1 / max(steps, 1), often)]
+    if is_run:  # how many samples a script's loss is divided by is not known
+        meanings += [(steps / size, "K/B"), (size / steps, "B/K"), (1.0 / size, "1/B"), (float(size), "B")]
+    close = COMPUTED_FLOAT32 if facts.loop is None else facts.loop.tolerance
+    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=close)), "")

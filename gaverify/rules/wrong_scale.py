@@ -25,7 +25,7 @@ from gaverify.rules.scale import (
     find_steps,
     weights_of,
     word_count_place,
-    word_factor_in_loop,
+    word_factor,
 )
 from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
@@ -46,7 +46,7 @@ from gaverify.rules.wrong_shares import (
     find_wrong_shares,
     places,
 )
-from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS
+from gaverify.thresholds import FIT_EXACT, FIT_MAGNIFIES, SAME_NUMBER, THREE_DIGITS
 
 
 @rule("GAV201")
@@ -67,6 +67,8 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * factor.residual)
     right = exact([weight / factor.value for weight in facts.window.used], close)
     trial = read_trial(facts)
+    # a model or loss that communicates by itself may count the ranks in its own way
+    ranks = 1 if facts.ranks is None or facts.ranks.traffic.own.count() else facts.ranks.ranks
     remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
@@ -76,7 +78,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
         factor=factor.value,
-        meaning=_word_factor(facts, factor.value),
+        meaning=word_factor(facts, factor.value, facts.window.steps, ranks=ranks),
         largest=facts.compared.largest,
         counted=word_count_place(facts.window),
         residual=factor.residual,
@@ -102,21 +104,6 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     )
 
 
-def _word_factor(facts: Facts, factor: float) -> str:
-    steps, size = facts.window.steps, facts.batch_size
-    ranks = 1 if facts.ranks is None or facts.ranks.traffic.own.count() else facts.ranks.ranks
-    parts = "(K · R)" if ranks > 1 else "K"
-    meanings = (
-        (steps / ranks, "K: the loss was not divided by K"),
-        (1.0 / steps, f"1/{parts}: the loss was divided by {parts} although it needs no division, or twice"),
-        (steps / size, "K/B"),
-        (size / steps, "B/K"),
-        (1.0 / size, "1/B"),
-        (float(size), "B"),
-    )
-    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), "")
-
-
 def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields findings of the first update of a loop that differs, or of all its micro-batches with steps undone.
 
@@ -131,7 +118,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             yield _finding_of_factor(facts, loop, factor, update.window.steps, update)
         elif factor is None and weights_of(loop) is None:
             findings = list(_judge_some_parameters(facts, loop, update))
-            yield from findings or _judge_terms(loop, update)
+            yield from findings or _judge_terms(facts, loop, update)
         yield from _judge_total(facts, loop)
     elif undone is not None and undone.residual < loop.tolerance and early_windows(loop):
         factor = constant_factor(undone, loop.tolerance)
@@ -163,12 +150,12 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
         total=total,
         where="" if term is None else f" in term {term.number} of {term.count} of the loss",
         meaning=_meaning_beside_skipped(loop, update, total, "the loss" if term is None else "it")
-        or word_factor_in_loop(total, len(shares.weights), 1, loop.tolerance, "the loss" if term is None else "it"),
+        or word_factor(facts, total, len(shares.weights), what="the loss" if term is None else "it"),
         remedy=remedy,
     )
 
 
-def _judge_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
+def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterator[Finding]:
     """Yields a finding per term of a loss with a factor of its own: a penalty that is not divided, say."""
     factors = {term: constant_factor(term.fit, loop.tolerance) for term in loop.controls.terms}
     for term, factor in factors.items():
@@ -184,7 +171,7 @@ def _judge_terms(loop: Record, update: UpdateComparison) -> Iterator[Finding]:
             which="" if term.samples else ", which is the same in every micro-batch,",
             factor=factor.value,
             update=update,
-            meaning=word_factor_in_loop(factor.value, update.window.steps, 1, loop.tolerance, "it"),
+            meaning=word_factor(facts, factor.value, update.window.steps, what="it"),
             others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
             rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
             right=exact([1 / factor.value], loop.tolerance),
@@ -241,8 +228,7 @@ def _finding_of_factor(
         proven=trial.proven,
         what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
         factor=factor,
-        meaning=meaning
-        or word_factor_in_loop(factor, count, facts.ranks.ranks if facts.ranks is not None else 1, loop.tolerance),
+        meaning=meaning or word_factor(facts, factor, count, ranks=facts.ranks.ranks if facts.ranks is not None else 1),
         before=f"{difference(update)}; " if update is not None else "with every step undone, ",
         residual=gradient_factor.residual,
         update=number,

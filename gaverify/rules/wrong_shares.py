@@ -16,7 +16,6 @@ from gaverify.records.experiment import (
     TermKind,
     WeightFit,
     are_ones,
-    are_shares,
     is_constant,
 )
 from gaverify.records.facts import Facts
@@ -25,10 +24,10 @@ from gaverify.rules.controls import beside, in_order
 from gaverify.rules.frameworks import repair_shares
 from gaverify.rules.rule import rule, word_control
 from gaverify.rules.scale import (
-    are_near_shares,
     constant,
     factor_in_loop,
     factor_in_run,
+    share_tolerances,
     weighted_term,
     weights_of,
     word_count_place,
@@ -271,9 +270,10 @@ def _word_doubt(fit: WeightFit) -> str:
 def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     table = words("GAV202")
-    for of, amounts in (("samples", facts.window.sizes), ("targets", facts.window.valid_targets)):
-        if are_shares(fit.weights, amounts):
-            return f"{table['meanings'][of]}: {share_texts(amounts)}", table["remedies"][of]
+    window = facts.window
+    if named := window.name_shares(fit.weights):
+        amounts = window.sizes if named == "samples" else window.valid_targets
+        return f"{table['meanings'][named]}: {share_texts(amounts)}", table["remedies"][named]
     if are_ones(fit.weights, fit.residual):
         return table["meanings"]["sums"], table["remedies"]["sums"]
     return "", table["remedies"]["share"]
@@ -377,8 +377,7 @@ def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: S
     if len(counted) == len(script.weights):
         # What flows into a row is the script's weight over the count, so that the weight is multiplied back.
         counted = tuple(abs(count * weight) for count, weight in zip(counted, script.weights, strict=True))
-    amounts = (("samples", update.window.sizes), ("targets", update.window.valid_targets), ("counted", counted))
-    return next((name for name, each in amounts if are_near_shares(weights, each, tolerance)), "")
+    return update.window.name_shares(weights, *share_tolerances(len(weights), tolerance), counted)
 
 
 def _word_script_weights(script: ScriptWeights) -> str:

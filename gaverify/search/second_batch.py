@@ -18,7 +18,7 @@ import torch
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
 from gaverify.records.accumulation import AccumulationWindow
-from gaverify.records.experiment import Cause, ControlRun, are_ones, are_shares
+from gaverify.records.experiment import Cause, ControlRun, are_ones
 from gaverify.records.facts import Facts
 from gaverify.search import counts, operations, proof, state, weights
 from gaverify.search.bench import Bench
@@ -167,8 +167,7 @@ def _run_weights_repair(second: Bench, weight_facts: AccumulationWindow) -> Cont
         is_conclusive = difference_left > second.rounding and all(map(math.isfinite, plain.micro_losses))
         return ControlRun("with these weights", difference_left, False) if is_conclusive else None
     assert weight_facts.fit is not None
-    words = {"samples": tuple(map(float, weight_facts.sizes)), "tokens": weight_facts.valid_targets}
-    weighting = next((word for word, shares in words.items() if are_shares(weight_facts.fit.weights, shares)), None)
+    weighting = {"samples": "samples", "targets": "tokens"}.get(weight_facts.name_shares(weight_facts.fit.weights))
     if weighting is None and are_ones(weight_facts.fit.weights, weight_facts.fit.residual):
         weighting = "none"
     if weighting is not None:

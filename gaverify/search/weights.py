@@ -12,7 +12,7 @@ import torch
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.accumulation import AccumulationWindow
-from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, is_constant
 from gaverify.records.facts import Facts, Repeatability, State
 from gaverify.search.bench import Bench
 from gaverify.search.counts import find_terms_beside_constants
@@ -110,8 +110,7 @@ def is_meaningful(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
 def has_meaning(weights: AccumulationWindow, fit: WeightFit) -> bool:
     """Whether fitted weights are shares of samples or valid targets, all 1, or one factor of those that are used."""
     factor = [c / w for c, w in zip(fit.weights, weights.used, strict=True) if w]
-    shares = [weights.valid_targets, tuple(map(float, weights.sizes))]
-    is_share = any(are_shares(fit.weights, share) for share in shares if share)
+    is_share = bool(weights.name_shares(fit.weights))
     return is_share or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
 
 

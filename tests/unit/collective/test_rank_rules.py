@@ -23,6 +23,7 @@ from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Ledger, Step
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
+from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
 from gaverify.records.windows import windows_of
 from gaverify.rules import (
@@ -38,7 +39,7 @@ from gaverify.rules import (
     synchronised_every_micro_batch,
     wrong_rank_scale,
 )
-from gaverify.rules.scale import word_factor_in_loop
+from gaverify.rules.scale import word_factor
 from gaverify.rules.wording import shares
 from gaverify.thresholds import U32
 from gaverify.verdict.criteria import Difference
@@ -151,11 +152,11 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
     ],
 )
 def test_readings_of_a_factor(factor: float, steps: int, ranks: int, text: str) -> None:
-    assert word_factor_in_loop(factor, steps, ranks, 1e-4) == text
+    assert word_factor(facts_of_loop(Record((), Ledger((), ()))), factor, steps, ranks=ranks) == text
 
 
 def test_a_factor_below_one_has_both_readings_as_well() -> None:
-    assert "1/K = 1/R" in word_factor_in_loop(0.5, 2, 2, 1e-4)
+    assert "1/K = 1/R" in word_factor(facts_of_loop(Record((), Ledger((), ()))), 0.5, 2, ranks=2)
 
 
 LOOP_RULES = (
