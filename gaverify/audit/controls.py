@@ -187,7 +187,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
 def control_inner_steps(trial: Trial, record: Record) -> Record:
     """Undoes every step, if the accumulated run steps inside the window, and fits the gradients of micro-batches."""
     first = record.first
-    steps = record.expected(first) if first is not None else None
+    steps = record.expected_passes(first) if first is not None else None
     # A window that has all its backward passes was not cut by an early step.
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_UNDONE:
         return record

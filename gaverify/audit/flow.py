@@ -105,7 +105,7 @@ def micro_batches_per_batch(record: Record) -> int:
     full_backwards = next(
         (window.backwards for window in record.full_windows if first and window.number == first.number), 0
     )
-    steps = (record.expected(first) or 0) if first is not None else 0
+    steps = (record.expected_passes(first) or 0) if first is not None else 0
     return steps // full_backwards if full_backwards and steps % full_backwards == 0 else 0
 
 

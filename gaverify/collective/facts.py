@@ -354,14 +354,16 @@ def weights_of_strategy(
     used, right = (tuple(map(operator.mul, each, weights)) for weights in (fit.used, fit.weights))
     weights = replace(single, used=used, weighting=SCRIPT, counts=(), place=None)
     as_one = all(math.isclose(count * weight, 1.0, rel_tol=max(rounding, COMPUTED_FLOAT32)) for weight in fit.used)
-    if as_one or (fit.residual > rounding and not weights.lost):
+    if as_one or (fit.residual > rounding and not weights.lost_micro_batches):
         return single
     fit = replace(fit, used=used, weights=right)
     what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, measurement.full.gradients
     factors = (
-        [float(k not in weights.lost) for k in range(measurement.experiment.steps)] if weights.lost else fit.multipliers
+        [float(k not in weights.lost_micro_batches) for k in range(measurement.experiment.steps)]
+        if weights.lost_micro_batches
+        else fit.multipliers
     )
-    if weights.lost:
+    if weights.lost_micro_batches:
         what, kind, wanted = "their losses taken as zero", ControlKind.LOST, measurement.accumulated.gradients
     reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(measurement.experiment)))
     repaired, _ = reweighted.window(measurement.experiment, measurement.full)

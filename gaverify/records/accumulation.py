@@ -55,12 +55,12 @@ class AccumulationWindow:
     """For each backward pass, the factors of each number that its loss was made from, outermost first."""
 
     @property
-    def blamed(self) -> bool:
+    def has_wrong_weights(self) -> bool:
         """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
         return self.remedy is not None or bool(self.failure)
 
     @property
-    def lost(self) -> tuple[int, ...]:
+    def lost_micro_batches(self) -> tuple[int, ...]:
         """The micro-batches of a strategy that never reach its gradient."""
         largest = max(map(abs, self.used), default=0.0)
         return tuple(k for k, w in enumerate(self.used) if self.weighting == SCRIPT and abs(w) < LOST_SHARE * largest)

@@ -159,14 +159,14 @@ class UpdateComparison:
 
 @dataclass(frozen=True)
 class Overwritten:
-    """A control in which gradients were cleared before every backward pass, and the step used the same ones.
+    """A control in which gradients were cleared before every backward pass, and the step used the same ones."""
 
-    `left`: how far they were apart, relative. File and line are those that write them, where they are known.
-    """
-
-    left: float
+    difference_left: float
+    """Relative difference of both steps' gradients."""
     file: str | None = None
+    """File of the line that sets the gradients; None where not known."""
     line: int | None = None
+    """That line."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Record:
         """The first window."""
         return self.complete[0] if self.complete else None
 
-    def expected(self, window: Window | None) -> int | None:
+    def expected_passes(self, window: Window | None) -> int | None:
         """How many backward passes the window should have, as far as it is known.
 
         The user's K; else as many as feed the rows that the full-batch run used for this update.

@@ -66,7 +66,7 @@ class Window:
         """Rows of all its forwards."""
         return sum(forward.rows or 0 for forward in self.of(Forward))
 
-    def reached(self) -> tuple[Forward, ...]:
+    def reached_forwards(self) -> tuple[Forward, ...]:
         """The forwards that its backward passes reach."""
         numbers = {number for backward in self.of(Backward) for number in backward.forwards or ()}
         return tuple(forward for forward in self.of(Forward) if forward.number in numbers)
@@ -76,12 +76,12 @@ class Window:
         """Rows of the forwards that a backward pass reached; None where that was not seen."""
         if any(backward.forwards is None for backward in self.of(Backward)):
             return None
-        return sum(forward.rows or 0 for forward in self.reached())
+        return sum(forward.rows or 0 for forward in self.reached_forwards())
 
     @property
     def dropped_positions(self) -> tuple[int, ...]:
         """The positions of forwards that no backward pass reached, where others were reached."""
-        reached = self.reached()
+        reached = self.reached_forwards()
         return tuple(at for at, event in enumerate(self.of(Forward)) if event not in reached) if reached else ()
 
     @property

@@ -117,7 +117,7 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     """
     causes = facts.forward.causes
     order = (None, *causes) if facts.weights_first else (*causes, None)
-    total = len(causes) + facts.window.blamed
+    total = len(causes) + facts.window.has_wrong_weights
     return f"repair {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
 
 
@@ -138,7 +138,7 @@ def beside(facts: Facts) -> str:
 def several(facts: Facts) -> bool:
     """Whether more than one cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
-    weights = facts.window.blamed
+    weights = facts.window.has_wrong_weights
     return len(facts.forward.causes) + state + weights + (facts.draws.alone > 0) > 1
 
 

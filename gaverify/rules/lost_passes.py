@@ -85,7 +85,7 @@ def _is_tail(loop: Record, loss: LostPasses) -> bool:
     pass_counts = Counter(window.backwards for window in loop.complete if window.number not in lost)
     if loop.steps is not None:
         pass_counts[loop.steps] += len(loop.windows) + 1
-    wanted = pass_counts.most_common(1)[0][0] if pass_counts else loop.expected(loop.window_of(loss.window))
+    wanted = pass_counts.most_common(1)[0][0] if pass_counts else loop.expected_passes(loop.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
 
 
@@ -130,7 +130,9 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     if setting is not None:
         # each backward pass writes its gradients over those of the passes before it
         location = line_of(setting.file, setting.line)
-        yield word_finding("GAV603.set", location=location, proven=True, update=loop.divergent, left=setting.left)
+        yield word_finding(
+            "GAV603.set", location=location, proven=True, update=loop.divergent, left=setting.difference_left
+        )
         return
     losses = cleared_inside(loop)
     if not losses:
@@ -150,7 +152,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
 def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
     """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
     weights, run = facts.window, facts.window.remedy
-    if not weights.lost or run is None or not facts.compared.divergent:
+    if not weights.lost_micro_batches or run is None or not facts.compared.divergent:
         return
     yield word_finding(
         "GAV603.strategy",
@@ -158,10 +160,10 @@ def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
             "micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"
         ),
         proven=run.rounding,
-        lost=weights.lost,
-        count=len(weights.lost),
+        lost=weights.lost_micro_batches,
+        count=len(weights.lost_micro_batches),
         steps=facts.window.steps,
-        which=join_texts([str(k + 1) for k in weights.lost], 6),
+        which=join_texts([str(k + 1) for k in weights.lost_micro_batches], 6),
         largest=facts.compared.largest,
     )
 

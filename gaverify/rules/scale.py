@@ -79,8 +79,8 @@ def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
 
 def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches should have other weights."""
-    found = fitted_weights_of(loop)
-    return None if found is None or contradict_losses(loop, found[0]) else found
+    update_and_fit = fitted_weights_of(loop)
+    return None if update_and_fit is None or contradict_losses(loop, update_and_fit[0]) else update_and_fit
 
 
 def fitted_weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
@@ -190,7 +190,7 @@ def factor_in_run(facts: Facts) -> GradientFactor | None:
     if facts.window.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
         factor = _factor_of_counts(facts.window)
         return None if factor is None else GradientFactor(factor, math.inf if fit is None else fit.residual)
-    if fit is not None and facts.window.blamed:
+    if fit is not None and facts.window.has_wrong_weights:
         ratios = [w / c for w, c in zip(facts.window.used, fit.weights, strict=True) if c]
         is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
         if is_one_factor and not is_constant(

@@ -57,7 +57,7 @@ def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
     forwards = window.of(Forward)
     if 0 < len(window.dropped_positions) < len(forwards):
         return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
-    count = loop.expected(window)
+    count = loop.expected_passes(window)
     missing = update.data.missing if update.data.adds_nothing else update.never_fed
     if not missing or count is None or not len(forwards) < count:
         return None
@@ -102,7 +102,7 @@ def missed_boundaries(loop: Record) -> list[MissedBoundary]:
             continue
         last = forwards[steps - 1] if steps - 1 in window.dropped_positions else None
         if update is None:  # calls alone: a validation that may be differentiated stands at another line
-            places = {event.place for event in window.reached()}
+            places = {event.place for event in window.reached_forwards()}
             if last is not None and last.place in places:
                 boundaries.append(MissedBoundary(window, steps, last))
         elif update.fed is not None and update.fed.accumulated > update.fed.full:

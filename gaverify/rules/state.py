@@ -253,7 +253,7 @@ def _first(places: Iterable[tuple[str, int] | None]) -> Location | None:
 def has_other_cause(facts: Facts) -> bool:
     """Whether another cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
-    return bool(facts.forward.causes) or facts.window.blamed or state
+    return bool(facts.forward.causes) or facts.window.has_wrong_weights or state
 
 
 @rule("GAV303")

@@ -67,7 +67,7 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
         skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
     expected_passes = [
-        (window, loop.expected(window)) for window in loop.complete if window.number not in turns | skipping
+        (window, loop.expected_passes(window)) for window in loop.complete if window.number not in turns | skipping
     ]
     # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
     fed = {window.number: window.backwards + len(window.dropped_positions) for window in loop.complete}
@@ -77,7 +77,7 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     if early and is_meant(loop, early):
         return _without_tails(loop, early)
     first, usual = loop.first, loop.usual(loop.first)
-    if first is not None and loop.expected(first) is None and first.backwards == 1 < usual:
+    if first is not None and loop.expected_passes(first) is None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
 
@@ -91,7 +91,7 @@ def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
     if any(len(group) > 1 for group in clearing_groups(loop.full_windows)):
         return []
     steps = []
-    wanted = next(filter(None, map(loop.expected, loop.complete)), None)
+    wanted = next(filter(None, map(loop.expected_passes, loop.complete)), None)
     for group in clearing_groups(loop.complete):
         total = sum(window.backwards for window in group)
         ones = wanted is None and all(window.backwards == 1 for window in group)
@@ -118,7 +118,7 @@ def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
 def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
     """Leaves out short windows at the end of an epoch: the ones before them were whole."""
     first = loop.first
-    if loop.full_windows or first is None or first.backwards < (loop.expected(first) or 0):
+    if loop.full_windows or first is None or first.backwards < (loop.expected_passes(first) or 0):
         return early
     return [(window, wanted) for window, wanted in early if wanted == 1]
 

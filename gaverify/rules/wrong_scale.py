@@ -212,9 +212,9 @@ def _finding_of_factor(
         of_update = "" if moving is None else f"in update {number} "
         remedy = f"{repair} ({of_update}as good as a loss times {right}{trial.tested})"
     elif moving is not None:
-        later, other = moving
+        later, later_factor = moving
         remedy = "divide by what the whole window counts: no constant repairs "
-        remedy += f"{factor:.4g} in update {number} and {other:.4g} in update {later.number}"
+        remedy += f"{factor:.4g} in update {number} and {later_factor:.4g} in update {later.number}"
     else:
         remedy += trial.tested
     meaning = ""
@@ -238,13 +238,14 @@ def _finding_of_factor(
 
 def _other_factor(loop: Record, update: UpdateComparison, factor: float) -> tuple[UpdateComparison, float] | None:
     """Returns an update of as many passes with another factor, and that factor; None where all have the same."""
-    for other in loop.updates:
-        if not other.judged or other.window.steps != update.window.steps or find_skipped(loop, other) is not None:
+    for later in loop.updates:
+        # windows of other lengths, or with skipped micro-batches, have other factors for a reason of their own
+        if not later.judged or later.window.steps != update.window.steps or find_skipped(loop, later) is not None:
             continue
-        agrees = other.outcome is Outcome.EQUIVALENT
-        other_factor = GradientFactor(1.0, 0.0) if agrees else factor_in_loop(loop, other)
-        if other_factor is not None and not math.isclose(other_factor.value, factor, rel_tol=loop.tolerance):
-            return other, other_factor.value
+        agrees = later.outcome is Outcome.EQUIVALENT
+        later_factor = GradientFactor(1.0, 0.0) if agrees else factor_in_loop(loop, later)
+        if later_factor is not None and not math.isclose(later_factor.value, factor, rel_tol=loop.tolerance):
+            return later, later_factor.value
     return None
 
 

@@ -116,7 +116,7 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
         skipped = find_skipped(loop, update)
         if update.data.is_comparable or skipped is None or update.number in joined:
             continue
-        window, steps = skipped.window, loop.expected(skipped.window)
+        window, steps = skipped.window, loop.expected_passes(skipped.window)
         if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
             yield word_finding(
                 "GAV203.dropped-beside" if skipped.positions else "GAV203.unfed",
@@ -185,7 +185,12 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if counts and run is not None and factor_in_run(facts) is None:
         yield _finding_of_counts(facts, facts.window.counts, run)
         return
-    if fit is None or not facts.window.blamed or facts.window.lost or factor_in_run(facts) is not None:
+    if (
+        fit is None
+        or not facts.window.has_wrong_weights
+        or facts.window.lost_micro_batches
+        or factor_in_run(facts) is not None
+    ):
         return
     meaning, remedy = _word_shares(facts, fit)
     trial = read_trial(facts)

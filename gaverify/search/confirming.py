@@ -82,7 +82,7 @@ def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
     controls: list[tuple[ControlRun | None, _Confirm]] = [
         (cause.control, _confirm_cause) for cause in part_facts.forward.causes
     ]
-    if part_facts.window.blamed:
+    if part_facts.window.has_wrong_weights:
         controls.append((part_facts.window.remedy, _confirm_weights))
     if part_facts.state is not None and part_facts.state.blamed:
         controls.append((part_facts.state.control, _confirm_state))
@@ -99,7 +99,7 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
     shares = reference.shares
-    if shares is None and part_facts.window.blamed:
+    if shares is None and part_facts.window.has_wrong_weights:
         shares = bench.sketch_micro_batches(reference.full, target=reference.gradient)[0]
     bench = replace(bench, reference=replace(reference, shares=shares))
     changes = State(part_facts.state.changes) if part_facts.state is not None else None

@@ -123,14 +123,14 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
 
 def _is_settled(facts: Facts) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    explained_by_weights = facts.window.blamed and not facts.weights_first
+    explained_by_weights = facts.window.has_wrong_weights and not facts.weights_first
     return facts.cleared or explained_by_weights or not facts.repeats_itself
 
 
 def _needs_repeats(facts: Facts) -> bool:
     """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
     unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
-    return bool(facts.forward.causes) or facts.window.blamed or unnamed or facts.backward.place is not None
+    return bool(facts.forward.causes) or facts.window.has_wrong_weights or unnamed or facts.backward.place is not None
 
 
 def collect_facts(measurement: Measurement, decision: Decision) -> Facts:

@@ -46,7 +46,7 @@ def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
             their own are tried on batches that are drawn anew.
     """
     weight_facts, causes, state_facts = facts.window, facts.forward.causes, facts.state
-    cause_count = len(causes) + weight_facts.blamed + (state_facts is not None and bool(state_facts.blamed))
+    cause_count = len(causes) + weight_facts.has_wrong_weights + (state_facts is not None and bool(state_facts.blamed))
     if not facts.cleared or facts.draws.control is not None or cause_count != 1:
         return facts
     if in_part and (weight_facts.remedy is None or _has_meaning(weight_facts)):
@@ -133,7 +133,7 @@ def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     if weights.choose_fit(second_bench, facts, fit) is not None:
         return None
     facts = operations.ask(second_bench, facts)
-    is_only_cause = facts.cleared and not facts.window.blamed and len(facts.forward.causes) == 1
+    is_only_cause = facts.cleared and not facts.window.has_wrong_weights and len(facts.forward.causes) == 1
     return facts.forward.causes[0] if is_only_cause else None
 
 

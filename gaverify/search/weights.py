@@ -78,7 +78,7 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
     weight_facts = facts.window
     # beside operations that couple samples no result adds up, and weights that the user gave are at no line of the loss
     if (
-        not weight_facts.blamed
+        not weight_facts.has_wrong_weights
         or weight_facts.fit is None
         or not facts.cleared
         or facts.forward.causes
