@@ -50,6 +50,7 @@ class RowCheck:
     @property
     def missing(self) -> int:
         """The rows of the full batch that the accumulated run was not fed."""
+        # Rows beyond the full batch's number differ as well, but none of them is missing.
         return self.differing - max(self.accumulated - self.full, 0)
 
     @property
@@ -149,6 +150,7 @@ class UpdateComparison:
     def norm_ratio(self) -> float:
         """‖accumulated‖ / ‖full‖ over all parameters together."""
         ratio = relative_total((row.accumulated_norm, row.reference_norm) for row in self.parameters)
+        # A full batch whose gradient is zero has no ratio.
         return ratio if math.isfinite(ratio) else math.nan
 
     @property
@@ -256,6 +258,7 @@ class Record:
     @property
     def tolerance(self) -> float:
         """Below this a fit's residual is rounding, and two weights are the same."""
+        # The noise of a run that does not repeat itself is no rounding: as a tolerance it would hide every fault.
         noise = max((update.noise for update in self.updates if not update.unrepeatable), default=FEW_UNITS * self.unit)
         return max(COMPUTED_FLOAT32, 4 * noise)
 

@@ -207,6 +207,7 @@ class Facts:
     @property
     def weights_first(self) -> bool:
         """Whether other weights leave next to nothing of the difference, though more than rounding: named first."""
+        # Empty in an audit: each of its controls runs alone, and sets no order of repairs.
         run = self.window.remedy
         return run is not None and not run.rounding and run.left <= SMALL_PART * self.compared.total
 
@@ -246,9 +247,11 @@ def facts_of_loop(loop: Record) -> Facts:
     if update is not None:
         rows = update.parameters if update.judged else ()
         compared, window = Compared(rows, Method.NOISE_FLOOR, update=update.number), update.window
+    # Buffers of later updates start from values that differ already.
     first_drift = next((candidate for candidate in loop.updates if candidate.judged and candidate.step.drifted), None)
     buffers = Buffers()
     if first_drift is not None:
+        # An audit compares them with the rounding of their type and keeps no difference.
         buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
     state = loop.controls.state
     controls = [cause.control for cause in loop.controls.coupling if cause.control is not None]

@@ -28,6 +28,7 @@ def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | N
     """Returns the factor of an update whose accumulated gradient is c ≠ 1 times the full batch's, to rounding."""
     if not update.judged or not _differs(update) or update.window.fit is None or _of_one_rank(loop, update.window.fit):
         return None
+    # Not as in `factor_in_run`: this fit found the weights in use as well, to the noise of the script's own runs.
     return None if contradict_losses(loop, update) else constant_factor(update.window.fit, loop.tolerance)
 
 
@@ -50,6 +51,7 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
         return None
     for factor in (float(update.window.steps), 1 / update.window.steps):
+        # Without a parameter that agrees, this is one factor for the whole gradient.
         if agree and all(_is_times(row, factor, loop.tolerance) for row in rows):
             return factor, rows
     return None
@@ -67,6 +69,7 @@ def _differs(update: UpdateComparison) -> bool:
 
 def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
     """Returns c ≠ 1 where used = c · full, or where every micro-batch is short of its right weight by the same c."""
+    # The whole gradient tells first: its factor needs no weights, which equal micro-batches leave undetermined.
     factor = GradientFactor(fit.factor, fit.factor_residual)
     if fit.factor_residual > tolerance:
         if fit.residual > tolerance or not constant(fit.multipliers, tolerance):
@@ -187,10 +190,12 @@ def factor_in_run(facts: Facts) -> GradientFactor | None:
     exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
     fit = facts.window.fit
+    # Counts tell where fitted weights do not explain everything.
     if facts.window.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
         factor = _factor_of_counts(facts.window)
         return None if factor is None else GradientFactor(factor, math.inf if fit is None else fit.residual)
     if fit is not None and facts.window.has_wrong_weights:
+        # Not `fit.used`: a search may have fitted with other weights in use than those of the run.
         ratios = [w / c for w, c in zip(facts.window.used, fit.weights, strict=True) if c]
         is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
         if is_one_factor and not is_constant(

@@ -77,6 +77,7 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
     is_explained = loop is None and (facts.cleared or facts.weights_first)
     return WeightsTrial(
         run,
+        # The names under which documents show this evidence are public.
         probe="micro-batch-weights" if loop is None else "control",
         result=_word_result(facts, run, means=means),
         proven=means and (run.rounding or (facts.weights_first and facts.cleared)),

@@ -62,8 +62,10 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         )
         return
     factor = factor_in_run(facts)
+    # A factor that is 1 to what it leaves over is none.
     if factor is None or abs(factor.value - 1) < max(SAME_NUMBER, factor.residual):
         return
+    # Counts were read as they are; the weights of a fit are less exact than what it leaves over.
     close = FIT_EXACT if counts else max(FIT_EXACT, FIT_MAGNIFIES * factor.residual)
     right = exact([weight / factor.value for weight in facts.window.used], close)
     trial = read_trial(facts)
@@ -114,7 +116,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     if update is not None:
         factor = factor_in_loop(loop, update)
-        if factor is not None and short_by(loop, update) is None:
+        if factor is not None and short_by(loop, update) is None:  # GAV605 tells of a window that is short
             yield _finding_of_factor(facts, loop, factor, update.window.steps, update)
         elif factor is None and weights_of(loop) is None:
             findings = list(_judge_some_parameters(facts, loop, update))

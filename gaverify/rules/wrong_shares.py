@@ -162,6 +162,7 @@ def explains_weights(facts: Facts) -> bool:
     empty, fit, loop = empty_micro_batches(facts), facts.window.fit, facts.loop
     if not empty or fit is None:
         return False
+    # A recipe's own weights are known. Those of a script may lack their division by K, which GAV201 has to tell.
     if loop is None:
         return is_constant([c for k, c in enumerate(fit.weights) if k not in empty], fit.residual)
     counts = facts.window.valid_targets
@@ -185,6 +186,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if counts and run is not None and factor_in_run(facts) is None:
         yield _finding_of_counts(facts, facts.window.counts, run)
         return
+    # GAV603 tells of micro-batches that never reach the gradient, GAV201 of one factor for all of them.
     if (
         fit is None
         or not facts.window.has_wrong_weights
@@ -316,6 +318,7 @@ def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
     loop_weights, term, update = weights_of(loop), weighted_term(loop), loop.divergent
     if update is None or factor_in_loop(loop, update) is not None or explains_weights(facts):
         return None
+    # Weights of the whole loss say more than those of one of its terms.
     if loop_weights is not None:
         (update, fit), term = loop_weights, None
     elif term is not None:
@@ -327,6 +330,7 @@ def find_wrong_shares(facts: Facts, loop: Record) -> WrongShares | None:
     if script is None:
         return WrongShares(update, fit, term, multipliers, None, multipliers, "")
     weights = script.right_weights(multipliers)
+    # A fit leaves rounding where a micro-batch has no right to any weight.
     weights = tuple(0.0 if abs(weight) < loop.tolerance else weight for weight in weights)
     named = _name_shares(update, weights, script, loop.tolerance)
     return WrongShares(update, fit, term, multipliers, script, weights, named)
