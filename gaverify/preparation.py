@@ -79,14 +79,13 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
     """Returns what a verification is asked to do.
 
     Args:
-        given: `ranks`, and the fields of `Settings` as `verify` and specs have them; `steps` are those of one rank.
+        given: The fields of `Settings` as `verify` and specs have them, with the steps of one rank; a spec's `ranks`.
 
     Raises:
         ProblemError: A word is unknown, or options contradict each other.
     """
     words = {entry.name: given[entry.name] for entry in fields(Settings)}
-    words["steps"] *= given["ranks"] or 1
-    check_weighting(words["weighting"], words["steps"])
+    check_weighting(words["weighting"], words["steps"] * (given.get("ranks") or 1))
     for name in ("mode", "strategy", "reference"):
         kind = OPTIONS[name].kind
         if not kind.fits(words[name]) and (name, words[name]) != ("mode", None):

@@ -211,6 +211,25 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(shape), tuple(offset)
 
 
+def distribute(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """Returns a tensor, which every rank holds whole, cut as the `DTensor` `like` is. Every rank has to call it."""
+    try:
+        from torch.distributed.tensor import distribute_tensor
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import distribute_tensor  # type: ignore
+    return distribute_tensor(tensor, like.device_mesh, like.placements)  # type: ignore[no-any-return]
+
+
+def gather(tensor: Any) -> torch.Tensor:
+    """Returns the whole tensor of a `DTensor`. Every rank has to call it."""
+    return tensor.full_tensor()  # type: ignore[no-any-return]
+
+
+def set_default_group(group: Any) -> None:
+    """Makes a group the one that collectives without a `group` use, and whose size `get_world_size` returns."""
+    torch.distributed.distributed_c10d._update_default_pg(group)
+
+
 def rebuild_reducer(module: nn.parallel.DistributedDataParallel, *, with_hooks: bool) -> None:
     """Gives a DistributedDataParallel module a new reducer.
 

@@ -16,6 +16,7 @@ report     `findings_for`: rules turn what was measured into findings; `--trace`
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,9 @@ from torch import nn
 
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
+from gaverify.launched import read_launcher
 from gaverify.loading.texts import guessed_parts
-from gaverify.passes.devices import resolve_device
+from gaverify.passes.devices import available_devices, resolve_device
 from gaverify.passes.experiment import Experiment, TimeUp
 from gaverify.passes.problem import Loss, Problem, Split
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
@@ -46,10 +48,13 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 from gaverify.verdict.tracing import trace_passes
 
 if TYPE_CHECKING:
-    from gaverify.collective.processes import Ranks
-    from gaverify.origins import LoadedAfresh
+    from gaverify.collective.membership import Member
+    from gaverify.collective.verifying import Asked
     from gaverify.passes.gradients import Strategy
     from gaverify.spec import Spec
+
+
+TellEnd = Callable[[str], None]
 
 
 def verify(
@@ -78,7 +83,6 @@ def verify(
     exact: bool = False,
     reference: str | Reference = Reference.FULL,
     name: str | None = None,
-    ranks: int | None = None,
     engine: str | Engine = Engine.DDP,
     timeout: float | None = None,
     progress: Progress | None = None,
@@ -93,7 +97,7 @@ def verify(
         steps: K, 1 to B.
         weighting: The recipe under test: "uniform" (1/K), "samples" (n_k/N), "tokens" (shares of valid targets),
             "none", K numbers, or a function `f(micro_batch)` or `f(micro_batch, batch)` that returns the loss's factor.
-            Of `ranks` each loss counts R times that, because the engine averages; under "none" it stays as it is.
+            Under a launcher each loss counts R times that, because the engine averages; under "none" it stays as it is.
         device: "cpu", "cuda", "cuda:1", "mps", "auto"; None: where the model is.
         dtype: "float32", "float64", "bfloat16", "float16" or a torch dtype; None: the model's own.
         seed: Seeds all generators before the full-batch pass.
@@ -115,10 +119,8 @@ def verify(
         reference: How the full batch is run: "full"; "offload", its activations on the host; "auto", the first of
             these that fits into memory.
         name: How reports call the model.
-        ranks: R, 2 or more: K micro-batches on each of R ranks, processes on this machine, against one full batch.
-            Where there is an accelerator they are fresh ones, for which model, loss and batch are pickled.
-        engine: "ddp" or "fsdp2", for `ranks`.
-        timeout: Seconds that a window on the ranks may take, with the start of fresh ones; None waits for ever.
+        engine: "ddp" or "fsdp2": what a plain model is put under where a launcher has started several ranks.
+        timeout: Seconds that one rank of a launcher waits for another; None: torch's own limit.
         progress: Called as `progress(description, done, total)` when something begins; `total` is 0 where nobody
             knows it.
 
@@ -132,81 +134,76 @@ def verify(
     arguments = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
     problem = problem_of(model, loss, batch, split, batch_size, name)
     settings = settings_of(arguments)
-    own_strategy = None if isinstance(strategy, str) else strategy
-    return _on_ranks_or_alone(problem, settings, ranks, engine, timeout, own_strategy, None, progress)
+    with membership(timeout) as member:
+        if member is not None:
+            asked = _ask_ranks(problem, settings, engine, None if isinstance(strategy, str) else strategy)
+            return _verify_together(member, asked, progress)
+    if not isinstance(strategy, str):
+        raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
+    return _verify_here(problem, settings, progress)
 
 
 def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
-    """Builds the problem of a spec and verifies it."""
-    problem = problem_of_spec(spec)
-    verdict = _on_ranks_or_alone(
-        problem, settings_of(vars(spec)), spec.ranks, spec.engine, spec.timeout, None, spec, progress
-    )
+    """Builds the problem of a spec and verifies it: here, by all ranks of a launcher, or by ranks that this starts."""
+    verdict = _start_ranks(spec, progress) if spec.ranks is not None else _verify_loaded(spec, progress)
     # after the run, as a module is found by its name only once it is imported
     run = replace(verdict.run, guesses=guessed_parts(spec.model))
     return replace(verdict, spec=spec.to_dict(), run=run)
 
 
-def _on_ranks_or_alone(
-    problem: Problem,
-    settings: Settings,
-    ranks: int | None,
-    engine: str | Engine,
-    timeout: float | None,
-    strategy: Strategy | None,
-    spec: Spec | None,
-    progress: Progress | None,
-) -> Verdict:
-    """Verifies with all ranks of a launcher, each of which returns rank 0's verdict, or here, or in a coordinator.
-
-    The coordinator of ranks is forked, or fresh where no fork can use the device.
-    """
-    started = time.perf_counter()
-    with membership(timeout) as member:
+def _verify_loaded(spec: Spec, progress: Progress | None, tell_end: TellEnd | None = None) -> Verdict:
+    """Verifies a spec in this process, alone or as one of the ranks that a launcher has started."""
+    problem, settings = problem_of_spec(spec), settings_of(vars(spec))
+    with membership(spec.timeout, tell_end) as member:
         if member is not None:
-            from gaverify.collective.engines import engine_of_word
-            from gaverify.collective.verifying import Asked, verify_together
-
-            with member.together():
-                if ranks is not None:
-                    raise ProblemError(f"a launcher has started {member.count} ranks already: leave `ranks` out")
-                asked = Asked(problem, settings, engine_of_word(engine), strategy, fresh=spec is not None)
-                return verify_together(asked, member, progress, partial(_make_verdict, settings, started))
-    if strategy is not None:
-        raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
-    if ranks is None:
-        return _verify_here(problem, settings, None, progress)
-    from gaverify.collective.launching import run_in_process
-    from gaverify.collective.processes import ranks_wanted
-
-    wanted = ranks_wanted(ranks, settings, engine, timeout, problem, resolve_device(settings.device))
-    if not wanted.fresh:
-        return run_in_process(partial(_verify_here, problem, settings, wanted), progress)
-    from gaverify.origins import provide_origin
-
-    with provide_origin(problem, settings, spec) as origin:
-        return run_in_process(partial(_verify_afresh, origin, wanted), progress, wanted.device)
+            return _verify_together(member, _ask_ranks(problem, settings, spec.engine, fresh=True), progress)
+    return _verify_here(problem, settings, progress)
 
 
-def _verify_afresh(origin: LoadedAfresh, ranks: Ranks, progress: Progress | None) -> Verdict:
-    """Verifies what a fresh coordinator loads, which tells its ranks what it found."""
-    problem = origin.problem()
-    return _verify_here(
-        problem, origin.settings, replace(ranks, origin=origin.with_digests(problem).experiment), progress
-    )
+def _start_ranks(spec: Spec, progress: Progress | None) -> Verdict:
+    """Verifies a spec on the ranks that it asks for, which are started on this machine."""
+    launched = read_launcher()
+    if launched is not None:
+        raise ProblemError(f"a launcher has started {launched[1]} ranks already: leave `ranks` out")
+    if not torch.distributed.is_available():
+        raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
+    from gaverify.collective.launching import run_on_ranks
+    from gaverify.collective.verifying import explain_options
+
+    problem = explain_options(spec)
+    if problem:
+        raise ProblemError(problem)
+    assert spec.ranks is not None
+    device = resolve_device(spec.device) or torch.device("cpu")
+    # Neither CUDA nor, beside it, autograd runs in a forked process.
+    forks = device.type == "cpu" and len(available_devices()) == 1
+    return run_on_ranks(partial(_verify_loaded, spec), spec.ranks, progress, forks=forks)
 
 
-def _verify_here(problem: Problem, settings: Settings, ranks: Ranks | None, progress: Progress | None) -> Verdict:
-    """Verifies in this process, or, in a coordinator that may join process groups, on ranks."""
+def _ask_ranks(
+    problem: Problem, settings: Settings, engine: str | Engine, strategy: Strategy | None = None, *, fresh: bool = False
+) -> Asked:
+    from gaverify.collective.engines import engine_of_word
+    from gaverify.collective.verifying import Asked
+
+    return Asked(problem, settings, engine_of_word(engine), strategy, fresh)
+
+
+def _verify_together(member: Member, asked: Asked, progress: Progress | None) -> Verdict:
+    """Verifies with all ranks of a launcher, each of which returns rank 0's verdict."""
+    from gaverify.collective.verifying import verify_together
+
+    answer = partial(_make_verdict, asked.settings, time.perf_counter())
+    with member.together():
+        return verify_together(asked, member, progress, answer)
+
+
+def _verify_here(problem: Problem, settings: Settings, progress: Progress | None) -> Verdict:
+    """Verifies in this process."""
     started = time.perf_counter()
     with ExitStack() as stack:
         experiment = prepare_experiment(stack, problem, settings)
         experiment = replace(experiment, progress=reporter(progress, settings.steps))
-        if ranks is not None:
-            from gaverify.collective.flow import judge_on_ranks
-
-            on_ranks = judge_on_ranks(experiment, ranks, diagnose=settings.diagnose, exact=settings.exact)
-            return _make_verdict(settings, started, *on_ranks)
         measurement, decision, first_samples = _measure_and_decide(experiment, settings)
         searched_at = time.perf_counter()
         decision, facts = _find_causes(measurement, decision, first_samples, diagnose=settings.diagnose)

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,38 +26,17 @@ _LOOPBACK = "lo"
 
 
 @contextmanager
-def join_group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
-    """Enters the process group of the ranks on this machine, through a file: no port can be taken.
-
-    Args:
-        rank: From 0.
-        ranks: R.
-        store: A path that exists for this run only.
-        backend: As `torch.distributed` names it.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    files = dist.FileStore(str(store), ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=files, rank=rank, world_size=ranks)
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        if done or ranks == 1:  # a failure has to be told before others lose their connections
-            dist.destroy_process_group()
-
-
-@contextmanager
 def alone() -> Iterator[None]:
-    """Joins a group of world size 1."""
-    with working_folder("gaverify-ranks-") as folder, join_group(0, 1, folder / "store"):
-        yield
+    """Joins a group of world size 1, through a file: no port can be taken."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with working_folder("gaverify-ranks-") as folder:
+        store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def of_every_rank(value: Any, ranks: int, device: torch.device | None = None) -> list[Any]:
@@ -195,6 +173,14 @@ def engine_of_word(word: str | Engine) -> Engine:
         raise ProblemError(f"unknown engine {word!r}; write {engine_names}") from None
 
 
+def loss_factor(experiment: Experiment, ranks: int) -> float:
+    """Returns what each loss counts on a rank besides its weight.
+
+    R, because the engines average over the ranks; 1 under the weighting `none`, which leaves losses as they are.
+    """
+    return 1.0 if experiment.weighting == "none" else float(ranks)
+
+
 class Scaled(PassProbe):
     """A rank's own gradients, scaled as its loop scales them: the engines average over the ranks.
 
@@ -215,11 +201,11 @@ class Alone(Scaled):
 
     Args:
         experiment: With the bare model.
-        ranks: R.
+        factor: As in `Scaled`.
     """
 
-    def __init__(self, experiment: Experiment, ranks: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, experiment: Experiment, factor: float) -> None:
+        super().__init__(factor)
         self._parameters = experiment.parameters
         self._blocks = list(blocks(experiment.problem.model))
         self._reached: list[set[str]] = []

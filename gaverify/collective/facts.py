@@ -9,11 +9,12 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from gaverify.collective.engines import Scaled, of_every_rank
+from gaverify.collective.engines import Scaled, loss_factor, of_every_rank
+from gaverify.collective.traffic import gathers_with_gradient
 from gaverify.collective.window import Moved, Trained, always_reducing, bare
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.fingerprints import digest_of
@@ -40,10 +41,7 @@ from gaverify.verdict.comparison import left_between
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement
 
-if TYPE_CHECKING:
-    from gaverify.collective.processes import RankReport
-
-_NO_REDUCTION = Reduction()  # of local ranks the backward passes are not seen one by one
+_NO_REDUCTION = Reduction()
 
 
 def make_rank_facts(
@@ -93,41 +91,6 @@ def _summarize_rows(rows: Iterable[ParameterComparison]) -> tuple[float, bool]:
     decided = list(rows)
     difference = relative_total((row.difference_norm, row.reference_norm) for row in decided)
     return difference, any(row.outcome is Outcome.DIVERGENT for row in decided)
-
-
-def facts_of_reports(
-    rows: Iterable[ParameterComparison],
-    engine: Engine,
-    reports: Sequence[RankReport],
-    gradients: Gradients,
-    together: Gradients,
-    unit: float,
-) -> RankFacts:
-    """Returns what a window of local ranks showed.
-
-    Args:
-        rows: What was decided about their gradient.
-        engine: How they held the model.
-        reports: What each told.
-        gradients: What they ended up with.
-        together: Of one process that computes what they compute together.
-        unit: Unit roundoff u of the arithmetic that they trained in.
-    """
-    alike = len({report.digest for report in reports}) == 1
-    replica_difference = 0.0 if alike else apart_by([report.reduced for report in reports])
-    fit = fit_rank_weights([report.before_reduction for report in reports], together, gradients)
-    return make_rank_facts(
-        len(reports),
-        engine,
-        unit,
-        _summarize_rows(rows),
-        buffers=[report.buffers for report in reports],
-        window=[report.window for report in reports],
-        own=[report.calls for report in reports],
-        replicas=Replicas(math.nan if engine is Engine.FSDP2 else replica_difference),
-        shares=RankShares(fit),
-        from_one_process=left_between(gradients, together),
-    )
 
 
 def apart_by(sketches: Sequence[torch.Tensor]) -> float:
@@ -206,19 +169,16 @@ def facts_of_ranks(
         _summarize_rows(decision.rows),
         buffers=buffers,
         window=[meter.traffic],
+        own=() if trained.without_engine is None else (trained.without_engine.calls,),
         replicas=Replicas(_replica_difference(trained, window.gradients)),
-        reduction=Reduction(
-            tuple(moved.reduced),
-            _update_bytes(measurement.experiment, meter.reduced_in),
-            engine is Engine.FSDP2 and all(gradient is None for gradient in window.gradients.values()),
-        ),
+        reduction=_describe_reduction(trained, measurement, moved),
         clip_control=unclipped,
     )
     if one is None:
         return facts
     if facts.is_rounding(unclipped):
         return replace(facts, from_one_process=0.0)
-    together = one.accumulated.gradients
+    together = trained.place(one.accumulated.gradients)
     facts = replace(facts, from_one_process=left_between(window.gradients, together, measurement.experiment.ranks))
     if trained.strategy is not None:
         together = measurement.full.gradients  # the loop counts its losses itself, and better than one process may
@@ -226,9 +186,7 @@ def facts_of_ranks(
         weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
         facts = _of_strategy(trained, measurement, replace(facts, shares=RankShares(weights), counted=counted))
     else:
-        rank_ranges = [trained.own(measurement.experiment, rank) for rank in range(member.count)]
-        own_of_each = _sketch_groups(trained, measurement, rank_ranges)
-        weights = fit_rank_weights(own_of_each, together, window.gradients, measurement.experiment.ranks)
+        weights = _fit_ranks(trained, measurement, one)
         facts = replace(facts, shares=RankShares(weights))
 
     def difference_left(shares: Shares) -> float:
@@ -236,6 +194,9 @@ def facts_of_ranks(
         repaired, _ = repaired_training.window(measurement.experiment, measurement.full)
         return left_between(repaired.gradients, together, measurement.experiment.ranks)
 
+    if facts.at_fault and facts.gathers:
+        with gathers_with_gradient():
+            facts = replace(facts, gather_control=difference_left(((1.0,),) * member.count))
     return with_shares(facts, difference_left) if facts.at_fault and not facts.replicas_differ else facts
 
 
@@ -285,19 +246,42 @@ def _replica_difference(trained: Trained, gradients: Gradients) -> float:
     return max(apart_by([sketches[rank] for rank in ranks]) for ranks in copies)
 
 
+def _describe_reduction(trained: Trained, measurement: Measurement, moved: Moved) -> Reduction:
+    """What each backward pass reduced; nothing where gaverify decides when that happens."""
+    if trained.plain is not None:
+        return _NO_REDUCTION
+    no_gradient = all(gradient is None for gradient in measurement.accumulated.gradients.values())
+    return Reduction(
+        tuple(moved.reduced),
+        _update_bytes(measurement.experiment, moved.meter.reduced_in),
+        trained.engine is Engine.FSDP2 and no_gradient,
+    )
+
+
 def _update_bytes(experiment: Experiment, reduced_in: set[torch.dtype]) -> int:
     types = [dtype for dtype in reduced_in if dtype.is_floating_point]
     each = min((dtype.itemsize for dtype in types), default=0)
     return each * sum(parameter.numel() for parameter in experiment.parameters.values())
 
 
+def _fit_ranks(trained: Trained, measurement: Measurement, one: Measurement) -> WeightFit | None:
+    """What each rank's gradient counts, by sketches from before they are reduced."""
+    used, ranks = measurement.accumulated.gradients, measurement.experiment.ranks
+    if trained.without_engine is not None:
+        # A shard has other random signs than its place in the whole tensor: all sketches are of whole tensors.
+        return fit_rank_weights(trained.without_engine.sketches, one.accumulated.gradients, trained.gather(used))
+    each = [trained.own(measurement.experiment, rank) for rank in range(trained.member.count)]
+    return fit_rank_weights(_sketch_groups(trained, measurement, each), one.accumulated.gradients, used, ranks)
+
+
 def _sketch_groups(trained: Trained, measurement: Measurement, each: Sequence[range]) -> list[torch.Tensor]:
     """The sketches of what some groups of micro-batches give, R times: as many of them on each rank, in its order."""
     member, sharded = trained.member, trained.engine is Engine.FSDP2
     rank_experiment = measurement.experiment if sharded else bare(measurement.experiment)
+    factor = loss_factor(measurement.experiment, member.count)
 
     def gradients(group: range) -> Gradients:
-        return rank_experiment.micro_batches(measurement.full, Scaled(member.count), own=group).gradients
+        return rank_experiment.micro_batches(measurement.full, Scaled(factor), own=group).gradients
 
     if sharded:  # a shard of it needs all ranks: every one runs each one's micro-batches
         return [sketch(gradients(group).values(), rank_experiment.ranks) for group in each]

@@ -1,43 +1,34 @@
 """The verdict of all ranks: the whole batch on every rank against the window as they train it.
 
-Of ranks that a launcher has started:
-
-    reference   every rank runs the same whole batch in one backward under the same engine: the mean of R equal
-                gradients is the full batch's, and lies on the ranks as the model does
+    reference   every rank runs the same whole batch. A model that the user's code put under an engine stays under it:
+                the mean of R equal gradients is the full batch's. One that gaverify wraps runs it before that, alone
     window      K micro-batches of its own on each rank, reduced as the engine or the user's strategy does
 
-Every number that decides something is one of all ranks (`Experiment.ranks`), so that all ask the same next
-question. The cause is looked for where a window diverges: with the same micro-batches, all of them on every rank.
-Local ranks stand beside a process that has the whole batch: that judges and searches, and they confirm.
+Every number that decides something is one of all ranks (`Experiment.ranks`), so that all ask the same next question.
+The cause is looked for where a window diverges: with the same micro-batches, all of them on every rank.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from gaverify.children.launching import working_folder
-from gaverify.collective.engines import alone
-from gaverify.collective.facts import facts_of_ranks, facts_of_reports, weights_of_strategy, with_shares
+from gaverify.collective.facts import facts_of_ranks, weights_of_strategy
 from gaverify.collective.membership import is_lost
-from gaverify.collective.processes import RankReport, Ranks, on_ranks, run_rank, window_of
-from gaverify.collective.traffic import gathers_with_gradient
+from gaverify.collective.plain import WithoutEngine
 from gaverify.collective.window import Moved, OwnCollectives, Trained, bare, cut_by_clipping
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import micro_batch_sizes
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import Gradients
+from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.precision import unit_roundoff
 from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
-from gaverify.records.ranks import Engine, RankFacts, rounding_of
+from gaverify.records.ranks import Engine, rounding_of
 from gaverify.search.investigation import collect_facts, investigate
 from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
 from gaverify.tracebacks import is_own_fault
@@ -45,7 +36,7 @@ from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.control import Float64Run, failure_sentence, judge_by_floor, noise_floor
 from gaverify.verdict.criteria import Difference, decide_at_once, record
 from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
-from gaverify.verdict.measurement import Measurement
+from gaverify.verdict.measurement import Measurement, measure_strategies
 
 _PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 
@@ -69,7 +60,12 @@ def judge_together(
     with begun, dividing(experiment.modules) as factors:
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
-        measurement, moved = _measure_window(experiment, trained)
+        full = None
+        if trained.plain is not None and trained.engine is not None:
+            experiment, full, without_engine = _run_without_engine(trained)
+            experiment = trained.plain.wrap(experiment, trained.engine, without_engine.reach)
+            trained = replace(trained, without_engine=without_engine)
+        measurement, moved = _measure_window(experiment, trained, full)
         experiment = measurement.experiment
         measured_at = time.perf_counter()
         decision = _decide(trained, measurement, exact)
@@ -86,8 +82,9 @@ def judge_together(
         if not decision.is_divergent:
             facts = replace(collect_facts(own, decision), ranks=facts_of_ranks(trained, measurement, decision, moved))
             return measurement, decision, facts
-        one, facts = _search_cause(experiment, trained, diagnose)
+        one, one_decision = _measure_alone(experiment, trained)
         ranks = facts_of_ranks(trained, measurement, decision, moved, one, unclipped)
+        facts = _search_cause(trained, one, one_decision, diagnose)
         if diagnose and ranks.counted is not None and not ranks.at_fault:
             weights = weights_of_strategy(trained, measurement, facts.window, ranks.counted)
             facts = replace(facts, window=weights)
@@ -100,8 +97,47 @@ def judge_together(
     return measurement, decision, replace(facts, ranks=ranks)
 
 
-def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measurement, Moved]:
-    """The whole batch on every rank and the window, measured and not yet decided; what the window moved.
+def _run_without_engine(trained: Trained) -> tuple[Experiment, PassResult, WithoutEngine]:
+    """Runs the full batch and this rank's micro-batches before the model is put under an engine.
+
+    Returns:
+        The plain experiment with the draws of the full batch, that pass, and what the micro-batches showed.
+
+    Raises:
+        ProblemError: The loss of the full batch is not finite.
+    """
+    plain = trained.plain
+    assert plain is not None
+    with plain.alone() as single:
+        single.progress("the whole batch on every rank")
+        recorded, full = single.record()
+    _check_loss(full)
+    own = trained.own(recorded)
+    without_engine = plain.run_own(recorded, full, own)
+    if without_engine.ambiguous_draws:
+        # One process tries both readings of the draws on all micro-batches, and keeps the one that fits.
+        with plain.alone() as single:
+            measurement = measure_strategies(single)
+        recorded, full = measurement.experiment, measurement.full
+        without_engine = plain.run_own(recorded, full, own)
+    if without_engine.calls.count() and not trained.shared_batch:
+        raise ProblemError(
+            "the model or the loss calls `torch.distributed` itself, and every rank has another batch: give every rank "
+            "the whole batch, of which gaverify hands each one its micro-batches"
+        )
+    return recorded, full, without_engine
+
+
+def _check_loss(full: PassResult) -> None:
+    if not math.isfinite(full.loss):
+        raise ProblemError(f"the loss of the full batch is {full.loss}; a gradient of it proves nothing")
+
+
+def _measure_window(experiment: Experiment, trained: Trained, full: PassResult | None) -> tuple[Measurement, Moved]:
+    """The window, and the whole batch on every rank where that has not run yet, measured and not yet decided.
+
+    Returns:
+        The measurement, and what the window moved.
 
     Raises:
         ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
@@ -109,17 +145,21 @@ def _measure_window(experiment: Experiment, trained: Trained) -> tuple[Measureme
     # the engine has wrapped the model since the experiment was prepared
     member, listener = trained.member, OwnCollectives()
     experiment = replace(experiment, ranks=RankSum(member.count, member.total)).with_current_state()
-    experiment.progress("the whole batch on every rank")
-    recorded, full = trained.whole(experiment).record(listener)
-    experiment = replace(experiment, draws=recorded.draws, reading=recorded.reading, math_kernels=recorded.math_kernels)
-    if listener.found:
-        raise ProblemError(
-            f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "
-            "batch for the reference, of which such a call would see as many copies; `gaverify run --ranks`, "
-            "without a launcher, verifies it"
+    if full is None:
+        experiment.progress("the whole batch on every rank")
+        with trained.reference(experiment) as reference:
+            recorded, full = reference.record(listener)
+        if listener.found:
+            raise ProblemError(
+                f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "
+                "batch for the reference, of which such a call would see as many copies; `gaverify run --ranks`, "
+                "without a launcher, verifies it"
+            )
+        _check_loss(full)
+        experiment = replace(
+            experiment, draws=recorded.draws, reading=recorded.reading, math_kernels=recorded.math_kernels
         )
-    if not math.isfinite(full.loss):
-        raise ProblemError(f"the loss of the full batch is {full.loss}; a gradient of it proves nothing")
+    full = replace(full, gradients=trained.place(full.gradients))
     experiment.progress(f"the window of {trained.member.count} ranks")
     window, moved = trained.window(experiment, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
@@ -134,7 +174,7 @@ def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision
     """Decides every parameter by the passes of a window."""
     # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
     unit = max(trained.member.everyones("unit", measurement.unit))
-    decision = decide_window(measurement, unit, exact, lambda: _control(trained, measurement))
+    decision = _decide_window(trained, measurement, unit, exact)
     if decision.float64 is not None and trained.has_own_hooks(measurement.experiment):
         return _decide_hooks(trained, measurement, decision)
     return decision
@@ -159,32 +199,29 @@ def _measure_unclipped(trained: Trained, measurement: Measurement, moved: Moved)
     return Measurement(measurement.experiment, full, unclipped, differences), math.nan
 
 
-def decide_window(
-    measurement: Measurement, unit: float, exact: bool, run_control: Callable[[], Float64Run | str | None]
-) -> Decision:
-    """Decides every parameter of a window of ranks by its differences.
+def _decide_window(trained: Trained, measurement: Measurement, unit: float, exact: bool) -> Decision:
+    """Decides every parameter of a window by its differences.
 
     Args:
+        trained: How the ranks train.
         measurement: What was run.
         unit: Unit roundoff of the coarsest arithmetic that any rank computed in.
         exact: In float64 whatever working precision says.
-        run_control: Runs full batch and window in float64; or returns why that was impossible.
     """
     rows = decide_at_once(measurement.differences.values(), unit, measurement.plain_terms)
     decision = Decision(tuple(rows), Method.WORKING_PRECISION)
     is_undecided = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in rows)
     if not is_undecided and (unit <= U64 or (unit <= U32 and not exact)):
         return decision
-    control = run_control() if unit > U64 else None
-    with (
-        nullcontext() if measurement.experiment.ranks else alone()
-    ):  # `alone` where this process stands beside the ranks
-        if isinstance(control, Float64Run):
-            return decide_by_float64(measurement, decision, control, unit)
-        decision = replace(decision, float64_failure=control or "")
-        if not is_undecided and unit <= U32:  # `exact` alone asked for float64
-            return decision
-        floor = noise_floor(measurement.experiment, measurement.full, unit)
+    control = _control(trained, measurement) if unit > U64 else None
+    if isinstance(control, Float64Run):
+        return decide_by_float64(measurement, decision, control, unit)
+    decision = replace(decision, float64_failure=control or "")
+    if not is_undecided and unit <= U32:  # `exact` alone asked for float64
+        return decision
+    full, gradients = measurement.full, trained.gather(measurement.full.gradients)
+    with trained.reference(measurement.experiment) as reference:
+        floor = noise_floor(reference, replace(full, gradients=gradients), unit)
     rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
     return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR)
 
@@ -218,9 +255,11 @@ def _control(trained: Trained, measurement: Measurement) -> Float64Run | str:
     """
     failure, control, begun = "", None, time.monotonic()
     try:
-        with measurement.experiment.in_float64() as exact:
+        with trained.reference(measurement.experiment) as reference, reference.in_float64() as exact:
             exact.progress("float64 control")
-            full = trained.whole(exact).full_batch()
+            full = exact.full_batch()
+        full = replace(full, gradients=trained.place(full.gradients))
+        with trained.in_float64(measurement.experiment) as exact:
             window, _ = trained.window(exact, full)
         control = Float64Run(_measure_by_name(exact, window.gradients, full.gradients), full, window)
     except Agreed:
@@ -237,163 +276,56 @@ def _control(trained: Trained, measurement: Measurement) -> Float64Run | str:
     return control
 
 
-def _search_cause(experiment: Experiment, trained: Trained, diagnose: bool) -> tuple[Measurement, Facts]:
+def _measure_alone(experiment: Experiment, trained: Trained) -> tuple[Measurement, Decision]:
     """What the micro-batches of all ranks show where each rank runs all of them, as one process would.
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
-    alone_on_rank = experiment if trained.engine is Engine.FSDP2 else replace(bare(experiment), ranks=None)
-    one, decision = measure_and_decide(alone_on_rank.with_current_state(), exact=True, keep_gradients=True)
-    return one, investigate(one, decision, diagnose=diagnose)
+    if trained.plain is None:
+        alone_on_rank = experiment if trained.engine is Engine.FSDP2 else replace(bare(experiment), ranks=None)
+        return measure_and_decide(alone_on_rank.with_current_state(), exact=True, keep_gradients=True)
+    with trained.plain.alone(experiment) as single:
+        measurement, decision = measure_and_decide(single, exact=True, keep_gradients=True)
+        asked = _ask_of_one_process(trained, measurement)
+        if asked is not single:
+            measurement, decision = measure_and_decide(asked, exact=True, keep_gradients=True)
+    return measurement, decision
 
 
-_Ran = tuple[list[RankReport], Gradients]
-
-
-def judge_on_ranks(
-    experiment: Experiment, ranks: Ranks, *, diagnose: bool, exact: bool = False
-) -> tuple[Measurement, Decision, Facts]:
-    """Returns the verdict on the ranks' gradient, and everything that was measured.
-
-    The diagnosis runs in one process, where the ranks diverge: on K · R micro-batches, or, where the code calls
-    `torch.distributed` itself on the ranks (in a group of one it may not) and so sees the samples of all at once, on K
-    micro-batches that hold what the ranks hold together.
-
-    Args:
-        experiment: Cut into K · R micro-batches.
-        ranks: What to run.
-        diagnose: Whether to look for the cause of a divergence.
-        exact: As `verify` takes it.
-
-    Raises:
-        ProblemError: The batch is too small for the ranks, a rank failed, or the problem cannot be verified.
-    """
-    least = 2 * ranks.count
-    if experiment.batch_size < least:
-        raise ProblemError(
-            f"{ranks.count} ranks need a batch of at least {least} samples, it has {experiment.batch_size}"
-        )
-    with alone():
-        measurement, decision = measure_and_decide(experiment, keep_gradients=True, exact=exact)
-    begun = time.perf_counter()
-    experiment = measurement.experiment
-    experiment.progress(f"{ranks.count} ranks under {ranks.engine.value}")
-    on_each = replace(measurement, experiment=replace(experiment, averaged_over=ranks.count))
-    ran = _window_run(on_each, ranks)
-    took = time.perf_counter() - begun
-    asked = _of_one_process(measurement, ranks, talked=any(report.calls.count() for report in ran[0]))
-    one, one_decision = measurement, decision
-    if asked is not experiment:
-        with alone():
-            one, one_decision = measure_and_decide(asked, keep_gradients=True, exact=exact)
-    begun = time.perf_counter()
-    confirmed, rank_facts = _confirm_on_ranks(on_each, decision, ran, one, ranks, exact)
-    took += time.perf_counter() - begun
-    with alone():  # ranks that all agree with the full batch leave nothing to look for
-        agree = all(row.outcome is Outcome.EQUIVALENT for row in confirmed.rows)
-        facts = investigate(one, one_decision, diagnose=diagnose and not agree)
-    measurement.seconds["ranks"] = took
-    if not rank_facts.divergent:
-        facts = replace(facts, compared=replace(facts.compared, rows=confirmed.rows, method=confirmed.method))
-    return measurement, confirmed, replace(facts, ranks=rank_facts)
-
-
-def _confirm_on_ranks(
-    measurement: Measurement, decision: Decision, ran: _Ran, one: Measurement, ranks: Ranks, exact: bool
-) -> tuple[Decision, RankFacts]:
-    """Decides every parameter of the ranks' gradient as one process does, and runs the controls that it calls for.
-
-    Args:
-        measurement: Of the problem in this process, cut into K · R micro-batches, with its gradients.
-        decision: What one process decided on them.
-        ran: What the ranks did with them.
-        one: What one process computes of what the ranks compute together, with its gradients: `measurement`, or that of
-            K micro-batches where the code calls `torch.distributed` itself and sees the samples of all ranks.
-        ranks: What to run.
-        exact: In float64 whatever working precision says.
-
-    Returns:
-        The decision with the rows of the ranks' gradient, and what was measured on the way.
-
-    Raises:
-        ProblemError: A rank raised, died, or did not end in time.
-    """
-    together, (reports, gradients) = one.accumulated.gradients, ran
-    unit = measurement.unit
-    of_ranks = replace(
-        measurement, differences=_measure_by_name(measurement.experiment, gradients, measurement.full.gradients)
-    )
-    decided = decide_window(of_ranks, unit, exact, lambda: _in_float64(of_ranks, ranks))
-    decided = replace(
-        decision,
-        rows=decided.rows,
-        method=decided.method,
-        float64=decided.float64 or decision.float64,
-        float64_failure=decided.float64_failure or decision.float64_failure,
-    )
-    facts = facts_of_reports(decided.rows, ranks.engine, reports, gradients, together, unit)
-
-    def difference_left(**differing: Any) -> float:
-        _, repaired = _window_run(measurement, ranks, **differing)
-        return left_between(repaired, together)
-
-    if facts.at_fault and facts.gathers:
-        facts = replace(facts, gather_control=difference_left(around=gathers_with_gradient))
-    if facts.at_fault:
-        facts = with_shares(facts, lambda shares: difference_left(shares=shares))
-    return decided, facts
-
-
-def _window_run(measurement: Measurement, ranks: Ranks, **differing: Any) -> _Ran:
-    """Runs every micro-batch on its rank; returns what they tell, and the gradient they end up with.
-
-    Args:
-        measurement: Cut into K · R micro-batches, with the full-batch pass.
-        ranks: What to run.
-        differing: Fields of the `Window` that are not those of the first one.
-
-    Raises:
-        ProblemError: A rank raised, died, or did not end in time.
-    """
-    experiment = measurement.experiment
-    with working_folder("gaverify-ranks-") as folder:
-        window = replace(window_of(experiment, measurement.full, ranks, folder), **differing)
-        reports = on_ranks(run_rank, window)
-        return reports, torch.load(window.gradients, map_location=experiment.device, weights_only=False)
-
-
-def _in_float64(measurement: Measurement, ranks: Ranks) -> Float64Run | str:
-    """Runs the ranks in float64, against the full batch of a pass for this purpose; or returns why it could not."""
-    try:
-        with measurement.experiment.in_float64() as exact:
-            with alone():
-                full = exact.full_batch()
-            _, gradients = _window_run(Measurement(exact, full, full, {}), ranks, lifted=True)
-            return Float64Run(_measure_by_name(exact, gradients, full.gradients), full, full)
-    except Exception as error:
-        if is_own_fault(error):
-            raise
-        return failure_sentence(error)
-
-
-def _of_one_process(measurement: Measurement, ranks: Ranks, *, talked: bool) -> Experiment:
+def _ask_of_one_process(trained: Trained, measurement: Measurement) -> Experiment:
     """Returns what one process runs to compute what the ranks compute together.
 
     Args:
-        measurement: Of the problem in this process, cut into K · R micro-batches.
-        ranks: What was run.
-        talked: Whether the code called `torch.distributed` itself on the ranks, and so saw the samples of all at once.
+        trained: How the ranks train.
+        measurement: Of the K · R micro-batches in one process.
     """
-    experiment = measurement.experiment
-    count, weighting = ranks.count, experiment.weighting
-    if talked:
+    experiment, count = measurement.experiment, trained.member.count
+    weighting = experiment.weighting
+    assert trained.without_engine is not None
+    if trained.without_engine.calls.count():
+        # The code saw the samples of all ranks at once: K micro-batches that hold what the ranks hold together.
         if isinstance(weighting, list | tuple):
             weighting = [sum(weighting[at : at + count]) for at in range(0, len(weighting), count)]
         sizes = micro_batch_sizes(experiment.batch_size, experiment.steps // count)
         return replace(experiment, sizes=sizes, weighting=weighting)
     micro, full = measurement.accumulated.micro_losses, measurement.full.loss
-    # losses that were added up as they are come nearer to K · R times the full batch's than to it: means, whose mean
-    # over the ranks is right; of sums it is a fault of the ranks
+    # Losses that were added up as they are come nearer to K · R times the full batch's than to it: means, whose mean
+    # over the ranks is right; of sums it is a fault of the ranks.
     if weighting == "none" and abs(sum(micro)) > math.sqrt(len(micro)) * abs(full):
-        return replace(experiment, averaged_over=count)
+        return experiment.with_weights([1.0 / count] * experiment.steps)
     return experiment
+
+
+def _search_cause(trained: Trained, one: Measurement, decision: Decision, diagnose: bool) -> Facts:
+    """Looks for the cause of a divergence in what one process shows.
+
+    Under an engine of the user's all ranks search in step, because sharded ones need each other for every pass. A plain
+    model needs none of them: rank 0 searches, and the others have nothing to tell.
+    """
+    if trained.plain is None:
+        return investigate(one, decision, diagnose=diagnose)
+    # How long a search takes says nothing about the ranks: the timeout is one of their windows.
+    with trained.member.unlimited(), trained.plain.alone(one.experiment):
+        if trained.member.rank:
+            return collect_facts(one, decision)
+        return investigate(one, decision, diagnose=diagnose)

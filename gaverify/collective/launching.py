@@ -1,27 +1,28 @@
-"""Runs jobs in processes of their own, forked or fresh, all at the same time, and brings back what they returned.
+"""Starts R ranks on this machine through torch's own launcher, and brings back what rank 0 returns.
 
-A fork starts in milliseconds and shares the model and the batch with its parent. It works where there are only CPUs:
-neither CUDA nor, beside it, autograd runs in a forked process. A fresh one, behind a keeper, imports torch and builds
-the model again, which takes seconds. Its job and all that belongs to it are pickled into a file, so that it names what
-it calls, and what it takes is data. What either has to say goes through its pipe, and neither outlives its parent.
+The launcher (`torch.distributed.launcher`) sets the same variables as `torchrun` and ends all ranks when one fails. It
+is called as a function, because `torchrun` as a command takes seconds longer: every rank would import torch again.
+Ranks are forked where there are only CPUs. Neither CUDA nor, beside it, autograd runs in a forked process; there ranks
+are spawned, and import torch and build the model again.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import math
+import dataclasses
+import logging
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from functools import partial
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,296 +30,245 @@ from typing import Any, TypeVar
 
 import torch
 
-from gaverify.children.launching import (
-    Kept,
-    ended_as_interrupted,
-    private_stdout,
-    signal_name,
-    start_with_job,
-    working_folder,
-)
-from gaverify.errors import GaverifyError, InternalError, ProblemError
-from gaverify.passes.devices import select_device
+from gaverify.children.launching import ended_as_interrupted, signal_name, working_folder
+from gaverify.collective.membership import is_lost, join_sentences
+from gaverify.errors import Agreed, GaverifyError, InternalError, ProblemError, as_foreseen
 from gaverify.torch_internals import import_compiler
 
-Job = tuple[str, Callable[[], Any]]
-"""A name for messages, and what to call; its result must be picklable."""
+Answer = TypeVar("Answer")
+Progress = Callable[[str, int, int], None]
+TellEnd = Callable[[str], None]
 
-_POLL = 0.05
-_LINGER = 0.5  # seconds: when one rank fails the others lose their connections, and may tell of that first
+_POLL = 0.05  # seconds
+_LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say whether they failed, too
 _KEPT_LINES = 12  # of a traceback that a message shows
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
-_FRESH = "where there is an accelerator, ranks are fresh processes"
-_ADVICE = (
-    "define what they are made of at the top level of a module that can be imported, or run `gaverify run --ranks R "
-    "--model package.module:factory`, which every process loads for itself, or hide the accelerator "
-    "(CUDA_VISIBLE_DEVICES=) and write device='cpu'"
-)
-_upwards: list[Connection] = []
-"""The pipe to whoever started this process, where `run` did."""
-_places: dict[str, str] = {}
-"""In a fresh process: the device of whoever started it, and its own."""
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """Where fresh processes compute: the tensors of their jobs lie `source`, and each shall find them on its device."""
-
-    source: torch.device
-    devices: Sequence[torch.device]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a job returned, or why it failed, and when (the clock of all processes is one)."""
-
-    at: float
-    value: Any = None
-    error: GaverifyError | None = None
-
-
-def report_upwards(*words: Any) -> None:
-    """Tells whoever started this process something while its job runs; nobody where `run` did not start it."""
-    for pipe in _upwards:  # not `send`: torch would hand tensors over in memory that ends with this process
-        pipe.send_bytes(pickle.dumps(words))
-
-
-def run(
-    jobs: Sequence[Job],
-    timeout: float | None = None,
-    heard: Callable[..., None] = report_upwards,
-    fresh: Fresh | None = None,
-) -> list[Any]:
-    """Runs each job in a process and returns their results in order; no process is left when it returns or raises.
+def run_on_ranks(
+    work: Callable[[Progress, TellEnd], Answer], count: int, progress: Progress | None = None, *, forks: bool = True
+) -> Answer:
+    """Returns what `work(progress, tell_end)` returns on rank 0 of R ranks, which find each other as under `torchrun`.
 
     Args:
-        jobs: What to run; everything in them must be picklable where processes are fresh.
-        timeout: Seconds after which all are ended, their start included; None waits for ever.
-        heard: Called with what a process tells while its job runs.
-        fresh: None forks.
+        work: What every rank runs. It is given what reports progress in this process, and what tells in one sentence
+            why its rank is about to end without returning. Picklable where ranks are not forked.
+        count: R.
+        progress: Is told how far rank 0 is.
+        forks: Whether ranks are forked; otherwise they are spawned.
 
     Raises:
-        GaverifyError: What the first job that failed raised, if it was one of gaverify's own errors.
-        InternalError: A job raised something else.
-        ProblemError: A process died, or was not done in time, or a job cannot be pickled.
+        GaverifyError: What the ranks raised, with the number of the rank where not all did.
+        ProblemError: A rank died.
+        KeyboardInterrupt: This process was asked to end.
     """
-    children: list[_Child] = []
-    with ExitStack() as stack:
-        starting = _forks(jobs) if fresh is None else _starts(jobs, fresh, stack)
-        try:
-            for child in starting:
-                children.append(child)
-            return _results(children, timeout, heard)
-        finally:
-            for child in children:
-                child.pipe.close()
-                child.process.end()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
 
-
-def _results(children: Sequence[_Child], timeout: float | None, heard: Callable[..., None]) -> list[Any]:
-    limit = math.inf if timeout is None else time.monotonic() + timeout
-    busy = list(children)
-    while busy and time.monotonic() <= limit:
-        ready = wait([child.pipe for child in busy], _POLL)
-        for child in [child for child in busy if child.pipe in ready and child.read(heard)]:
-            busy.remove(child)
-            if child.outcome.error is not None:
-                limit = min(limit, time.monotonic() + _LINGER)
-    done = [child.outcome for child in children if child not in busy]
-    errors = {outcome.at: outcome.error for outcome in done if outcome.error is not None}
-    if errors:
-        raise errors[min(errors)]
-    if busy:
-        names = ", ".join(child.name for child in busy)
-        raise ProblemError(f"{names} did not end within {timeout:g} s, and all were ended; --timeout waits longer")
-    return [outcome.value for outcome in done]
-
-
-class _Child:
-    """A process that runs a job.
-
-    Args:
-        name: For messages.
-        pipe: Where it says what it has to say.
-        process: To end it.
-    """
-
-    def __init__(self, name: str, pipe: Connection, process: _Forked | Kept) -> None:
-        self.name, self.pipe, self.process = name, pipe, process
-        self._said: _Outcome | None = None
-
-    def read(self, heard: Callable[..., None]) -> bool:
-        """Reads what is there; whether the other end was closed."""
-        while True:
+    if forks:
+        _import_compiler()
+    pipes = [Pipe(duplex=False) for _ in range(count)]
+    reading, writing = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder, _quiet_launcher():
+        failures: Mapping[int, Any] = {}
+        answers: Mapping[int, Any] = {}
+        with _read_messages(reading, progress) as errors:
             try:
-                if not self.pipe.poll():
-                    return False
-                message = pickle.loads(self.pipe.recv_bytes())
-            except (EOFError, OSError):  # also in the middle of a message
-                return True
-            if isinstance(message, _Outcome):
-                self._said = message
-            else:
-                heard(*message)
-
-    @property
-    def outcome(self) -> _Outcome:
-        """What it said in the end; where it said nothing, how it ended."""
-        if self._said is None:
-            code = self.process.wait()
-            how = f"left with exit code {code}"
-            if code < 0:
-                how = f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
-            self._said = _Outcome(time.monotonic(), error=ProblemError(f"{self.name} {how} before it was done"))
-        return self._said
+                launch = elastic_launch(_launch_config(count, folder, forks=forks), _run_rank)
+                answers = launch(work, writing, str(folder), os.getpid())
+            except ChildFailedError as error:
+                failures = error.failures
+            except SignalException as error:
+                raise KeyboardInterrupt from error
+            finally:
+                for pipe in writing:
+                    pipe.close()
+    if failures or errors:
+        raise _explain_failure(errors, failures, count)
+    answer = answers[0]
+    if isinstance(answer, Agreed):
+        raise answer
+    return answer  # type: ignore[no-any-return]
 
 
-def _answer(pipe: Connection, name: str, call: Callable[[], Any]) -> None:
-    """What every process does: runs its job, and sends the outcome through its pipe."""
-    _upwards[:] = [pipe]
+def _launch_config(count: int, folder: Path, *, forks: bool) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # A signal that the caller ignores (nohup) must not end the ranks.
+    handled = [
+        name for name in ("SIGINT", "SIGTERM", "SIGHUP") if signal.getsignal(_number(name)) is not signal.SIG_IGN
+    ]
+    options: dict[str, Any] = {"signals_to_handle": ",".join(handled)}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.4 has no such option
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # any free port
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=_POLL,
+        start_method="fork" if forks else "spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        **{name: value for name, value in options.items() if name in known},
+    )
+
+
+def _number(name: str) -> int:
+    return int(getattr(signal, name, signal.SIGTERM))  # Windows has no SIGHUP
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keeps the launcher from writing to the log, and puts back what it changes in this process."""
+    handlers = {number: signal.getsignal(number) for number in map(_number, ("SIGINT", "SIGTERM", "SIGHUP"))}
+    variable = os.environ.get(_SIGNALS)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    propagated = [logger.propagate for logger in loggers]
+    nothing = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(nothing)
     try:
-        outcome = _Outcome(time.monotonic(), call())
-    except GaverifyError as error:
-        kind = InternalError if isinstance(error, InternalError) else ProblemError
-        outcome = _Outcome(time.monotonic(), error=kind(str(error)))
+        yield
+    finally:
+        for logger, propagates in zip(loggers, propagated, strict=True):
+            logger.propagate = propagates
+            logger.removeHandler(nothing)
+        if variable is None:
+            os.environ.pop(_SIGNALS, None)
+        else:
+            os.environ[_SIGNALS] = variable
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _read_messages(pipes: Sequence[Connection], progress: Progress | None) -> Iterator[dict[int, GaverifyError]]:
+    """Gives the errors that ranks tell, by rank, and passes on their progress, for as long as the block runs."""
+    errors: dict[int, GaverifyError] = {}
+    over = threading.Event()
+
+    def read() -> None:
+        remaining = list(pipes)
+        while remaining:
+            ended = over.is_set()  # what was written before that is there now
+            ready = wait(remaining, 0 if ended else _POLL)
+            for pipe in ready:
+                try:
+                    message = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):  # also in the middle of a message
+                    remaining.remove(pipe)  # type: ignore[arg-type]
+                    continue
+                if isinstance(message, GaverifyError):
+                    errors.setdefault(pipes.index(pipe), message)  # type: ignore[arg-type]
+                elif progress is not None:
+                    progress(*message)
+            if ended and not ready:
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield errors
+    finally:
+        over.set()
+        reader.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _explain_failure(
+    errors: Mapping[int, GaverifyError], failures: Mapping[int, Any], count: int
+) -> GaverifyError | KeyboardInterrupt:
+    """Returns what to raise where ranks failed: of those that know why, what they told."""
+    for kind in (InternalError, Agreed):
+        if kind is Agreed and any(rank not in errors for rank in failures):
+            break  # the others know no more than that a rank is gone
+        for error in errors.values():
+            if isinstance(error, kind):
+                return error
+    told = {rank: error for rank, error in errors.items() if not isinstance(error, Agreed) and not is_lost(error)}
+    if told:
+        sentences = {str(error) for error in told.values()}
+        if len(sentences) == 1 and len(told) == count:
+            return told[0]
+        return ProblemError(join_sentences({rank: str(error) for rank, error in told.items()}, count))
+    dead = {rank: failure.exitcode for rank, failure in failures.items() if rank not in errors}
+    if any(code == -signal.SIGINT for code in dead.values()):
+        return KeyboardInterrupt()
+    for rank, code in dead.items():
+        how = f"left with exit code {code}"
+        if code < 0:
+            how = f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
+        return ProblemError(f"rank {rank} of {count} {how} before it was done")
+    return next(iter(errors.values()))
+
+
+def _run_rank(work: Callable[[Progress, TellEnd], Any], pipes: Sequence[Connection], folder: str, parent: int) -> Any:
+    """Runs in each rank: returns what its work returns, or what all ranks agreed to raise."""
+    rank = int(os.environ["RANK"])
+    _isolate(folder, parent)
+    if rank:
+        warnings.simplefilter("ignore")  # rank 0 says the same
+
+    def send(message: Any) -> None:
+        # not `send`: torch would hand tensors over in memory that ends with this process
+        pipes[rank].send_bytes(pickle.dumps(message))
+
+    try:
+        return work(lambda *step: send(step) if rank == 0 else None, lambda sentence: send(Agreed(sentence)))
+    except Agreed as error:
+        return Agreed(str(error))
     except BaseException as error:
-        # what the user's code raises is a ProblemError by then; anything else is a fault of ours
+        send(_as_told(error, rank, len(pipes)))
+    _await_failures(Path(folder), rank, len(pipes))
+    sys.stderr.flush()
+    os._exit(GaverifyError.exit_code)  # threads of the user's code and of a broken group are not waited for
+
+
+def _as_told(error: BaseException, rank: int, count: int) -> GaverifyError:
+    foreseen = as_foreseen(error)
+    if foreseen is None:
+        # What the user's code raises is a ProblemError by then; anything else is a fault of ours.
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
-        outcome = _Outcome(time.monotonic(), error=InternalError("\n".join([f"{name} raised:", *lines])))
-    pipe.send_bytes(pickle.dumps(outcome))
+        return InternalError("\n".join([f"rank {rank} of {count} raised:", *lines]))
+    foreseen.__cause__ = foreseen.__context__ = foreseen.__traceback__ = None
+    return foreseen
 
 
-class _Forked:
-    """A forked process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._status: int | None = None
-
-    def wait(self) -> int:
-        """Waits until it has ended; returns its exit code, of one that a signal ended the negative number."""
-        _, self._status = os.waitpid(self._pid, 0)
-        return os.waitstatus_to_exitcode(self._status)
-
-    def end(self) -> None:
-        """Kills it."""
-        if self._status is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            self.wait()
+def _await_failures(folder: Path, rank: int, count: int) -> None:
+    """Waits a little for the other ranks to fail as well: the launcher ends all ranks as soon as one has ended."""
+    (folder / f"failed-{rank}").touch()
+    limit = time.monotonic() + _LINGER
+    while len(list(folder.glob("failed-*"))) < count and time.monotonic() < limit:
+        time.sleep(_POLL)
 
 
-def _forks(jobs: Sequence[Job]) -> Iterator[_Child]:
-    for name, call in jobs:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        reading, writing = Pipe(duplex=False)
-        pid = os.fork()
-        if pid:
-            writing.close()
-            yield _Child(name, reading, _Forked(pid))
-            continue
-        code = 1
-        try:
-            reading.close()
-            _settle(parent)
-            _answer(writing, name, call)
-            code = 0
-        finally:
-            os._exit(code)  # the parent's `finally` blocks and exit handlers are not this process's to run
-
-
-def _settle(parent: int) -> None:
-    """Makes the fork end with its parent, gives it streams of its own, and one thread to compute with."""
+def _isolate(folder: str, parent: int) -> None:
+    """Makes a rank end with its parent, and gives it streams, temporary files and one thread of its own."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before it was asked for
         os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in map(_number, ("SIGINT", "SIGTERM", "SIGHUP")):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, or under nohup
             signal.signal(number, signal.SIG_DFL)
-    # a thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here
+    # A thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here.
+    # Standard output is the report's.
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     torch.set_num_threads(1)  # the threads of the parent's pool were not forked; waiting for them would never end
-
-
-def _starts(jobs: Sequence[Job], fresh: Fresh, stack: ExitStack) -> Iterator[_Child]:
-    file = stack.enter_context(working_folder("gaverify-ranks-")) / "jobs.pt"
-    save_for_fresh(jobs, file)
-    for number, ((name, _), device) in enumerate(zip(jobs, fresh.devices, strict=True)):
-        asked = {"file": str(file), "there": str(fresh.source), "number": number, "device": str(device)}
-        keeper = start_with_job("gaverify.collective.launching", {"name": name, "job": asked})
-        assert keeper.process.stdout is not None
-        yield _Child(name, Connection(os.dup(keeper.process.stdout.fileno()), writable=False), keeper)
-
-
-def save_for_fresh(value: Any, file: Path) -> None:
-    """Writes what a fresh process shall load.
-
-    Raises:
-        ProblemError: A part of it cannot be pickled.
-    """
-    try:
-        torch.save(value, file)
-    except Exception as error:  # `__reduce__` of the user's classes may raise anything
-        raise ProblemError(f"{_FRESH}, to which model, loss and batch cannot be handed: {error}; {_ADVICE}") from error
-
-
-def load_in_fresh(file: Path) -> Any:
-    """Returns, in a fresh process, what was `save_for_fresh` for it, on its own device.
-
-    Raises:
-        ProblemError: A class or function in it cannot be found here.
-    """
-    try:
-        return torch.load(file, map_location=_places, weights_only=False)
-    except (AttributeError, ImportError) as error:
-        raise ProblemError(f"{_FRESH}, in which one thing is missing: {error}; {_ADVICE}") from error
-
-
-def main() -> None:
-    """Runs the job that stdin names, and writes its outcome to stdout."""
-    asked = json.load(sys.stdin)
-    _answer(Connection(private_stdout(), readable=False), asked["name"], lambda: _run_job(**asked["job"]))
-    sys.stderr.flush()
-    os._exit(0)  # what was started in this process, such as a process group after a failure, is not waited for
-
-
-def _run_job(file: str, number: int, there: str, device: str) -> Any:
-    torch.set_num_threads(1)  # as launchers set it: the ranks share the processor
-    select_device(torch.device(device))
-    _places[there] = device
-    return load_in_fresh(Path(file))[number][1]()
-
-
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-Answer = TypeVar("Answer")
-Progress = Callable[[str, int, int], None]
-
-
-def run_in_process(
-    work: Callable[[Progress], Answer], progress: Progress | None, afresh: torch.device | None = None
-) -> Answer:
-    """Returns what `work` returns in a process of its own; it is given a `progress` that reports in this one.
-
-    Args:
-        work: What to run.
-        progress: Told how far it is.
-        afresh: None forks. A device: the process is a fresh one, which computes there; `work` must be picklable.
-
-    Raises:
-        GaverifyError: What `work` raised.
-    """
-    if afresh is None:
-        _import_compiler()
-    with ended_as_interrupted(), working_folder("gaverify-ranks-") as folder:
-        job = "the verification", partial(_work_in_folder, work, folder)
-        fresh = Fresh(afresh, [afresh]) if afresh is not None else None
-        (answer,) = run([job], heard=progress or (lambda *words: None), fresh=fresh)
-    return answer  # type: ignore[no-any-return]
+    # Temporary files of a rank that is killed would stay; the folder around them goes with the parent's.
+    tempfile.tempdir = folder
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _import_compiler() -> None:
@@ -328,15 +278,8 @@ def _import_compiler() -> None:
     """
     cache_before = os.environ.get(_COMPILED)
     import_compiler()
-
     cache_folder = os.environ.get(_COMPILED)
     if cache_before is None and cache_folder is not None:
         del os.environ[_COMPILED]
         with suppress(OSError):  # not empty: it was there before
             os.rmdir(cache_folder)
-
-
-def _work_in_folder(work: Callable[[Progress], Answer], folder: Path) -> Answer:
-    # temporary files of a process that is killed would stay; the folder around them goes with this one
-    tempfile.tempdir = str(folder)
-    return work(report_upwards)

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -56,12 +56,14 @@ class Member:
         count: R.
         store: Where words are laid down, of this verification alone.
         timeout: Seconds that one rank waits for another.
+        tell_end: Is told why this process is ended from outside its main thread; None: rank 0 prints it.
     """
 
     rank: int
     count: int
     store: Any
     timeout: float
+    tell_end: Callable[[str], None] | None = None
     _at: tuple[str, float] = ("", math.inf)
     _windows: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +107,15 @@ class Member:
             yield
         finally:
             self._at = "", math.inf
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lets this rank take its time inside `at`."""
+        before, self._at = self._at, ("", math.inf)
+        try:
+            yield
+        finally:
+            self._at = before[0], time.monotonic()
 
     def further(self, what: str) -> None:
         """Notes how far this rank came."""
@@ -151,6 +162,23 @@ class Member:
         dist.all_reduce(summed)
         return summed.to("cpu")
 
+    def answer_of_first(self, value: Any) -> Any:
+        """Returns rank 0's value on every rank. It may take its time for it: a rank that gets stuck is ended elsewhere.
+
+        Args:
+            value: What rank 0 answers; picklable. Nobody else's is read.
+
+        Raises:
+            Agreed: A rank failed.
+        """
+        if self.rank == 0:
+            self.store.set("answer", pickle.dumps(value))
+        while not self.store.check(["answer"]):
+            if self._failures_of_ranks():
+                raise self.report_failure(Said("", about_itself=False))
+            time.sleep(_POLL)
+        return pickle.loads(self.store.get("answer"))
+
     def agree(self, stage: str, problem: str) -> None:
         """Raises on every rank what any of them found wrong; "" where nothing is.
 
@@ -159,7 +187,7 @@ class Member:
         """
         said = self.everyones(stage, problem)
         if any(said):
-            raise Agreed(_sentence(dict(enumerate(said)), self.count))
+            raise Agreed(join_sentences(dict(enumerate(said)), self.count))
 
     def report_failure(self, said: Said) -> GaverifyError:
         """Returns what every rank raises where this one cannot go on: the reason, from the rank that knows it."""
@@ -195,7 +223,7 @@ class Member:
         hearsay = [words.sentence for words in said.values() if words.sentence and not words.about_itself]
         by_rank = {rank: words.sentence for rank, words in said.items() if words.about_itself}
         if any(by_rank.values()) or hearsay:
-            return _sentence(by_rank, self.count) or hearsay[0]
+            return join_sentences(by_rank, self.count) or hearsay[0]
         missing = [rank for rank in range(self.count) if rank not in said]
         if missing:
             return f"{_ranks(missing)} ended before there was a verdict"
@@ -243,7 +271,9 @@ class Member:
                         continue
                     said = "" if self._failures_of_ranks() else self._stuck()
                     self.store.set(f"failed/{self.rank}", pickle.dumps(Said(said, about_itself=False)))
-                    if self.rank == 0:
+                    if self.tell_end is not None:
+                        self.tell_end(self._reason())
+                    elif self.rank == 0:
                         print(f"gaverify: error: {self._reason()}", file=sys.__stderr__, flush=True)
                     self._leave()
                     leave(GaverifyError.exit_code)
@@ -284,7 +314,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-def _sentence(said: dict[int, str], count: int) -> str:
+def join_sentences(said: dict[int, str], count: int) -> str:
     """One sentence of each kind, with the ranks that say it; without them where all do."""
     sentences = dict.fromkeys(filter(None, said.values()))
     sentence_parts = []
@@ -295,11 +325,12 @@ def _sentence(said: dict[int, str], count: int) -> str:
 
 
 @contextmanager
-def membership(timeout: float | None) -> Iterator[Member | None]:
+def membership(timeout: float | None, tell_end: Callable[[str], None] | None = None) -> Iterator[Member | None]:
     """Gives this process's place among several ranks; None where it is alone. Joins them where nobody has yet.
 
     Args:
         timeout: Seconds that one rank waits for another; None: torch's own limit for collectives.
+        tell_end: As `Member` has it.
     """
     if not dist.is_available() or not (dist.is_initialized() or read_launcher()):
         yield None
@@ -315,7 +346,7 @@ def membership(timeout: float | None) -> Iterator[Member | None]:
         global _calls
         _calls += 1
         store = dist.distributed_c10d.PrefixStore(f"gaverify/{_calls}", dist.distributed_c10d._get_default_store())
-        yield Member(dist.get_rank(), dist.get_world_size(), store, limit)
+        yield Member(dist.get_rank(), dist.get_world_size(), store, limit, tell_end)
 
 
 def _join(limit: float) -> None:
@@ -323,6 +354,8 @@ def _join(limit: float) -> None:
     if rank_device.type in RANKED:
         rank_device = devices_of_ranks(rank_device.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
         select_device(rank_device)
+    # Its functions take the group that there is when it is imported, which may be a rank's own for a while.
+
     try:
         dist.init_process_group(backend_of([rank_device]), timeout=timedelta(seconds=limit))
     except Exception as error:

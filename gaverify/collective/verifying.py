@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from gaverify.collective.engines import of_every_rank
 from gaverify.collective.flow import judge_together
 from gaverify.collective.membership import Member
-from gaverify.collective.processes import too_small
-from gaverify.collective.window import Trained, description, under, users_engine
+from gaverify.collective.plain import PlainModel
+from gaverify.collective.window import Trained, description, users_engine
 from gaverify.errors import Agreed
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes
+from gaverify.passes.devices import RANKED, resolve_device
 from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Strategy
 from gaverify.passes.nesting import children, leaves, with_children
@@ -23,6 +25,7 @@ from gaverify.passes.problem import Problem
 from gaverify.preparation import Progress, prepare_experiment, reporter
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
+from gaverify.spec import Spec
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement
 from gaverify.verdict.settings import Settings
@@ -50,18 +53,22 @@ def verify_together(
         asked: With this rank's model and batch, and K of one rank.
         member: This rank.
         progress: Told how far it is; on rank 0 alone.
-        answer: Makes the answer of what was judged.
+        answer: Makes the answer of what was judged; called on rank 0 alone.
 
     Raises:
         ProblemError: On every rank: it cannot be verified, or a rank failed, whose number the sentence says.
     """
-    settings = asked.settings
-    member.agree("settings", _explain_refusal(settings))
-    problem, sizes = batch_of_all(asked.problem, settings.steps, member)
+    settings, strategy = asked.settings, asked.strategy
+    modules = [module for module in (asked.problem.model, asked.problem.loss) if isinstance(module, nn.Module)]
+    engine = users_engine(modules)
+    is_plain = engine is None and strategy is None
+    member.agree("settings", _explain_refusal(settings, is_plain=is_plain))
+    if is_plain:
+        engine = asked.engine
+        member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
+    problem, sizes, shared_batch = batch_of_all(asked.problem, settings.steps, member)
     with ExitStack() as stack:
-        weighting = settings.weighting
-        if isinstance(weighting, list | tuple):  # those of one rank: each counts its share of the mean over the ranks
-            weighting = [weight / member.count for weight in weighting] * member.count
+        weighting = _spread_numbers(settings.weighting, settings.steps, member.count, shared_batch=shared_batch)
         experiment = prepare_experiment(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
 
@@ -70,20 +77,38 @@ def verify_together(
             report(what)
 
         experiment = replace(experiment, sizes=sizes, progress=report_progress)
-        engine = users_engine(experiment.modules)
         described = member.everyones("model", (tuple(experiment.parameters), description(experiment), settings.seed))
         odd = next(
             (rank for rank, description_of_rank in enumerate(described) if description_of_rank != described[0]), None
         )
         member.agree("alike", _describe_mismatch(odd, described) if odd is not None else "")
-        if engine is None and asked.strategy is None:
-            engine = asked.engine
-            member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
-            experiment = under(experiment, engine)
-        trained = Trained(member, engine, asked.strategy)
+        plain = PlainModel(experiment, member) if is_plain else None
+        trained = Trained(member, engine, strategy, plain=plain, shared_batch=shared_batch)
         judged = judge_together(experiment, trained, diagnose=settings.diagnose, exact=settings.exact)
-        rank_answer = answer(*judged)
-    return member.everyones("answer", rank_answer if member.rank == 0 else None)[0]  # type: ignore[no-any-return]
+        rank_answer = answer(*judged) if member.rank == 0 else None
+    return member.answer_of_first(rank_answer)  # type: ignore[no-any-return]
+
+
+def _spread_numbers(weighting: Any, steps: int, ranks: int, *, shared_batch: bool) -> Any:
+    """Returns the weights of all K · R micro-batches where the user gave numbers.
+
+    K numbers are those of one rank, each of which counts its share of the mean over the ranks.
+    """
+    if not isinstance(weighting, list | tuple) or len(weighting) == steps * ranks:
+        return weighting
+    each = [weight / ranks for weight in weighting]
+    return [weight for weight in each for _ in range(ranks)] if shared_batch else each * ranks
+
+
+def explain_options(spec: Spec) -> str:
+    """Returns why the ranks that a spec asks for cannot do what else it asks for; "" where they can."""
+    excluded = "rtol and atol" if spec.rtol is not None else f"strategy {spec.strategy!r}"
+    if spec.rtol is not None or spec.strategy != "accumulate":
+        return f"{excluded} cannot be combined with ranks; leave one of them out"
+    device = resolve_device(spec.device)
+    if device is not None and device.type not in RANKED:
+        return f"ranks run on CPUs and on CUDA devices, not on {device}; write device='cpu', where the same faults show"
+    return ""
 
 
 _WRAP_IT = "`engine` fsdp2 would shard your live model for good: call `fully_shard` on it as your training does"
@@ -97,21 +122,23 @@ def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int
     return f"rank {odd} has {what} than rank 0: give every rank the same, for example by one seed"
 
 
-def _explain_refusal(settings: Settings) -> str:
-    """What ranks cannot do together; "" where they can."""
+def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
+    """What ranks cannot do together; "" where they can. Of a plain model rank 0 alone searches for the cause."""
     if settings.strategy != "accumulate":
         return f"strategy {settings.strategy!r} is not what ranks run; give a function, or leave it out"
     if settings.rtol is not None:
         return "rtol and atol are not asked of several ranks; leave them out"
     if settings.trace:
         return "trace follows one process; leave it out, or start one process"
-    if settings.time_limit is not None:
+    if settings.time_limit is not None and not is_plain:
         return "time_limit would end the search on some ranks before others; leave it out"
     return ""
 
 
-def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem, tuple[int, ...]]:
-    """Returns the problem with the batch of all ranks, and the sizes of its K · R micro-batches, rank after rank.
+def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem, tuple[int, ...], bool]:
+    """Returns the problem with the batch of all ranks, the sizes of its K · R micro-batches, and whether it is shared.
+
+    Where every rank was given the same batch that is the batch of all; others are put together, rank after rank.
 
     Args:
         problem: With this rank's batch.
@@ -130,16 +157,28 @@ def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem,
             raise Agreed(f"rank {odd} has {numbers[odd]} {what}, rank 0 has {numbers[0]}: give every rank as many")
     alike = len({entry[2] for entry in said}) == 1
     if alike:
-        member.agree("cuts", too_small(size, steps, member.count))
-        return problem, micro_batch_sizes(size, steps * member.count)
-    problem_here = too_small(size * member.count, steps, member.count)
+        member.agree("cuts", explain_small_batch(size, steps, member.count))
+        return problem, micro_batch_sizes(size, steps * member.count), True
+    problem_here = explain_small_batch(size * member.count, steps, member.count)
     if problem.split is not None:
         problem_here = "the ranks' batches differ and are cut by a `split`: give every rank the whole batch"
     member.agree("cuts", problem_here)
     full_batch = _join_batches(of_every_rank(problem.batch, member.count, member.device), size)
-    return replace(problem, batch=full_batch, batch_size=size * member.count), micro_batch_sizes(
-        size, steps
-    ) * member.count
+    problem = replace(problem, batch=full_batch, batch_size=size * member.count)
+    return problem, micro_batch_sizes(size, steps) * member.count, False
+
+
+def explain_small_batch(size: int, steps: int, count: int) -> str:
+    """Returns why K micro-batches for each of R ranks cannot be cut from so many samples; "" where they can."""
+    if steps * count > size:
+        each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
+        return (
+            f"{count} ranks with {each} each are {steps * count} parts, which cannot be cut from a batch of "
+            f"{size} samples; lower ranks or steps, or raise the batch size"
+        )
+    if size < 2 * count:
+        return f"{count} ranks need a batch of at least {2 * count} samples, it has {size}"
+    return ""
 
 
 def _join_batches(batches: list[Any], size: int) -> Any:

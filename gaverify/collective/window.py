@@ -1,13 +1,15 @@
 """How the ranks hold the model, as the user's code wrapped it or under the engine asked for, and train their window.
 
-Shapes: R ranks, K micro-batches each; rank r runs the micro-batches r · K to r · K + K - 1 of the batch.
+Shapes: R ranks, K micro-batches each, of the batch's K · R. Where every rank has the whole batch, rank r runs the
+micro-batches r, R + r, 2R + r, …, so that the k-th ones of all ranks lie side by side. Where the batches of the ranks
+were put together, it runs its own: those from r · K on.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from gaverify.amounts import count_text
-from gaverify.collective.engines import Reach, Scaled, Synchronised, blocks, wrap_model
+from gaverify.collective.engines import Scaled, Synchronised, loss_factor
 from gaverify.collective.membership import Member
+from gaverify.collective.plain import PlainModel, WithoutEngine
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
@@ -42,7 +45,7 @@ from gaverify.passes.wrappers import (
     tensor_parallel,
 )
 from gaverify.records.ranks import Collective, Engine
-from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, no_dispatch_modes
+from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather, no_dispatch_modes
 from gaverify.tracebacks import Owner, display_path, hands_over, owner_of
 from gaverify.verdict.comparison import left_between, measure
 
@@ -68,15 +71,6 @@ def users_engine(modules: list[nn.Module]) -> Engine | None:
             "verify the model without it"
         )
     return engine_of(modules)
-
-
-def under(experiment: Experiment, engine: Engine) -> Experiment:
-    """Returns the experiment with a plain model under an engine; only the whole of it is sharded.
-
-    What a micro-batch leaves out is not known yet: DDP is told to expect it.
-    """
-    model = experiment.problem.model
-    return wrap_model(experiment, engine, Reach(True, ((0,),) * len(list(blocks(model)))))
 
 
 def bare(experiment: Experiment) -> Experiment:
@@ -123,6 +117,9 @@ class Trained:
     In controls `shares` multiply this rank's losses in turn, the last all that follow.
     `scale` is what every rank's losses are multiplied by, and the gradient divided by.
     `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
+    `plain` is the model before gaverify put it under the engine; None where the user's code did.
+    `shared_batch`: every rank was given the whole batch.
+    `without_engine` is what the micro-batches of such a model showed before that.
     """
 
     member: Member
@@ -131,10 +128,35 @@ class Trained:
     shares: tuple[float, ...] = (1.0,)
     scale: float = 1.0
     factors: tuple[float | None, ...] = ()
+    plain: PlainModel | None = None
+    shared_batch: bool = False
+    without_engine: WithoutEngine | None = None
 
-    def whole(self, experiment: Experiment) -> Experiment:
-        """The experiment that runs the whole batch on every rank: without DDP, which is part of what is tested."""
-        return bare(experiment) if self.engine is Engine.DDP else experiment
+    @contextmanager
+    def reference(self, experiment: Experiment) -> Iterator[Experiment]:
+        """Gives the experiment that runs the whole batch on every rank: without DDP, which is part of what is tested.
+
+        Without any engine, and in a group of one rank, where gaverify put the model under it.
+        """
+        if self.plain is not None:
+            with self.plain.alone(experiment) as single:
+                yield single
+        else:
+            yield bare(experiment) if self.engine is Engine.DDP else experiment
+
+    def in_float64(self, experiment: Experiment) -> AbstractContextManager[Experiment]:
+        """Gives the experiment in float64."""
+        return experiment.in_float64() if self.plain is None else self.plain.in_float64(experiment)
+
+    def place(self, gradients: Gradients) -> Gradients:
+        """Returns gradients of the reference as the ranks hold theirs: whole, or their shards."""
+        return gradients if self.plain is None else self.plain.place(gradients)
+
+    def gather(self, gradients: Gradients) -> Gradients:
+        """Returns gradients that the ranks hold in shards as the reference has them. Every rank has to call it."""
+        if self.plain is None:
+            return gradients
+        return {name: gather(gradient) if is_sharded(gradient) else gradient for name, gradient in gradients.items()}
 
     def has_own_hooks(self, experiment: Experiment) -> bool:
         """Whether the user's code put hooks of its own in the place of DDP's mean over the ranks."""
@@ -142,9 +164,11 @@ class Trained:
 
     def own(self, experiment: Experiment, rank: int | None = None) -> range:
         """The micro-batches of a rank, by default of this one."""
+        number = self.member.rank if rank is None else rank
+        if self.shared_batch:
+            return range(number, experiment.steps, self.member.count)
         steps = experiment.steps // self.member.count
-        first = (self.member.rank if rank is None else rank) * steps
-        return range(first, first + steps)
+        return range(number * steps, (number + 1) * steps)
 
     def window(self, experiment: Experiment, full: PassResult) -> tuple[PassResult, Moved]:
         """Returns the gradient that the ranks end up with, and what the window moved."""
@@ -155,10 +179,10 @@ class Trained:
                 with _clipping_noted(moved, experiment):
                     result = gradients_of_strategy(experiment, self.strategy, rank_range)
             else:
-                ranks = self.member.count
-                probe: PassProbe = Scaled(ranks)
+                factor = loss_factor(experiment, self.member.count)
+                probe: PassProbe = Scaled(factor)
                 if self.engine is not None:
-                    probe = Synchronised(experiment, self.engine, rank_range[-1], ranks)
+                    probe = Synchronised(experiment, self.engine, rank_range[-1], factor)
                 result = experiment.micro_batches(full, probe, own=rank_range)
         self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:

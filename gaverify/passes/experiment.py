@@ -92,8 +92,6 @@ class Experiment:
     """A word, K numbers, or the user's function: the factor of each micro-batch's loss."""
     ignore_index: int = -100
     """The target value that the weighting `tokens` does not count."""
-    averaged_over: int = 1
-    """By how much a mean over ranks divides losses that the weighting leaves as they are."""
     strategy: str = "accumulate"
     """`accumulate`: K backward passes; `summed-loss`: one over the sum of the weighted losses."""
     placement: Placement

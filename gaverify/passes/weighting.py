@@ -24,7 +24,7 @@ def micro_batch_weight(experiment: Experiment, k: int, micro_batch: Any, observe
     """Returns w_k.
 
         uniform   1/K                 samples  n_k/N
-        none      1 (1/R where R ranks average)   tokens   valid tokens of k / valid tokens of the batch
+        none      1                   tokens   valid tokens of k / valid tokens of the batch
 
     Raises:
         ProblemError: "tokens" finds no targets, or a callable returns no number.
@@ -33,7 +33,7 @@ def micro_batch_weight(experiment: Experiment, k: int, micro_batch: Any, observe
     if weighting == "uniform":
         return 1.0 / experiment.steps
     if weighting == "none":
-        return 1.0 / experiment.averaged_over
+        return 1.0
     if weighting == "samples":
         return experiment.sizes[k] / experiment.batch_size
     if weighting == "tokens":

@@ -54,6 +54,16 @@ def scaled_on_ranks(factor: float) -> Problem:
     return Problem(_model(), loss, (_tokens()[0], _tokens()[1].clamp(min=0)))
 
 
+def counted_right() -> Problem:
+    """Means of which each counts as much where there are ranks as in one process."""
+    return scaled_on_ranks(1.0)
+
+
+def counted_too_much() -> Problem:
+    """Means of which each counts 5 % more where there are ranks."""
+    return scaled_on_ranks(1.05)
+
+
 def plain_mean() -> Problem:
     """Means over as many samples each: the mean over ranks is what one micro-batch on each rank needs."""
     return Problem(_model(), _cross_entropy, _tokens())
@@ -110,6 +120,38 @@ def own_count_equal() -> Problem:
     inputs, _ = problem.batch
     problem.batch = (inputs, torch.arange(16) % 3)
     return problem
+
+
+def without_float64() -> Problem:
+    """The same, with a loss that has no kernel for float64."""
+    problem = own_count_equal()
+    loss = problem.loss
+
+    def in_float32(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if batch[0].dtype is torch.float64:
+            raise TypeError("no kernel")
+        return loss(model, batch)  # type: ignore[no-any-return]
+
+    return replace(problem, loss=in_float32)
+
+
+def raising_on_one_rank() -> Problem:
+    """A loss that raises on rank 1, and not where it runs alone."""
+    problem = noisy_on_ranks()
+    loss = problem.loss
+
+    def raises(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+        return loss(model, batch)  # type: ignore[no-any-return]
+
+    return replace(problem, loss=raises)
+
+
+def indexed_too_high() -> Problem:
+    """A table of 5 rows that is asked for its row 7."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 1))
+    return Problem(model, lambda m, b: m(b).square().mean(), torch.full((8, 2), 7))
 
 
 def _contrastive(gather: object, *, guarded: bool = False) -> Problem:
@@ -291,6 +333,16 @@ def routed_experts(*order: int) -> Problem:
     inputs, classes = _tokens()
     inputs[:, 0] = torch.tensor(order or (0, 0, 1, 1)).repeat_interleave(4)
     return Problem(_Routed(), _Tempered(), (inputs, classes))
+
+
+def experts_in_turn() -> Problem:
+    """Each rank runs each expert once."""
+    return routed_experts(0, 1, 1, 0)
+
+
+def experts_of_ranks() -> Problem:
+    """Rank 0 runs the first expert alone, rank 1 the second."""
+    return routed_experts(0, 1, 0, 1)
 
 
 def routed_experts_with_forgotten_ranks() -> Problem:

@@ -11,7 +11,6 @@ import sys
 import warnings
 
 import problems_coupling
-import problems_ranks
 import pytest
 import torch
 from audits import SCRIPTS
@@ -96,13 +95,6 @@ def test_fresh_ranks_compute_on_the_device(model: str, engine: str, steps: int, 
     assert fault_codes(verdict) == codes, story(verdict)
     assert verdict.outcome is (Outcome.DIVERGENT if codes else Outcome.EQUIVALENT), story(verdict)
     assert verdict.run.device == "cuda:0" and verdict.ranks is not None
-
-
-def test_a_live_model_goes_to_fresh_ranks() -> None:
-    problem = problems_ranks.drawing_per_sample()
-    verdict = gaverify.verify(problem.model.cuda(), problem.loss, tuple(t.cuda() for t in problem.batch), 2, ranks=2)
-    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
-    assert not torch.distributed.is_initialized()
 
 
 def test_ranks_of_the_host_leave_the_device_alone() -> None:

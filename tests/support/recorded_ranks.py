@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group, run_each
 from torch import nn
 
-from gaverify.collective.engines import join_group
-from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.records.events import Ending
 from gaverify.records.ranks import Engine, Traffic
@@ -45,7 +44,7 @@ def trained(folder: Path, engine: Engine, width: int, *, recorded: bool, updates
     def rank(number: int) -> Callable[[], Trained]:
         return lambda: _train(folder, number, engine, width, recorded, updates)
 
-    return run([(f"rank {number}", rank(number)) for number in range(RANKS)], 120.0)
+    return run_each([rank(number) for number in range(RANKS)])
 
 
 def _train(folder: Path, rank: int, engine: Engine, width: int, recorded: bool, updates: int) -> Trained:

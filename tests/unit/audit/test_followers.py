@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import join_group, run_each
 from torch import nn
 
 import gaverify
@@ -19,8 +20,6 @@ from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Roundoff
-from gaverify.collective.engines import join_group
-from gaverify.collective.launching import run
 from gaverify.collective.traffic import TrafficMeter
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
@@ -199,4 +198,4 @@ def _reduced(folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_the_meter_sees_in_which_type_gradients_are_reduced(tmp_path: Path) -> None:
-    assert run([("rank 0 of 1", lambda: _reduced(tmp_path))], 60.0) == [["torch.float16"]]
+    assert run_each([lambda: _reduced(tmp_path)]) == [["torch.float16"]]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import join_group, run_each
 from torch import nn
 
-from gaverify.collective.engines import Alone, Reach, blocks, join_group, of_all
-from gaverify.collective.launching import run
+from gaverify.collective.engines import Alone, Reach, blocks, of_all
 from gaverify.collective.traffic import watch_gathers
 from gaverify.passes.devices import available_devices
 from gaverify.passes.experiment import Experiment, Placement
@@ -42,7 +42,7 @@ def reach(*micro_batches: torch.Tensor) -> Reach:
         batch_size=1,
         sizes=(1,),
     )
-    alone = Alone(experiment, ranks=2)
+    alone = Alone(experiment, 2.0)
     for k, micro_batch in enumerate(micro_batches):
         with alone.around(k):
             alone.backward(k, model(micro_batch).sum(), 1.0)
@@ -121,7 +121,7 @@ def _transposed(folder: Path, rank: int) -> list[list[float]]:
 
 @forks
 def test_the_remedy_brings_back_gradients_that_come_transposed(tmp_path: Path) -> None:
-    found = run([(f"rank {rank}", lambda rank=rank: _transposed(tmp_path, rank)) for rank in range(2)], 60.0)
+    found = run_each([lambda rank=rank: _transposed(tmp_path, rank) for rank in range(2)])
     whole = (torch.arange(12.0, device="cpu").reshape(3, 4) * 3).T  # of both losses
     assert found == [whole[:2].tolist(), whole[2:].tolist()]
 
@@ -132,5 +132,5 @@ def test_the_remedy_brings_back_gradients_that_come_transposed(tmp_path: Path) -
 def test_a_gather_by_torchs_own_names(
     tmp_path: Path, gather: Callable[[torch.Tensor], torch.Tensor], repaired: bool, gradient: float
 ) -> None:
-    ranks = [(f"rank {rank}", lambda rank=rank: _gathered(tmp_path, rank, gather, repaired)) for rank in range(2)]
-    assert run(ranks, 60.0) == [[5.0, 6.0, gradient, 1]] * 2
+    ranks = [lambda rank=rank: _gathered(tmp_path, rank, gather, repaired) for rank in range(2)]
+    assert run_each(ranks) == [[5.0, 6.0, gradient, 1]] * 2

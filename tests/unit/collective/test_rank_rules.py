@@ -366,12 +366,13 @@ def test_the_first_share_that_leaves_rounding_is_the_last_that_is_tried() -> Non
     assert math.isnan(with_shares(ranks(fit(residual=0.5)), left).weights_control)
 
 
-def test_exact_changes_nothing_over_ranks_where_float64_is_impossible() -> None:
+def test_exact_changes_nothing_over_ranks_where_float64_is_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise floor, which needs passes, is not asked: this judgement has none."""
     row = Difference("weight", (2, 3), 1.0, 1.0, 1e-8, None, None)
     measurement: Any = SimpleNamespace(
         differences={"weight": row}, plain_terms={}, experiment=SimpleNamespace(ranks=None)
     )
-    decision = flow.decide_window(measurement, U32, True, lambda: "a kernel has no float64")
+    monkeypatch.setattr(flow, "_control", lambda *_: "a kernel has no float64")
+    decision = flow._decide_window(SimpleNamespace(), measurement, U32, True)  # type: ignore[arg-type]
     assert decision.method is Method.WORKING_PRECISION and decision.float64_failure == "a kernel has no float64"
     assert [decided.outcome for decided in decision.rows] == [Outcome.EQUIVALENT]
