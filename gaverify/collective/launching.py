@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import math
 import os
 import pickle
 import signal
@@ -39,7 +40,8 @@ Answer = TypeVar("Answer")
 Progress = Callable[[str, int, int], None]
 TellEnd = Callable[[str], None]
 
-_POLL = 0.05  # seconds
+_POLL = 0.05  # seconds between two looks of the launcher
+_TICK = 0.01  # seconds between two looks of a rank
 _LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say whether they failed, too
 _KEPT_LINES = 12  # of a traceback that a message shows
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
@@ -217,6 +219,9 @@ def _run_rank(work: Callable[[Progress, TellEnd], Any], pipes: Sequence[Connecti
     """Runs in each rank: returns what its work returns, or what all ranks agreed to raise."""
     rank = int(os.environ["RANK"])
     _isolate(folder, parent)
+    # The launcher's store looks up the address of every rank that connects, under a lock of the C library. A rank that
+    # is forked meanwhile would inherit the lock and wait for it for ever.
+    _meet(Path(folder), "started", rank, len(pipes))
     if rank:
         warnings.simplefilter("ignore")  # rank 0 says the same
 
@@ -230,7 +235,8 @@ def _run_rank(work: Callable[[Progress, TellEnd], Any], pipes: Sequence[Connecti
         return Agreed(str(error))
     except BaseException as error:
         send(_as_told(error, rank, len(pipes)))
-    _await_failures(Path(folder), rank, len(pipes))
+    # The launcher ends all ranks as soon as one has ended: others may be about to tell of a failure, too.
+    _meet(Path(folder), "failed", rank, len(pipes), within=_LINGER)
     sys.stderr.flush()
     os._exit(GaverifyError.exit_code)  # threads of the user's code and of a broken group are not waited for
 
@@ -245,12 +251,12 @@ def _as_told(error: BaseException, rank: int, count: int) -> GaverifyError:
     return foreseen
 
 
-def _await_failures(folder: Path, rank: int, count: int) -> None:
-    """Waits a little for the other ranks to fail as well: the launcher ends all ranks as soon as one has ended."""
-    (folder / f"failed-{rank}").touch()
-    limit = time.monotonic() + _LINGER
-    while len(list(folder.glob("failed-*"))) < count and time.monotonic() < limit:
-        time.sleep(_POLL)
+def _meet(folder: Path, stage: str, rank: int, count: int, within: float = math.inf) -> None:
+    """Waits until all ranks have come to a stage, or for some seconds."""
+    (folder / f"{stage}-{rank}").touch()
+    limit = time.monotonic() + within
+    while len(list(folder.glob(f"{stage}-*"))) < count and time.monotonic() < limit:
+        time.sleep(_TICK)
 
 
 def _isolate(folder: str, parent: int) -> None:
