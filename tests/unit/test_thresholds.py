@@ -23,6 +23,7 @@ DECIDE_NOTHING = {
     "collective/membership.py": "seconds",
     "audit/transform_controls.py": "what losses are multiplied by in a control",
     "audit/controls.py": "what losses are multiplied by in a control",
+    "audit/launchers.py": "seconds",
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",
     "audit/recording/outputs.py": "what values are moved by",
