@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gaverify.records.printing import AnswerWriter, PrintableAnswer
 from gaverify.version import __version__
 
 if TYPE_CHECKING:
@@ -39,6 +40,16 @@ _HOMES = {
 _ROOMS = ("remedies",)
 
 __all__ = ["__version__", *_HOMES, *_ROOMS]
+
+
+def _load_writer() -> AnswerWriter:
+    from gaverify import report
+
+    return report
+
+
+# Records lie below the report, and may not import it to print themselves.
+PrintableAnswer.load_writer = staticmethod(_load_writer)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from gaverify.records.events import (
     Step,
     WeightsMoved,
 )
-from gaverify.records.findings import Acceptance, Finding, Settled
+from gaverify.records.findings import Acceptance, Conclusion, Finding
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 
@@ -113,7 +113,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, repr=False)
-class AuditReport(Settled):
+class AuditReport(Conclusion):
     """The answer of an audit, with everything that it rests on."""
 
     script: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome
+from gaverify.records.printing import PrintableAnswer
 
 Severity = Literal["fault", "note"]
 
@@ -97,11 +98,8 @@ class Acceptance:
     refused: tuple[str, ...] = ()
 
 
-class Settled:
-    """What a verdict and an audit come to once it is known what the user accepts and expects.
-
-    `print` shows the outcome and its causes, the interactive prompt one line, a notebook the first screen of the page.
-    """
+class Conclusion(PrintableAnswer):
+    """What a verdict and an audit come to once it is known what the user accepts and expects."""
 
     outcome: Outcome
     findings: tuple[Finding, ...]
@@ -140,25 +138,3 @@ class Settled:
             f"{type(self).__name__} is neither true nor false: it has three outcomes. Write `verdict.is_equivalent`, "
             "`verdict.outcome is gaverify.Outcome.EQUIVALENT`, or call `gaverify.assert_equivalent(...)`"
         )
-
-    def __str__(self) -> str:
-        from gaverify.report import short_text
-
-        return short_text(self)  # type: ignore[arg-type]  # one of the two answers that inherit this
-
-    def __repr__(self) -> str:
-        from gaverify.report import line_text
-
-        return f"<{type(self).__name__} {line_text(self)}>"  # type: ignore[arg-type]
-
-    def _repr_html_(self) -> str:
-        """Returns what Jupyter and other notebooks show of an answer."""
-        from gaverify.report import card_html
-
-        return card_html(self)  # type: ignore[arg-type]
-
-    def to_json(self) -> str:
-        """Returns the answer as a JSON document, with everything it rests on."""
-        from gaverify.report import document_text
-
-        return document_text(self)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
 from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
-from gaverify.records.findings import Acceptance, Finding, Settled
+from gaverify.records.findings import Acceptance, Conclusion, Finding
 from gaverify.records.ranks import RankFacts
 
 
@@ -109,7 +109,7 @@ class Trace:
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict(Settled):
+class Verdict(Conclusion):
     """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on."""
 
     outcome: Outcome
