@@ -37,7 +37,7 @@ from gaverify.records.stages import (
     StageComparison,
 )
 from gaverify.records.windows import Round, Window, common_rounds, keys_of, number_steps, rounds_of, windows_of
-from gaverify.rules.wording import phrase
+from gaverify.rules.wording import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 
@@ -393,8 +393,11 @@ def _check_parameters(full: RecordedRun, accumulated: RecordedRun) -> None:
         for name, shape in named[0].items()
         if named[1].get(name, shape) != shape
     ]
-    listing = "; ".join(missing[:5]) + (f"; and {len(missing) - 5} more" if len(missing) > 5 else "")
-    raise ProblemError(phrase("runs.other-models", shown=listing or "their optimizers hold them in another order"))
+    listing = join_texts(missing, 5) or "their optimizers have them in another order"
+    raise ProblemError(
+        f"the two runs trained different parameters: {listing}; let their arguments differ only in how the batch is "
+        "cut into micro-batches"
+    )
 
 
 def _start_allowed(runs: Runs, round_: Round, number: int, unit: float) -> float:
@@ -413,11 +416,11 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
     start = _distance(full, perturbed, "before")
     # Only before the first update: later weights differ by what training makes of one roundoff, which may be much.
     if number == 1 and start > MANY_UNITS * unit:
-        return f"its weights start {start:.1e} apart (relative) although only rounding was added"
+        return f"its initial weights differ by {start:.1e} (relative) when run again"
     # One division by K = 2 too many halves the gradient: noise above that would hide such a fault completely.
     if floors_allowed(unit) * noise > VISIBLE:
         rows = _data(runs.full, full, runs.perturbed, perturbed)
-        row_note = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are others"
+        row_note = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are different samples"
         return f"its gradients differ by {noise:.1e} (relative) when run again{row_note}"
     return ""
 

@@ -92,12 +92,10 @@ def _wait_for_ranks(folders: dict[int, Path]) -> int:
 
 def explain_status(status: int) -> str:
     """Returns why a process ended that has not said so itself; the status of one that a signal ended is negative."""
-    from gaverify.rules.wording import phrase  # imports all rules, and most launchers end well
-
     if status < 0:
         # Linux ends a process by signal 9 where memory runs out, and leaves no other message.
-        return phrase("runs.killed", signal=signal_name(-status)) + " (out of memory?)" * (-status == 9)
-    return phrase("runs.left", status=status)
+        return f"it was killed by {signal_name(-status)}" + " (out of memory?)" * (-status == 9)
+    return f"it ended with exit code {status}, and not through Python's own exit (os._exit?)"
 
 
 def free_port() -> int:
@@ -111,7 +109,7 @@ def free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind((_HERE, port))
             return port
-    raise ProblemError(f"none of {_TRIES} ports of {_HERE} that were tried is free: end what listens on them")
+    raise ProblemError(f"no free port on {_HERE} in {_TRIES} attempts: end the programs that listen there")
 
 
 def entry_variables(job: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gaverify.errors import SpecError
-from gaverify.rules.wording import phrase
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def split_words(text: str, flag: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise SpecError(phrase("request.words", option=flag, text=text, error=error)) from error
+        raise SpecError(f"{flag} {text!r} cannot be split into arguments: {error}") from error
 
 
 def _is_plain(value: object) -> bool:

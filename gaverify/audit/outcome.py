@@ -27,7 +27,6 @@ from gaverify.records.stages import Stage
 from gaverify.rules import findings_for
 from gaverify.rules.scale import unexplained_term
 from gaverify.rules.skipping import is_skipping
-from gaverify.rules.wording import phrase
 
 
 def explain_undecided(record: Record, update: UpdateComparison) -> str:
@@ -35,34 +34,52 @@ def explain_undecided(record: Record, update: UpdateComparison) -> str:
     before = update.number - 1
     # Both runs cut the batch alike, so even a faulty loop would agree: nothing was compared.
     if not before and record.same_pieces:
-        return phrase("outcome.same-pieces")
+        return (
+            "nothing was compared: both runs cut update 1 into the same micro-batches; check that their arguments "
+            "give different micro-batch sizes"
+        )
     why = _why(record, update)
-    earlier = phrase("outcome.earlier", before=before) if before else ""
+    earlier = f"update {before} agrees, and `--updates {before}` compares no further; " if before else ""
     return f"{earlier}update {update.number}: {why}" if why else ""
 
 
 def _why(record: Record, update: UpdateComparison) -> str:
     # Asked first: a run that does not repeat itself makes all comparisons below meaningless.
     if update.unrepeatable:
-        return phrase("outcome.unrepeatable", update=update, advice=_start_advice(record))
+        return f"the full-batch run is not reproducible: {update.unrepeatable}; {_start_advice(record)}"
     if not update.data.is_comparable:
         return _other_data(record, update)
     # Weights that differ before the update make its gradients differ whatever the loop does.
     if not update.judged:
-        return phrase("outcome.started-apart", update=update, advice=_advice(record, update))
+        return (
+            f"the runs start from different weights (relative difference {update.started_apart:.1e}); "
+            f"{_advice(record, update)}"
+        )
     if update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE:
-        return phrase("outcome.change-alone")
+        return (
+            "the script keeps no `.grad` and changes its weights itself. The change of a weight is known only up to "
+            "rounding, and a step such as Adam's hides the gradient's size. Keep the summed gradients in `.grad`, or "
+            "use a `torch.optim` optimizer: gaverify then compares gradients"
+        )
     if update.unclear:
-        return phrase("outcome.unclear")
+        return (
+            "the script changes its accumulated gradients by hand before the step, and they differ. Clipping by hand "
+            "can hide a wrong loss scale, and a control run with losses too small to be clipped decided nothing. Use "
+            "`torch.nn.utils.clip_grad_norm_`, or turn the clipping off for the audit"
+        )
     if update.outcome is Outcome.INCONCLUSIVE:
         reason = next((row.reason for row in update.parameters if row.reason), "")
         count = sum(row.outcome is Outcome.INCONCLUSIVE for row in update.parameters)
-        noun = phrase("outcome.undecided", count=count, total=len(update.parameters))
+        answer = f"{count} of {count_text(len(update.parameters), 'parameter')} undecided"
         # Every parameter agrees, but the noise is so large, or the gradient so small, that a fault would agree as well.
         if not count:
             hidden = hidden_share(update.parameters)
-            noun = phrase("outcome.hidden" if 0 < hidden < math.inf else "outcome.zero", hidden=hidden)
-        return noun + (f": {reason}" if reason else "")
+            answer = "every gradient is zero"
+            if 0 < hidden < math.inf:
+                answer = (
+                    f"rounding could hide an error of up to {hidden:.0%} of the gradient; try float32 or fewer samples"
+                )
+        return answer + (f": {reason}" if reason else "")
     return ""
 
 
@@ -74,8 +91,11 @@ def _advice(record: Record, update: UpdateComparison) -> str:
     if before.step.learning_rates != before.step.learning_rates_full:
         rates = ", ".join(f"{rate:.4g}" for rate in before.step.learning_rates)
         full = ", ".join(f"{rate:.4g}" for rate in before.step.learning_rates_full)
-        return phrase("outcome.other-rates", number=before.number, full=full, rates=rates)
-    return phrase("outcome.other-steps", number=before.number)
+        return (
+            f"the learning rates of update {before.number} differ: {full} in the full-batch run, "
+            f"{rates} in the accumulated run"
+        )
+    return f"the optimizer steps of update {before.number} differ although their gradients agree"
 
 
 def _start_advice(record: Record) -> str:
@@ -93,41 +113,56 @@ def _start_advice(record: Record) -> str:
     if alone:
         path, (file, line), run = alone[0]
         where = f" ({file}:{line})" if file else ""
-        return phrase("outcome.resumed", run=run, path=path, where=where)
-    return phrase("outcome.unseeded")
+        return f"only the {run} run loaded `{path}`{where}: does it resume from a checkpoint? start both runs afresh"
+    return "seed all random generators before the model is built, for example with `--seed 0`"
 
 
 def _other_data(record: Record, update: UpdateComparison) -> str:
     data = update.data
+    rows = f"{data.full} rows in both runs"
     if data.full != data.accumulated:
-        rows, advice = phrase("outcome.other-rows", data=data), phrase("outcome.other-batch")
+        rows = f"{data.full} rows in the full-batch run, {data.accumulated} in the accumulated run"
+        advice = "is batch size × accumulation steps the same in both runs?"
     elif record.unaligned:
-        drawn = "; ".join(f"{name}: {why}" for name, why in record.unaligned.items())
-        rows, advice = f"{data.full} rows in both", phrase("outcome.drawn", drawn=drawn)
+        drawn = ", ".join(f"{name}: {why}" for name, why in record.unaligned.items())
+        advice = f"the accumulated run could not be given the full-batch run's random numbers: {drawn}"
     else:
-        rows, advice = f"{data.full} rows in both", phrase("outcome.shuffled", fed=_fed_at(record, update))
+        advice = _explain_shuffled(record, update)
     # From here on, more special advice replaces the general one: the last that applies is shown.
     if is_skipping(record, update):
-        advice = phrase("outcome.skipping")
+        advice = "the loop skips a micro-batch, which shifts the accumulation window or leaves samples out"
     ranks = record.together
     # A sampler that fills up the last batch repeats less than one row per rank.
     if ranks is not None and 0 < data.accumulated - data.full < record.ranks:
-        advice = phrase("outcome.repeated")
+        advice = (
+            "a `DistributedSampler` repeats samples if their number does not divide by the number of ranks: "
+            "`drop_last=True` leaves them out"
+        )
     if ranks is not None and ranks.replicas.fed_alike:
-        advice = phrase("outcome.shared-rows" if ranks.tensor_parallel else "outcome.same-rows")
-    padded = " (after padding was taken off)" if data.padded else ""
-    what, differ = ("row", "differs") if data.differing == 1 else ("rows", "differ")
-    values = {"what": what, "differ": differ, "padded": padded, "rows": rows, "advice": advice}
-    return phrase("outcome.other-data", data=data, **values)
+        advice = _SAME_ROWS
+        if ranks.tensor_parallel:
+            advice = "ranks of tensor parallelism share their rows: does `--full` give the batch size of one rank?"
+    padded = " (after padding was removed)" if data.padded else ""
+    differ = "row differs" if data.differing == 1 else "rows differ"
+    return (
+        f"the runs did not see the same samples: {data.differing} {differ} in `{data.path}`{padded}, {rows}; {advice}"
+    )
 
 
-def _fed_at(record: Record, update: UpdateComparison) -> str:
+_SAME_ROWS = "all ranks were fed the same rows: use a `DistributedSampler`, or select the rows by rank"
+
+
+def _explain_shuffled(record: Record, update: UpdateComparison) -> str:
     """The advice for shuffled samples, with the line of the forward that is given them."""
     window = record.window_of(update.number)
     forwards = window.of(Forward) if window is not None else ()
     file, line = forwards[0].place if forwards else (None, None)
-    where = f" in what the forward at {Path(file).name}:{line} is given" if file else ""
-    return phrase("outcome.fed", where=where)
+    where = f" (see the inputs of the forward pass at {Path(file).name}:{line})" if file else ""
+    return (
+        f"shuffling, a missing seed, a dropped batch or packing can be the cause{where}. Try `--seed 0`. gaverify "
+        "gives both runs the same batches if they come from a `DataLoader`, or if the model takes the targets and "
+        "returns its loss"
+    )
 
 
 def report_of(
@@ -197,13 +232,14 @@ def _method(record: Record) -> Method:
 
 def same_arguments(request: Request) -> AuditReport:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
-    arguments = "the same arguments for `--full` and `--accumulated`"
-    if not request.full:
-        arguments = "no `--full` and `--accumulated`"
+    given = "`--full` and `--accumulated` are the same" if request.full else "`--full` and `--accumulated` are missing"
     return AuditReport(
         script=request.target,
         outcome=Outcome.INCONCLUSIVE,
-        reason=phrase("outcome.same-arguments", told=arguments),
+        reason=(
+            f"nothing was compared: {given}, so both runs would be equal. Give the arguments for a large batch and for "
+            'its micro-batches, such as --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"'
+        ),
     )
 
 
@@ -212,7 +248,11 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     differing = record.divergent
     # The gradient of one rank is only its part of the batch's, so that even faults of this process may be none.
     if _is_one_of_several(record):
-        return Outcome.INCONCLUSIVE, phrase("outcome.one-of-several", record=record)
+        return Outcome.INCONCLUSIVE, (
+            f"the script trains in {record.ranks} processes, and gaverify recorded only one of them. What the others "
+            f"add to the gradient is unknown. Write `--ranks {record.ranks}` to let gaverify start all of them, or "
+            "`--launcher` with your own command (`--launcher python` if the script starts them itself)"
+        )
     open_ = _open(record, differing, faults)
     if open_:
         return Outcome.INCONCLUSIVE, open_
@@ -221,16 +261,12 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
-        values = {
-            "compared": _describe_agreement(record),
-            "named": _list_findings(decisive),
-            "hidden": _describe_blind_spot(record),
-        }
-        return Outcome.DIVERGENT, phrase("outcome.at-fault", **values)
+        named, blind_spot = _list_findings(decisive), _describe_blind_spot(record)
+        return Outcome.DIVERGENT, f"{_describe_agreement(record)}the loop is at fault: {named}{blind_spot}"
     if request.events_only:
         complete_count = len(record.complete)
-        calls = f"the calls of {count_text(complete_count, 'update')} are in order{_short(record)}"
-        return Outcome.INCONCLUSIVE, phrase("outcome.events-only", calls=calls)
+        calls = f"the calls of {count_text(complete_count, 'update')} are in the right order{_short(record)}"
+        return Outcome.INCONCLUSIVE, f"{calls}; gradients were not compared (--events-only)"
     # an update that both runs skip by zero gradients agrees, but it cannot be all that was compared
     compared = [update for update in record.updates if not update.is_zero_in_both] or record.updates
     for update in compared:
@@ -239,14 +275,14 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
             return Outcome.INCONCLUSIVE, why + _launched_alone(request, record)
     # A fault that is not proven forbids the answer EQUIVALENT, but is not enough for DIVERGENT.
     if faults:
-        return Outcome.INCONCLUSIVE, phrase(
-            "outcome.suspected", compared=_describe_agreement(record), named=_list_findings(faults)
+        return Outcome.INCONCLUSIVE, (
+            f"{_describe_agreement(record)}suspected, but no control run confirmed it: {_list_findings(faults)}"
         )
     if not record.updates:
-        return Outcome.INCONCLUSIVE, phrase("outcome.none-in-common")
+        return Outcome.INCONCLUSIVE, "nothing was compared: no update was recorded in both runs"
     # A later update may differ where the first agree: a script that ended early is told how little was compared.
     update_count, wanted = len(record.updates), request.updates
-    fewer = phrase("outcome.fewer", made=update_count, wanted=wanted) if update_count < wanted else ""
+    fewer = f"; only {update_count} of {wanted} updates were recorded in both runs" if update_count < wanted else ""
     remarks = (
         fewer + _describe_blind_spot(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
     )
@@ -274,31 +310,50 @@ def _open(record: Record, differing: UpdateComparison | None, faults: Sequence[F
         return ""
     # A communication hook that compresses gradients changes them on purpose, by more than rounding.
     if record.together is not None and record.together.is_altered:
-        return phrase("outcome.altered", number=differing.number, altered=record.together.reduction.altered)
+        return (
+            f"update {differing.number} differs, but {record.together.reduction.altered:.2g} of the gradient is not "
+            "the sum of the ranks' backward passes. A gradient hook changes it, such as one that compresses "
+            "(`register_comm_hook`), and does so differently for each micro-batch size. Remove it for the audit"
+        )
     if not differing.data.checked:
-        return phrase("outcome.unchecked", number=differing.number)
+        return (
+            f"update {differing.number} differs, but gaverify cannot check that both runs saw the same samples. No "
+            "forward input has the same name in both runs: use the same argument names, and the samples in the same "
+            "order"
+        )
     if record.unaligned:
-        return phrase("outcome.unaligned", number=differing.number, draws=", ".join(record.unaligned))
+        return (
+            f"update {differing.number} differs, perhaps because the runs drew different random numbers "
+            f"({', '.join(record.unaligned)}); turn these random operations off for the audit"
+        )
     return ""
 
 
 def _describe_blind_spot(record: Record) -> str:
     """The remark on faults that do not show if both runs have ranks; empty if the full-batch run has none."""
-    return phrase("outcome.ranks-in-both", record=record) if record.full_ranks > 1 else ""
+    if record.full_ranks < 2:
+        return ""
+    return f"; both runs trained in {record.full_ranks} ranks, so errors between ranks cannot show"
 
 
 def _launched_alone(request: Request, record: Record) -> str:
     """The remark that a launcher started no ranks; empty if it did, or there is none."""
-    return phrase("outcome.launched-alone") if request.launcher and record.ranks < 2 else ""
+    if not request.launcher or record.ranks > 1:
+        return ""
+    return "; the `--launcher` command trained in one process: no ranks were compared"
 
 
 def _in_both_runs(record: Record) -> str:
     """The remarks on what agreeing ranks leave open: gradients altered in both runs, and rows that ranks share."""
     ranks, remarks = record.together, ""
     if ranks is not None and ranks.is_altered:
-        remarks += phrase("outcome.altered-in-both", altered=ranks.reduction.altered)
+        remarks += (
+            f"; {ranks.reduction.altered:.2g} of that gradient is not the sum of the backward passes (a compressing "
+            "hook?): this error is in both runs and cannot show"
+        )
     if ranks is not None and ranks.replicas.fed_alike:
-        remarks += phrase("outcome.shared-rows-count") if ranks.tensor_parallel else f"; {phrase('outcome.same-rows')}"
+        shared_rows = "ranks of tensor parallelism share their rows, which are counted once"
+        remarks += f"; {shared_rows if ranks.tensor_parallel else _SAME_ROWS}"
     return remarks
 
 
@@ -307,7 +362,10 @@ def _short(record: Record) -> str:
     short = next((window for window in record.complete if 0 < window.backwards < record.usual(window)), None)
     if short is None:
         return ""
-    return phrase("outcome.short", window=short, usual=record.usual(short))
+    return (
+        f", but update {short.number} has {short.backwards} backward passes where others have {record.usual(short)}: "
+        "only gradients can show whether its losses are divided by as many (`--tail`)"
+    )
 
 
 def _differing(update: UpdateComparison) -> str:
@@ -320,12 +378,10 @@ def _differing(update: UpdateComparison) -> str:
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
     # Relative to a zero gradient every difference is infinite: no number would tell the reader anything.
     if math.isinf(difference):
-        return f"{text}; the full-batch run has no {of} at all: every one is zero"
-    return (
-        f"{text}; all together by {difference:.2g} of the full batch's {of}" + ratio
-        if math.isfinite(difference)
-        else f"{text}; not every gradient is finite and there on both sides"
-    )
+        return f"{text}; every {of} of the full-batch run is zero"
+    if not math.isfinite(difference):
+        return f"{text}; some gradients are missing or not finite in one of the runs"
+    return f"{text}; relative difference of the whole {of} {difference:.2g}{ratio}"
 
 
 def _describe_agreement(record: Record) -> str:
@@ -340,7 +396,7 @@ def _describe_agreement(record: Record) -> str:
     # The gradients themselves differ in this case: "agree to rounding" would be false, only the weights agree.
     if len(factors) == len(judged):
         return (
-            f"{names}: the gradient is {factors[0]} times the full batch's and the step takes the factor out again "
-            "(it divides, or its rate is lower): the weights change alike, to rounding; "
+            f"{names}: the gradient is {factors[0]} times the full batch's, but the step undoes this factor (it "
+            "divides, or has a lower learning rate); the weights change equally up to rounding; "
         )
     return f"{names}: {len(rows)} of {len(rows)} gradients agree to rounding; "

@@ -44,7 +44,7 @@ from gaverify.children.launching import Kept, last_lines, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Backward, Ending, Step
-from gaverify.rules.wording import join_texts, phrase
+from gaverify.rules.wording import join_texts
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun
@@ -113,7 +113,10 @@ class Child:
             job = replace(Job.read(folder / _JOB), folder=str(folder))
             return cls(job, **json.loads((folder / _DONE).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ProblemError(phrase("runs.not-kept", folder=folder, error=error)) from error
+            raise ProblemError(
+                f"--from {folder.parent}: the record of `{folder.name}` is missing or cannot be read ({error}); "
+                "another version of gaverify may have made it: run the audit again"
+            ) from error
 
 
 class NoView(Exception):
@@ -137,9 +140,14 @@ def check(child: Child) -> None:
     # Before all other causes: on a full disk the script fails as well, and its traceback would mislead the reader.
     if status == DISK_FULL or any((folder / ROOM).exists() for folder in folders_of(child.folder)):
         wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
-        values = {"title": child.title, "folder": child.folder.parent, "wanted": wanted, "free": free}
+        folder = child.folder.parent
         # the recorder knew before it began, or else the disk filled up
-        raise ProblemError(phrase("runs.room", no_room=phrase("runs.no-room" if room else "runs.full-disk", **values)))
+        no_room = (
+            f"the {child.title} has to store {wanted} of gradients, and `{folder}` has {free} left"
+            if room
+            else f"no space left in `{folder}` while the {child.title} stored its gradients"
+        )
+        raise ProblemError(f"{no_room}; free some, record fewer `--updates`, or set TMPDIR to a larger disk")
     if fault or status == RECORDER_FAILED:
         raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
@@ -147,12 +155,17 @@ def check(child: Child) -> None:
     if refused:
         name, place = json.loads(refused)
         where = f" ({place[0]}:{place[1]})" if place else ""
-        raise ProblemError(phrase("runs.refused", child=child, name=name, where=where))
+        raise ProblemError(
+            f"the {child.title} was stopped because it would change the existing file `{name}`{where}; the file is "
+            f"unchanged: {child.command}\n"
+            "This system cannot run a script on a copy of your files. Let each run write into its own folder, such as "
+            '--full "--out a" --accumulated "--out b", or write `--in-place` to allow changes'
+        )
     folder = failed_first(child.folder) or child.folder
     cause, trace = _cause(child, folder)
     rank = f" (rank {rank_of(folder)})" if rank_of(folder) else ""
-    values = {"cause": cause, "left": early_ends(child), "whole": trace, "output": output_of(folder, child)}
-    raise ProblemError(phrase("runs.failed", child=child, rank=rank, **values).rstrip())
+    details = f"{early_ends(child)}{trace}{output_of(folder, child)}"
+    raise ProblemError(f"the {child.title}{rank} failed: {cause}\n{child.command}\n{details}".rstrip())
 
 
 def _check_values(child: Child) -> None:
@@ -189,19 +202,26 @@ def _of_launcher(child: Child, status: int | None) -> str:
     folders = ranks_of(child.folder)
     if folders:
         records = [closing_record_of(folder) for folder in folders]
-        ranks, updates = records[0].ranks, [record.updates for record in records]
-        values = {"found": len(folders), "ranks": ranks, "made": ", ".join(map(str, updates))}
-        return phrase("runs.some-ranks", word=word, status=status, **values)
+        updates = ", ".join(str(record.updates) for record in records)
+        return (
+            f"only {len(folders)} of {records[0].ranks} ranks finished ({updates} updates); "
+            f"`{word}` ended with exit code {status}"
+        )
     entered = any(folder != child.folder for folder in folders_of(child.folder))
-    return phrase("runs.no-step" if entered or status else "runs.not-entered", word=word, status=status)
+    if entered or status:
+        return f"none of its processes reached an optimizer step; `{word}` ended with exit code {status}"
+    return (
+        f"gaverify could not record any Python process that `{word}` started; the command has to pass on the variable "
+        "PYTHONPATH, and to run Python without -I, -E and -S"
+    )
 
 
 def early_ends(child: Child) -> str:
     """Names the ranks that came to their end where others did not, which may have waited for them; ends its line."""
     updates = child.job.updates
     ended = [(rank, count) for rank, count in ended_early(child.folder) if not updates or count < updates]
-    sentences = [phrase("runs.ended-early", rank=rank, made=count, updates=updates) for rank, count in ended]
-    return "; ".join(sentences) + "\n" if sentences else ""
+    sentences = [f"rank {rank} had ended after {count} of {updates} updates" for rank, count in ended]
+    return ", ".join(sentences) + "\n" if sentences else ""
 
 
 def progress_so_far(child: Child) -> str:
@@ -315,8 +335,11 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
             elif rank_that_failed(child.folder, _PATIENCE):
                 return child
             elif child.seconds > timeout:
-                values = {"progress": progress_so_far(child), "output": output_of(folders_of(child.folder)[0], child)}
-                raise ProblemError(phrase("runs.hung", child=child, timeout=timeout, **values))
+                output = output_of(folders_of(child.folder)[0], child)
+                raise ProblemError(
+                    f"the {child.title} was still running after {timeout:g} s and was stopped (a larger `--timeout` "
+                    f"gives it more time): {child.command}\n{progress_so_far(child)}{output}"
+                )
         if open_children:
             time.sleep(_TICK)
     return None
@@ -328,8 +351,16 @@ def check_ranks(request: Request, group_sizes: list[int]) -> None:
     if set(group_sizes) != {len(group_sizes)}:
         counts = ", ".join(map(str, sorted(set(group_sizes))))
         option = f"--ranks {len(group_sizes)}" if request.ranks is not None else "--launcher"
-        which = "runs.more-ranks" if max(group_sizes) > len(group_sizes) else "runs.other-ranks"
-        raise ProblemError(phrase(which, option=option, most=max(group_sizes), seen=len(group_sizes), counts=counts))
+        recorded, most = len(group_sizes), max(group_sizes)
+        if most > recorded:
+            raise ProblemError(
+                f"{option}: the script trains in {most} processes, but gaverify recorded only {recorded}. Start each "
+                "process anew (torchrun, `mp.spawn`); do not fork it from a process that has imported torch"
+            )
+        raise ProblemError(
+            f"{option}: the script's process group had {counts} of {recorded} ranks at its first step; call "
+            "torch.distributed.init_process_group with RANK and WORLD_SIZE from the environment, as under torchrun"
+        )
 
 
 def check_parameters(runs: Sequence[RecordedRun]) -> None:
@@ -339,14 +370,20 @@ def check_parameters(runs: Sequence[RecordedRun]) -> None:
     """
     # A flat piece runs over the borders of parameters: no gradient can be compared parameter by parameter.
     if any(run.closing.models.is_flattened for run in runs):
-        raise ProblemError(phrase("runs.flattened"))
+        raise ProblemError(
+            "FullyShardedDataParallel (FSDP1) cuts the model into flat pieces, which cannot be compared with whole "
+            "parameters; for the audit, use `fully_shard` (FSDP2) or DistributedDataParallel"
+        )
     shapes_by_rank = [{key.partition(":")[2]: shape for key, shape in run.parameters.values()} for run in runs]
     for rank, shapes in enumerate(shapes_by_rank):
         named = list(dict.fromkeys([*shapes_by_rank[0], *shapes]))
         differing = [name for name in named if shapes_by_rank[0].get(name) != shapes.get(name)]
         if differing:
             listing = join_texts([f"`{name}`" for name in differing], 5)
-            raise ProblemError(phrase("runs.other-parameters", shown=listing, rank=rank))
+            raise ProblemError(
+                f"the ranks train different parameters: {listing} in the optimizer of only one of ranks 0 and {rank}, "
+                "or with another shape; give the optimizers of all ranks the same parameters"
+            )
 
 
 def check_updates(child: Child, run: RecordedRun) -> None:
@@ -359,29 +396,50 @@ def check_updates(child: Child, run: RecordedRun) -> None:
     Raises:
         ProblemError: It made no step, or stepped without any gradient.
     """
-    backwards, train = any(isinstance(event, Backward) for event in run.events), phrase("runs.train")
+    has_backward = any(isinstance(event, Backward) for event in run.events)
     if not any(isinstance(event, Step) for event in run.events):
         if run.closing.moves_by_hand and not child.job.find(WatchWeights):
             return  # it is run again
-        activity = phrase("runs.backwards-alone", train=train) if backwards else _instead(child.job, run, train)
-        raise ProblemError(_sentence(child, run, "reached no optimizer step", f"it made {activity}"))
+        activity = _explain_missing_step(child.job, run)
+        if has_backward:
+            activity = f"backward passes, but no optimizer step; {_TRAIN}"
+        raise ProblemError(_explain_no_updates(child, run, "reached no optimizer step", f"it made {activity}"))
     # Steps without any gradient change nothing: two such runs would agree and prove nothing.
-    if not backwards and not run.closing.had_gradients:
-        raise ProblemError(_sentence(child, run, phrase("runs.no-gradient"), train))
+    if not has_backward and not run.closing.had_gradients:
+        activity = "made optimizer steps without any backward pass and without a gradient"
+        raise ProblemError(_explain_no_updates(child, run, activity, _TRAIN))
 
 
-def _instead(job: Job, run: RecordedRun, train: str) -> str:
+_TRAIN = "give arguments with which it trains for at least one update"
+
+
+def _explain_missing_step(job: Job, run: RecordedRun) -> str:
     """What a script without a recorded step did, and what the user can change."""
-    if run.closing.unseen.processes and not job.command.launcher:
-        return phrase("runs.other-processes", processes=run.closing.unseen.processes)
-    if run.closing.unseen.elsewhere:
-        return phrase("runs.no-parameters")
-    if any("capture" in why for why in run.closing.unseen.left_out):
-        return phrase("runs.captured")
-    return phrase("runs.functional" if run.closing.unseen.left_out.get("torch.func") else "runs.nothing", train=train)
+    unseen = run.closing.unseen
+    if unseen.processes and not job.command.launcher:
+        return (
+            f"no update in its own process, and started {unseen.processes} others; if those train, write "
+            "`--launcher python` so that gaverify records them"
+        )
+    if unseen.elsewhere:
+        return (
+            "backward passes for tensors that are not an `nn.Parameter`, whose updates gaverify cannot judge; make the "
+            "weights an `nn.Parameter` and give them to a `torch.optim` optimizer"
+        )
+    if any("capture" in why for why in unseen.left_out):
+        return (
+            "calls inside the capture of a CUDA graph, whose replays gaverify cannot record; run it without the graph "
+            "for the audit, or call the optimizer's step outside of the graph"
+        )
+    if unseen.left_out.get("torch.func"):
+        return (
+            "gradients with `torch.func` for weights that no module or optimizer has, which gaverify cannot judge; "
+            "assign them to the `.grad` of a module's parameters and use a `torch.optim` optimizer"
+        )
+    return f"neither a backward pass nor an optimizer step; {_TRAIN}"
 
 
-def _sentence(child: Child, run: RecordedRun, what: str, advice: str) -> str:
+def _explain_no_updates(child: Child, run: RecordedRun, what: str, advice: str) -> str:
     has_exited = run.closing.ending is Ending.EXIT
-    how = f"it left with sys.exit({run.closing.exit_code})" if has_exited else "it ran to its end"
-    return phrase("runs.no-updates", title=child.title, what=what, how=how, command=child.command, advice=advice)
+    how = f"it called sys.exit({run.closing.exit_code})" if has_exited else "it ran to its end"
+    return f"the {child.title} {what} ({how}): {child.command}\n{advice}"

@@ -21,7 +21,6 @@ from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
 from gaverify.records.windows import Round, rounds_of
-from gaverify.rules.wording import phrase
 
 # The calls that all ranks have to make alike; rank 0 alone may read files, say, without changing a gradient.
 _COUNTED = (Forward, Backward, Step, ZeroGrad)
@@ -90,9 +89,11 @@ class RankedRun(RecordedRun):
                 ]
                 common = min(run.updates for run in self.ranks)
                 fewer = 0 < common < max(run.updates for run in self.ranks)
-                advice = phrase("runs.fewer-updates", common=common) if fewer else ""
-                one, another = counts
-                raise ProblemError(phrase("runs.ranks-apart", one=one, other=another, rank=rank, fewer=advice))
+                advice = f", or write `--updates {common}` to compare those that all ranks make" if fewer else ""
+                raise ProblemError(
+                    f"the ranks of the accumulated run made different calls: {counts[0]} in rank 0, "
+                    f"{counts[1]} in rank {rank}; give every rank the same number of batches{advice}"
+                )
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
         """Returns rank 0's gradients, those of sharded parameters put together from all ranks."""

@@ -16,7 +16,6 @@ from gaverify.audit.job import Command, Role, tuples
 from gaverify.audit.launchers import find_program
 from gaverify.audit.options import Arguments, Assignments, Flag, Kind, Number, Option, Quoted, option
 from gaverify.errors import SpecError
-from gaverify.rules.wording import phrase
 
 RECORDED = "audit.json"
 """Name of the file in a folder of kept records that tells what was asked for."""
@@ -27,8 +26,8 @@ _EVENTS = (
     "One run, the order of its calls alone: exit code 0 where no fault is found in it, 1 where one is, 3 where no "
     "update was seen. With --updates 0 to the script's end."
 )
-_SEED = "give a whole number from 0 to 2^32 - 1, as NumPy takes it"
-_RANKS = "one process is what an audit runs without it; write 2 or more"
+_SEED = "give a whole number from 0 to 2^32 - 1, the range of NumPy"
+_RANKS = "an audit runs one process without this option; write 2 or more"
 _VARIABLES = Assignments("K=V", example="CUDA_VISIBLE_DEVICES=0")
 _VALUES = Assignments("NAME=VALUE", example="BATCH_SIZE=4")
 _LAUNCHER = Quoted('"WORDS"', empty='write a command, such as {flag} "torchrun --nproc-per-node 2"')
@@ -209,9 +208,11 @@ class Request:
         # Told before the runs: after them their time would be lost, or files of the user's overwritten.
         if self.keep is not None and os.path.lexists(self.keep):
             if not os.path.isdir(self.keep):
-                problems.append(phrase("request.keep-file", keep=self.keep))
+                problems.append(f"--keep {self.keep}: it is a file; name a new folder")
             elif os.listdir(self.keep):
-                problems.append(phrase("request.keep-full", keep=self.keep))
+                problems.append(
+                    f"--keep {self.keep}: the folder is not empty, and nothing is overwritten; name a new one"
+                )
         problems += self._rank_problems()
         if problems:
             raise SpecError(problems)
@@ -238,17 +239,25 @@ class Request:
         # under a launcher the script would wait for the other ranks until the timeout
         world = os.environ.get("WORLD_SIZE", "1")
         if not self.has_ranks and world.isdigit() and int(world) > 1:
-            problems.append(phrase("request.world", world=world, others=int(world) - 1))
+            problems.append(
+                f"WORLD_SIZE={world} is set in the environment, as under a launcher: the script would wait for "
+                f"{int(world) - 1} more. Unset RANK and WORLD_SIZE, or let gaverify start the processes: "
+                f'--ranks {world}, or --launcher "torchrun --nproc-per-node {world}"'
+            )
         if self.has_ranks and self.events_only:
-            problems.append(phrase("request.events", option="--launcher" if self.launcher else "--ranks"))
+            option = "--launcher" if self.launcher else "--ranks"
+            problems.append(f"--events-only cannot be combined with {option}: it makes one run; leave one out")
         if self.launcher and self.ranks is not None:
-            problems.append(phrase("request.both"))
+            problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
         if self.full_launcher and not self.launcher:
-            problems.append(phrase("request.full-launcher"))
+            problems.append("--full-launcher needs --launcher, the command of the accumulated run; add it")
         changed = [name for name, _ in (*self.both_set, *self.full_set, *self.accumulated_set)]
         # A launcher starts the script itself, so that no source can be changed before it is compiled.
         if self.launcher and changed:
-            problems.append(phrase("request.values", name=changed[0]))
+            problems.append(
+                f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
+                "arguments (--full, --accumulated) or variables (--full-env, --accumulated-env)"
+            )
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
             if words:
                 try:
@@ -267,13 +276,13 @@ class Request:
             path = os.path.join(os.getcwd(), *script.split("."))
             if is_importable or os.path.exists(path + ".py") or os.path.isdir(path):
                 return []
-            return [phrase("request.no-module", script=script, folder=os.getcwd())]
+            return [f"there is no module `{script}`; `-m` looks in `{os.getcwd()}` and in the installed packages"]
         if os.path.isfile(script):
             return []
         if os.path.isdir(script) and os.path.exists(os.path.join(script, "__main__.py")):
             return []
-        kind = "a folder without `__main__.py`" if os.path.isdir(script) else "not there"
-        return [phrase("request.no-script", script=script, kind=kind)]
+        what = "is a folder without `__main__.py`" if os.path.isdir(script) else "does not exist"
+        return [f"the script `{script}` {what}; give its path as for `python FILE`, or write `-m package.module`"]
 
 
 OPTIONS: dict[str, Option] = {entry.name: entry.metadata["option"] for entry in fields(Request) if entry.metadata}
@@ -298,4 +307,6 @@ def read_request(folder: str) -> Request:
             raise ValueError(f"version {document['version']}")
         return Request(**{**tuples(document["request"]), "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpecError(phrase("request.no-records", folder=folder, error=error)) from error
+        raise SpecError(
+            f"--from {folder}: it holds no records of an audit ({error}); name a folder that `--keep` wrote"
+        ) from error

@@ -32,7 +32,6 @@ from gaverify.records.audit_report import RunSummary
 from gaverify.records.events import Backward
 from gaverify.records.ranks import Shares
 from gaverify.records.windows import common_rounds, number_steps
-from gaverify.rules.wording import phrase
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun
@@ -76,7 +75,11 @@ class Runner:
         run = self.run(role)
         # A script that starts ranks by itself would compare ranks with ranks, which hides every fault of theirs.
         if self.request.launcher and not self.request.full_launcher and run.closing.ranks > 1:
-            raise ProblemError(phrase("runs.full-ranks", ranks=run.closing.ranks))
+            raise ProblemError(
+                f"the full-batch run trained in {run.closing.ranks} processes, so errors between them would be in both "
+                'runs and could not show. Give it arguments for one process, such as --full "--devices 1", or write '
+                "--full-launcher if the script seeds by rank"
+            )
         # No backward pass can be seen inside a compiled training step.
         if run.closing.unseen.has_compiled and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)

@@ -268,9 +268,9 @@ class _Sentences(Formatter):
 
 
 @cache
-def words(code: str, room: str = "rules") -> Mapping[str, Any]:
+def words(code: str) -> Mapping[str, Any]:
     """Returns what `words.toml` says of a code: the sentences of each kind of finding, and phrases in tables."""
-    text = (resources("gaverify") / room / "words.toml").read_text(encoding="utf-8")
+    text = (resources("gaverify") / "rules" / "words.toml").read_text(encoding="utf-8")
     table: Mapping[str, Any] = tomllib.loads(text).get(code, {})
     return table
 
@@ -278,12 +278,6 @@ def words(code: str, room: str = "rules") -> Mapping[str, Any]:
 def fill_sentence(sentence: str, **values: Any) -> str:
     """Returns a sentence with values in their places."""
     return _Sentences().vformat(sentence, (), values)
-
-
-def phrase(key: str, **values: Any) -> str:
-    """Returns a sentence of the audit's `words.toml`, by its table and name, with values in their places."""
-    table, _, name = key.partition(".")
-    return fill_sentence(words(table, "audit")[name], **values)
 
 
 def word_finding(

@@ -198,8 +198,8 @@ ROWS = [
     Row(CLIPPING, "--change centralised"),
     Row(CLIPPING, "--change centralised --undivided", "GAV201"),
     # S12: where the weights change alike there is no fault; Adam hides a factor and takes nothing out
-    Row(CLIPPING, "--change nothing --undivided --optimizer dividing", words="takes the factor out"),
-    Row(CLIPPING, "--change nothing --undivided --optimizer lower_rate", words="takes the factor out"),
+    Row(CLIPPING, "--change nothing --undivided --optimizer dividing", words="the step undoes this factor"),
+    Row(CLIPPING, "--change nothing --undivided --optimizer lower_rate", words="the step undoes this factor"),
     Row(CLIPPING, "--change nothing --optimizer dividing", "GAV609"),
     Row(CLIPPING, "--change nothing --undivided --optimizer Adam", "GAV201"),
     # S02: what a step is made with, at the same update
@@ -342,7 +342,7 @@ ROWS = [
     *(styled(f"own --rule {rule}") for rule in RULES),
     *(styled(f"own --rule {rule} --undivided", "GAV201", "own", TIMES_4) for rule in RULES),
     styled("own --rule adam --clip 0.5 --undivided", "GAV201"),
-    styled("own --late step", words="the step takes the factor out again"),
+    styled("own --late step", words="the step undoes this factor"),
     styled("own --late edit", words="4 of 4 gradients agree"),
     styled("own --late edit --rule adam", words="4 of 4 gradients agree"),
     styled("own --rule adam --clip 0.5", words="4 of 4 gradients agree"),

@@ -202,7 +202,7 @@ REFUSED = [
     ("os._exit(0)\n", CUT, ("full-batch run", "os._exit")),
     ("import signal; os.kill(os.getpid(), signal.SIGKILL)\n", CUT, ("SIGKILL",)),
     ("model(inputs)\n", CUT, ("neither a backward pass nor an optimizer step",)),
-    (NO_PARAMETERS, CUT, ("tensors that are no `nn.Parameter`",)),
+    (NO_PARAMETERS, CUT, ("tensors that are not an `nn.Parameter`",)),
     (NEVER_STEPS, CUT, ("no optimizer step",)),
     (TRAIN, "--batch-size 8 --accum 64", ("accumulated run", "no optimizer step")),
     (NO_BACKWARD, CUT, ("without any backward pass",)),

@@ -24,7 +24,7 @@ FULL, CUT = "--batch-size 8", "--batch-size 2 --accum 2"
 # (options, batch of one process, ranks, batch of a rank, K, faults)
 SAID = {
     "compressed": "what it loses is in both runs",
-    "tensor parallelism": "share their rows, which count once",
+    "tensor parallelism": "share their rows, which are counted once",
 }
 CASES = {
     "right": ("", 16, 2, 4, 2, set()),
@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_compared_accuse_nobody(options: str, code: int) -> 
         SCRIPT, "--batch-size 16 --accum 1", "--batch-size 4 --accum 2", f"--named {options}", ("--ranks", "2")
     )
     assert (result.code, result.faults) == (code, {"GAV201"} if code == 1 else set()), result
-    assert ("could not be compared" in result.document["reason"]) is (code == 3), result
+    assert ("cannot check that both runs saw the same samples" in result.document["reason"]) is (code == 3), result
     assert "GAV000" not in result.notes, result
 
 
@@ -110,7 +110,7 @@ def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
     options = (*TORCHRUN, "--full-launcher", TORCHRUN[1])
     result = audit(SCRIPT, "--batch-size 8 --accum 1", "--batch-size 4 --accum 2", "--loop always", options)
     assert (result.code, result.outcome) == (0, "equivalent"), result
-    assert "both runs trained in 2 ranks, so that faults of ranks cannot show" in result.document["reason"]
+    assert "both runs trained in 2 ranks, so errors between ranks cannot show" in result.document["reason"]
 
 
 def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ def test_a_rank_that_is_killed() -> None:
 
 def test_a_rank_that_leaves_early() -> None:
     result = audit("ranks_failing.py", FULL, CUT, "--fault leave", RANKS)
-    refused(result, "rank 1 had left with 1 of 2 updates")
+    refused(result, "rank 1 had ended after 1 of 2 updates")
 
 
 @pytest.mark.parametrize(("options", "limit"), [(RANKS, 15), (TORCHRUN, 30)], ids=["ranks", "torchrun"])

@@ -306,7 +306,7 @@ def test_ranks_with_fewer_batches_are_refused_with_the_updates_that_all_make(
     (runs[0].folder / "events.jsonl").write_text(more * 2, encoding="utf-8")
     with pytest.raises(ProblemError, match="must have as many batches as the others") as refused:
         together(runs).events  # noqa: B018
-    assert ("`--updates 1` compares those that all ranks make" in str(refused.value)) is told
+    assert ("`--updates 1` to compare those that all ranks make" in str(refused.value)) is told
 
 
 WIDTH = 768
