@@ -143,9 +143,10 @@ def _other_data(record: Record, update: UpdateComparison) -> str:
         if ranks.tensor_parallel:
             advice = "ranks of tensor parallelism share their rows: does `--full` give the batch size of one rank?"
     padded = " (after padding was removed)" if data.padded else ""
-    differ = "row differs" if data.differing == 1 else "rows differ"
+    noun, differ = ("row", "differs") if data.differing == 1 else ("rows", "differ")
     return (
-        f"the runs did not see the same samples: {data.differing} {differ} in `{data.path}`{padded}, {rows}; {advice}"
+        f"the runs did not see the same samples: {data.differing} {noun} of `{data.path}` {differ}{padded}, {rows}; "
+        f"{advice}"
     )
 
 

@@ -246,7 +246,9 @@ class Request:
             )
         if self.has_ranks and self.events_only:
             option = "--launcher" if self.launcher else "--ranks"
-            problems.append(f"--events-only cannot be combined with {option}: it makes one run; leave one out")
+            problems.append(
+                f"--events-only cannot be combined with {option}, which compares gradients; leave out --events-only"
+            )
         if self.launcher and self.ranks is not None:
             problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
         if self.full_launcher and not self.launcher:

@@ -104,7 +104,7 @@ class TestBadInput:
         (tmp_path / "mine").touch()
         refused(constants(*SET, "--keep", str(tmp_path)), "not empty")
         refused(constants(*SET, "--keep", str(tmp_path / "mine")), "it is a file")
-        refused(gaverify(["audit", "--from", str(tmp_path)]), "keeps no audit's records")
+        refused(gaverify(["audit", "--from", str(tmp_path)]), "it holds no records of an audit")
         refused(gaverify(["audit", "--from", str(tmp_path), CONSTANTS, *SET]), "leave out", "--accumulated-set")
 
 

@@ -23,7 +23,7 @@ FULL, CUT = "--batch-size 8", "--batch-size 2 --accum 2"
 
 # (options, batch of one process, ranks, batch of a rank, K, faults)
 SAID = {
-    "compressed": "what it loses is in both runs",
+    "compressed": "this error is in both runs and cannot show",
     "tensor parallelism": "share their rows, which are counted once",
 }
 CASES = {

@@ -212,7 +212,7 @@ def test_the_action_audits_and_fails_with_the_worst_exit_code(project: Path) -> 
     audits = {"audits": "audits/*.toml", "audit-arguments": "-q", "audit-output": "audit.sarif"}
     runner = Runner(project, install="", specs="configs/right.toml", output="a.sarif", **audits)
     code, told = runner.run()
-    assert code == 2 and "`gone.py` is not there" in told and "EQUIVALENT" in told
+    assert code == 2 and "`gone.py` does not exist" in told and "EQUIVALENT" in told
     assert [runner.used[f"github/codeql-action/upload-sarif {name}"]["sarif_file"] for name in CATEGORIES] == [
         "a.sarif",
         "audit.sarif",
@@ -271,7 +271,7 @@ def test_pre_commit_runs_the_hooks(project: Path, hook: str, files: list[str], c
     words = [hook, *STAGE.get(hook, ()), "--files", *files]
     done = call(sys.executable, "-m", "pre_commit", "try-repo", str(hooks), *words)
     assert done.returncode == min(code, 1), done.stdout + done.stderr  # pre-commit's own: a hook failed
-    assert code < 2 or "`gone.py` is not there" in done.stdout
+    assert code < 2 or "`gone.py` does not exist" in done.stdout
     skipped = hook == "gaverify" and files == ["a.py"]
     assert ("Skipped" in done.stdout) is skipped
     assert ("DIVERGENT" in done.stdout) is (code == 1)

@@ -635,9 +635,9 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"fed_alike": True}, "is a `DistributedSampler` missing"),
-            ({"fed_alike": True, "tensor_parallel": True}, "does `--full` name the batch that one of them is fed?"),
-            ({}, "shuffling, seeds"),
+            ({"fed_alike": True}, "use a `DistributedSampler`, or select the rows by rank"),
+            ({"fed_alike": True, "tensor_parallel": True}, "does `--full` give the batch size of one rank?"),
+            ({}, "shuffling, a missing seed"),
         ],
     )
     def test_ranks_that_were_fed_the_same_rows_are_told(self, changes: dict[str, bool], words: str) -> None:
@@ -682,9 +682,9 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("facts", "words"),
         [
-            (ranks(None, divergent=False, altered=0.4), "what it loses is in both runs"),
-            (ranks(None, divergent=False, fed_alike=True, tensor_parallel=True), "rows, which count once"),
-            (ranks(None, divergent=False, fed_alike=True), "or the rank not asked for?"),
+            (ranks(None, divergent=False, altered=0.4), "this error is in both runs and cannot show"),
+            (ranks(None, divergent=False, fed_alike=True, tensor_parallel=True), "rows, which are counted once"),
+            (ranks(None, divergent=False, fed_alike=True), "or select the rows by rank"),
             (ranks(None, divergent=False), ""),
         ],
     )
@@ -945,7 +945,7 @@ class TestOutcome:
 
     def test_the_same_arguments_compare_nothing(self) -> None:
         report = same_arguments(Request(script="train.py", full=("--a",), accumulated=("--a",)))
-        assert report.outcome is Outcome.INCONCLUSIVE and "same arguments" in report.reason
+        assert report.outcome is Outcome.INCONCLUSIVE and "are the same, so both runs would be equal" in report.reason
 
 
 class TestRequest:

@@ -197,7 +197,7 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
     ("options", "words"),
     [
         ({"launcher": ("python",), "ranks": 2}, "leave one out"),
-        ({"full_launcher": ("python",)}, "--full-launcher stands beside --launcher"),
+        ({"full_launcher": ("python",)}, "--full-launcher needs --launcher"),
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
         (
@@ -260,7 +260,7 @@ def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: port - 10_000)
-        with pytest.raises(ProblemError, match="none of 64 ports"):
+        with pytest.raises(ProblemError, match="no free port on 127.0.0.1 in 64 attempts"):
             free_port()
 
 
