@@ -260,7 +260,7 @@ def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: port - 10_000)
-        with pytest.raises(ProblemError, match="no free port on 127.0.0.1 in 64 attempts"):
+        with pytest.raises(ProblemError, match=r"no free port on 127\.0\.0\.1 in 64 attempts"):
             free_port()
 
 
