@@ -150,7 +150,7 @@ class TestTheRequest:
     """Refused before anything runs."""
 
     def test_a_script_that_is_not_there(self, tmp_path: Path) -> None:
-        refused(audit(tmp_path / "absent.py", "--a", "--b"), "absent.py", "not there")
+        refused(audit(tmp_path / "absent.py", "--a", "--b"), "absent.py", "does not exist")
 
     def test_a_folder(self, tmp_path: Path) -> None:
         refused(audit(tmp_path, "--a", "--b"), "__main__.py")

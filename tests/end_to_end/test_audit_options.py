@@ -93,7 +93,7 @@ class TestBadInput:
             ((*SET, "--accumulated-set", "BATCH_SIZE=5"), ("twice",)),
             ((*SET, "--seed", "one"), ("--seed 'one'", "whole number")),
             ((*SET, "--seed", "-1"), ("--seed -1",)),
-            (("--accumulated-set", "A=1", "--full-script", "absent.py"), ("absent.py", "not there")),
+            (("--accumulated-set", "A=1", "--full-script", "absent.py"), ("absent.py", "does not exist")),
             (("--accumulated-env", "A=1", "--events-only"), ("--events-only makes one run",)),
         ],
     )
