@@ -22,11 +22,19 @@ from gaverify.records.events import (
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import SettingDifference, Stage, StageComparison
-from gaverify.rules.rule import control_evidence, rule, rule_of_loops, word_control
-from gaverify.rules.wording import first_place, place, times, told_apart, weights_text, word_finding
+from gaverify.rules.rule import (
+    control_evidence,
+    finding_of,
+    measured_evidence,
+    rule,
+    rule_of_loops,
+    word_control,
+)
+from gaverify.rules.wording import difference, first_place, place, quote_names, times, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 _SMALLER = "with losses too small to be clipped the difference"
+_CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
 @rule("GAV606")
@@ -39,8 +47,12 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
         yield from _clips_of_script(facts.loop)
     elif facts.ranks is not None and not math.isnan(difference_left := facts.ranks.clip_control):
         proven = facts.ranks.is_rounding(difference_left)
-        yield word_finding(
-            "GAV606.strategy", word_control("control", _SMALLER, difference_left, proven), location=None, proven=proven
+        yield finding_of(
+            "the strategy clips gradients that are not yet those of its window",
+            word_control("control", _SMALLER, difference_left, proven),
+            remedy="clip once, after the last backward pass and after the ranks' gradients are reduced and divided, "
+            "and change nothing behind it",
+            proven=proven,
         )
 
 
@@ -72,20 +84,23 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
     in_window = [event for event in inside if event.update == number]
     active = [clipping for clipping in inside if clipping.active]
     window = loop.window_of(number)
+    clippings = len(window.of(Clipping)) if window is not None else len(in_window)
+    effect = f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active"
     control, proven = _without_clips(loop)
-    return word_finding(
-        "GAV606.clipped",
+    return finding_of(
+        f"gradients are clipped {times(clippings)} in the window of update {number}",
+        measured_evidence(
+            "events",
+            f"{len(in_window)} clippings of a half-summed gradient before its last backward pass; {effect}",
+            inside=len(inside),
+            active=len(active),
+        ),
         *control,
+        remedy=_CLIP_ONCE,
         severity="fault" if active else "note",
         location=first_place([*active, *inside]),
         proven=proven or not active,
         together=map(place, active or inside),
-        all=len(window.of(Clipping)) if window is not None else len(in_window),
-        number=number,
-        here=len(in_window),
-        did=f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active",
-        inside=len(inside),
-        active=len(active),
     )
 
 
@@ -98,16 +113,22 @@ def _transformed(loop: Record, update: UpdateComparison, control: TransformedGra
     text = f"with every loss times -{control.times:g} the optimizer sees {between} times as much, not {control.times:g}"
     alone = f"with those of half a window alone the changes add up to {control.halves_apart:.0e}: "
     meaning = "each micro-batch is transformed on its own" + (": proven" if control.all_of_it else "")
-    return word_finding(
-        "GAV606.transformed",
+    return finding_of(
+        f"each micro-batch transforms the gradients of {quote_names(control.parameters)} before they are added up "
+        f"(update {update.number})",
+        measured_evidence(
+            "comparison",
+            f"{difference(update)}; what the backward passes give adds up to the full batch's, but for one factor, to "
+            f"{control.sums_apart:.0e}",
+            apart=control.sums_apart,
+            parameters=list(control.parameters),
+            update=update.number,
+        ),
         control_evidence("control", text, times=control.times, responses=list(control.responses)),
         control_evidence("control", alone + meaning, left=control.halves_apart),
+        remedy="add up the gradients of all micro-batches first, then transform the sum once, before the step",
         location=first_place(events),
         proven=control.all_of_it,
-        rows=list(control.parameters),
-        update=update,
-        apart=control.sums_apart,
-        parameters=list(control.parameters),
     )
 
 
@@ -120,7 +141,14 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
-    return word_finding("GAV606.too-early", *control, location=location, proven=proven, update=update)
+    return finding_of(
+        f"gradients are clipped in update {update.number} before the script has divided them, or added them up",
+        measured_evidence("comparison", difference(update), update=update.number),
+        *control,
+        remedy="finish the gradient first (divide the losses by K), then clip it: the limit is for what the step uses",
+        location=location,
+        proven=proven,
+    )
 
 
 def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
@@ -163,16 +191,16 @@ def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Gra
         else "cut element by element"
     )
     control, proven = _without_clips(loop)
-    return word_finding(
-        "GAV606.by-hand",
+    return finding_of(
+        f"gradients are clipped by hand {times(len(edits))} inside the window of update {update.number}",
+        measured_evidence(
+            "events", f"a half-summed gradient is {by} before the last backward pass", factors=known_factors
+        ),
         *control,
+        remedy=_CLIP_ONCE,
         location=first_place(edits),
         proven=proven,
         together=map(place, edits),
-        often=len(edits),
-        number=update.number,
-        by=by,
-        factors=known_factors,
     )
 
 
@@ -185,19 +213,23 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     number = inside[0].update
     window = loop.window_of(number)
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
-    yield word_finding(
-        "GAV607.inside",
+    rates = _word_rates(loop.update_of(number))
+    yield finding_of(
+        f"the learning-rate schedule steps {times(len(calls))} in the window of update {number}",
+        measured_evidence(
+            "events",
+            f"{len(inside)} scheduler steps before the last backward pass of their windows{rates}",
+            inside=len(inside),
+            update=number,
+        ),
+        remedy="step the scheduler once per update, after the optimizer's step",
         location=first_place(inside),
         proven=True,
         together=map(place, inside),
-        all=len(calls),
-        inside=len(inside),
-        update=number,
-        rates=_rates(loop.update_of(number)),
     )
 
 
-def _rates(update: UpdateComparison | None) -> str:
+def _word_rates(update: UpdateComparison | None) -> str:
     """The learning rates of both runs, where they differ."""
     if update is None:
         return ""
@@ -218,8 +250,17 @@ def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     number = inside[0].update
     calls = Counter(f"`{event.call}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
-    yield word_finding(
-        "GAV608.inside", location=first_place(inside), proven=True, calls=text, inside=len(inside), update=number
+    yield finding_of(
+        f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
+        measured_evidence(
+            "events",
+            f"{len(inside)} calls on a half-summed gradient in all recorded windows",
+            inside=len(inside),
+            update=number,
+        ),
+        remedy="call `unscale_`, `step` and `update` once per update, after the last backward pass",
+        location=first_place(inside),
+        proven=True,
     )
 
 
@@ -257,27 +298,36 @@ def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[Setti
         for stage in moved
         if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]
-    return word_finding(
-        f"GAV609.{_counted_by(loop, update, settings)}",
+    return finding_of(
+        f"update {update.number} {what}",
+        measured_evidence(
+            "comparison",
+            "; ".join(descriptions),
+            update=update.number,
+            settings=[vars(setting) for setting in settings],
+        ),
+        remedy=_repair_settings(loop, update, settings),
         location=first_place(_writers(loop, update)),
         proven=True,
-        what=what,
-        shown="; ".join(descriptions),
-        update=update.number,
-        settings=[vars(setting) for setting in settings],
     )
 
 
-def _counted_by(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
-    """What is wrong: a schedule that has taken as many steps in both runs and gives another rate has another length."""
+def _repair_settings(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+    """Returns the repair of settings that differ between ranks, or between the two runs."""
     if any(setting.rank for setting in settings):
-        return "by-rank"
+        return "give every rank the same settings: replicas that step differently drift apart"
     taken = [
         sum(len(window.of(SchedulerStep)) for window in windows if window.number < update.number)
         for windows in (loop.windows, loop.full_windows)
     ]
     rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
-    return "by-length" if rates and taken[0] == taken[1] > 0 else "by-micro-batch"
+    # a schedule that took as many steps in both runs and gives another rate was made with another length
+    if rates and taken[0] == taken[1] > 0:
+        return (
+            "the schedule advances once per update, as in the full-batch run: give its length (`T_max`, `total_steps`) "
+            "in updates, the number of micro-batches divided by K"
+        )
+    return "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
 
 
 def _beside(setting: SettingDifference) -> tuple[str, str, str]:

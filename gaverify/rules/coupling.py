@@ -20,10 +20,33 @@ from gaverify.rules.controls import (
     paired_remedy,
     proven,
 )
-from gaverify.rules.rule import control_evidence, finding_of, rule, word_control
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import contradict_losses
-from gaverify.rules.wording import fill_sentence, module_name, word_finding, word_trial, words
+from gaverify.rules.wording import difference, module_name, quote_names, word_trial
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
+
+_IN_LOSS = {
+    "matrix": "the loss compares the samples of a batch with each other",
+    "rows": "the loss gives each sample a value that depends on the other samples",
+    "non-additive": "the loss is not a weighted sum over samples",
+    "control-flow": "the loss is computed in another way for another batch",
+}
+"""What is wrong with a loss (GAV103), by what was seen of it."""
+
+_ONCE = "do in one place, after the window's last backward, what the hooks do per micro-batch"
+_LOOK_AT_BACKWARD = (
+    "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
+)
+_BACKWARD_REMEDIES = {
+    BackwardPlace.MODULE: _LOOK_AT_BACKWARD,
+    BackwardPlace.PARAMETER_HOOK: _ONCE,
+    BackwardPlace.MODULE_HOOK: _ONCE,
+    BackwardPlace.TENSOR_HOOK: "let the hook treat each sample on its own; it sees the micro-batch's gradient",
+    BackwardPlace.CONSTANT: "compute the constant once over the window and use it in every micro-batch (a constant per "
+    "sample would be another loss)",
+    BackwardPlace.LOSS: _LOOK_AT_BACKWARD,
+}
+"""Repairs of a backward that depends on the batch (GAV104), by where gradients differ first."""
 
 
 @rule("GAV101")
@@ -89,10 +112,9 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
 @rule("GAV103")
 def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation outside the model's outputs that couples samples."""
-    what = words("GAV103")["what"]
     for cause in facts.forward.causes:
         suspect = cause.suspect
-        if suspect.in_model or suspect.kind not in what:
+        if suspect.in_model or suspect.kind not in _IN_LOSS:
             continue
         fit = facts.window.fit
         more = []
@@ -100,7 +122,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
             of = f" of the first {fit.samples} samples" if fit.samples else ""
             text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient{of} over"
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield _meeting(facts, cause, what[suspect.kind], _remedy(facts, cause), *more)
+        yield _meeting(facts, cause, _IN_LOSS[suspect.kind], _remedy(facts, cause), *more)
 
 
 def _remedy(facts: Facts, cause: Cause) -> str:
@@ -145,21 +167,21 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
     hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
     place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control
-    yield word_finding(
-        "GAV104.backward",
+    restored = " from the same state" if facts.state is not None and facts.state.blamed else ""
+    losses = "but for a constant" if facts.forward.adds_constant else f"to {facts.forward.loss_gap:.0e}"
+    where = f"; gradients part in {_word_place(place, culprit)}" if culprit is not None else ""
+    where += f"; hooks are registered on {hooked}" if hooked else ""
+    yield finding_of(
+        f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although all forwards agree",
+        measured_evidence(
+            "operations",
+            f"{facts.compared.largest}; every operation of the forward agrees{restored}, the losses {losses}{where}",
+            loss_gap=facts.forward.loss_gap,
+        ),
         *([] if run is None else [control_evidence("backward", left_by(run), left=run.left)]),
+        remedy=_BACKWARD_REMEDIES[place or BackwardPlace.MODULE],
         location=culprit.location if culprit else Location(rows[0].name.rpartition(".")[0] if rows else None),
         proven=run is not None and run.rounding,
-        rows=[row.name for row in rows],
-        largest=facts.compared.largest,
-        losses=", the losses but for a constant"
-        if facts.forward.adds_constant
-        else (f", the losses to {facts.forward.loss_gap:.0e}"),
-        loss_gap=facts.forward.loss_gap,
-        restored=" from the same state" if facts.state is not None and facts.state.blamed else "",
-        where=f"; gradients part in {_word_place(place, culprit)}" if culprit is not None else "",
-        hooks=f"; hooks are registered on {hooked}" if hooked else "",
-        remedy=words("GAV104")["remedies"][(place or BackwardPlace.MODULE).name],
     )
 
 
@@ -171,28 +193,37 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
     run, fit = cause.control if cause is not None else None, update.window.fit
     proven = run is not None and run.rounding
     text = f"with {run.what} the difference" if run is not None else ""
-    sums = [
+    losses, losses_fitted = (
         sum(weight * loss for weight, loss in zip(weights, update.window.losses, strict=True))
         for weights in (fit.used, fit.weights)
-    ]
+    )
+    names = quote_names(row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     in_model = cause is not None and cause.suspect.in_model
-    yield word_finding(
-        "GAV104.loop",
+    yield finding_of(
+        f"the backward of {names} depends on the batch, although the losses add up to the full batch's",
+        measured_evidence(
+            "comparison",
+            f"{difference(update)}; the losses of update {update.number} add up to {losses:.4g}, the full batch's is "
+            f"{update.window.full_loss:.4g}; the weights that explain the gradients would make it {losses_fitted:.4g}",
+            losses=losses,
+            full_loss=update.window.full_loss,
+            losses_fitted=losses_fitted,
+        ),
         *([] if run is None else [word_control("control", text, run.left, proven)]),
+        remedy=_BACKWARD_REMEDIES[BackwardPlace.MODULE if in_model else BackwardPlace.LOSS],
         location=cause.suspect.operation.location if cause is not None and proven else None,
         proven=proven,
-        rows=[row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT],
-        update=update,
-        losses=sums[0],
-        full_loss=update.window.full_loss,
-        losses_fitted=sums[1],
-        remedy=words("GAV104")["remedies"][(BackwardPlace.MODULE if in_model else BackwardPlace.LOSS).name],
     )
 
 
 def _word_place(place: BackwardPlace | None, culprit: Operation) -> str:
-    place = place or BackwardPlace.MODULE
-    text = fill_sentence(words("GAV104")["places"][place.name], module=module_name(culprit.module))
-    if place is BackwardPlace.MODULE:
-        return text + (f" ({culprit.kind})" if culprit.kind else "")
+    if place is None or place is BackwardPlace.MODULE:
+        return f"the backward of {module_name(culprit.module, culprit.kind)}"
+    text = {
+        BackwardPlace.PARAMETER_HOOK: f"the gradient hooks of the parameters of {module_name(culprit.module)}",
+        BackwardPlace.MODULE_HOOK: f"the backward hooks on {module_name(culprit.module)}",
+        BackwardPlace.TENSOR_HOOK: "a gradient hook that the forward puts on a tensor",
+        BackwardPlace.CONSTANT: "what was computed from the batch and is a constant to the backward",
+        BackwardPlace.LOSS: "the backward of the loss",
+    }[place]
     return text + (f": `{culprit.source}`" if culprit.source else "")

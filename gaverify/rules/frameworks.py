@@ -1,4 +1,4 @@
-"""Repairs in the words of the framework that runs the loop: three of them, whose sentences stand in `words.toml`."""
+"""Repairs in the words of the framework that runs the loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import pairwise
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Backward
 from gaverify.records.frameworks import Framework, FrameworkLoop
-from gaverify.rules.wording import fill_sentence, words
 
 _BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are shares of targets
 
@@ -28,17 +27,33 @@ def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
     framework = framework_of(loop, update)
     if framework is None:
         return ""
-    steps, sentences = framework.steps, words("frameworks")[framework.framework.name.lower()]
+    steps = framework.steps
     if math.isclose(factor, 1 / steps, rel_tol=loop.tolerance) and framework.divides:
         scales = update.window.scales
         twice = bool(scales) and all(_divisions(of_pass, steps, loop.tolerance) > 1 for of_pass in scales)
         # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
         if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:
             return ""
-        return fill_sentence(sentences["divides_twice" if twice else "divides"], steps=steps)
-    if math.isclose(factor, steps, rel_tol=loop.tolerance):
-        return fill_sentence(_repair_counts(framework), steps=steps)
-    return ""
+        return _repair_division(framework, twice=twice)
+    return _repair_counts(framework) if math.isclose(factor, steps, rel_tol=loop.tolerance) else ""
+
+
+def _repair_division(framework: FrameworkLoop, *, twice: bool) -> str:
+    """Returns how to make up for the framework's division by K; `twice`: the script divides as well."""
+    steps = framework.steps
+    if framework.framework is Framework.TRANSFORMERS:
+        divides = f"the Trainer divides each loss by `gradient_accumulation_steps` = {steps}"
+        double = f"remove the division by {steps} from `compute_loss` or the model"
+        single = "set its `model_accepts_loss_kwargs` to True, which keeps it from that"
+    elif framework.framework is Framework.ACCELERATE:
+        divides = f"Accelerate divides each loss by `gradient_accumulation_steps` = {steps}"
+        double = f"remove the script's own division by {steps}"
+        single = f"multiply the loss by {steps} where it counts the whole window already"
+    else:
+        divides = f"Lightning's Trainer divides each loss by `accumulate_grad_batches` = {steps}"
+        double = f"remove the division by {steps} from `training_step`"
+        single = f"multiply the loss by {steps} where it counts the whole window already"
+    return f"{divides} already: {double}" if twice else f"{divides}: {single}"
 
 
 def _divisions(scales: tuple[float, ...], steps: int, tolerance: float) -> int:
@@ -57,14 +72,25 @@ def repair_shares(loop: Record, update: UpdateComparison, kind: str) -> str:
     framework = framework_of(loop, update)
     if framework is None or framework.framework is not Framework.TRANSFORMERS or kind not in _BY_TARGETS:
         return ""
-    return fill_sentence(_repair_counts(framework), steps=framework.steps)
+    return _repair_counts(framework)
 
 
 def _repair_counts(framework: FrameworkLoop) -> str:
     """The sentence of the Trainer for a loss that ignores the number of the window's targets; empty where none is."""
-    sentences = words("frameworks")[Framework.TRANSFORMERS.name.lower()]
     if framework.counts_items is None:
-        return str(sentences["old"])
+        return (
+            "use transformers 4.46 or newer, whose Trainer hands the number of the window's targets to the loss as "
+            "`num_items_in_batch`"
+        )
     if not framework.counts_items:
         return ""
-    return str(sentences["ignores"] + (sentences["divides_still"] if framework.divides else ""))
+    remedy = (
+        "sum the losses and divide by `num_items_in_batch`, which the Trainer hands to `compute_loss` and to a model "
+        "whose forward takes it"
+    )
+    if not framework.divides:
+        return remedy
+    return (
+        f"{remedy}, and set the Trainer's `model_accepts_loss_kwargs` to True, because it divides by "
+        "`gradient_accumulation_steps` else"
+    )

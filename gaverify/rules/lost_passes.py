@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, GradientsRemoved, LostPasses, Step
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
 from gaverify.rules.controls import left_by
-from gaverify.rules.rule import control_evidence, rule, rule_of_loops
-from gaverify.rules.wording import first_place, join_texts, line_of, place, window_counts, word_finding
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, rule_of_loops
+from gaverify.rules.wording import count_calls, difference, first_place, join_texts, line_of, passes, place, updates
 from gaverify.thresholds import LOST_SHARE
 
 
@@ -126,26 +126,48 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         yield from _by_the_strategy(facts)
         yield from _by_the_forward(facts)
         return
-    setting = loop.controls.overwritten
-    if setting is not None:
-        # each backward pass writes its gradients over those of the passes before it
-        location = line_of(setting.file, setting.line)
-        yield word_finding(
-            "GAV603.set", location=location, proven=True, update=loop.divergent, left=setting.difference_left
-        )
+    setting, update = loop.controls.overwritten, loop.divergent
+    if setting is not None and update is not None:
+        yield _overwritten(update, setting)
         return
     losses = cleared_inside(loop)
     if not losses:
         return
     first = losses[0]
-    yield word_finding(
-        "GAV603.before-step" if cleared_before_step(loop, first) else "GAV603.cleared",
+    numbers = [loss.window for loss in losses]
+    summary = (
+        f"update {first.window} uses {first.survivors} of {passes(len(first.backwards) + first.survivors)}: the "
+        "others' gradients were cleared"
+    )
+    remedy = "clear the gradients once per update, after the step"
+    if cleared_before_step(loop, first):
+        summary = f"update {first.window} steps without a gradient: it was cleared just before the step"
+        remedy += ", never before it"
+    yield finding_of(
+        summary,
+        count_calls(loop.windows),
+        Evidence("events", "cleared", f"thrown away in {updates(numbers)}", {"updates": numbers}),
+        remedy=remedy,
         location=place(first.by),
         proven=True,
-        loss=first,
-        total=len(first.backwards) + first.survivors,
-        lost=[loss.window for loss in losses],
-        **window_counts(loop.windows),
+    )
+
+
+def _overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
+    """Returns the finding where each backward pass writes its gradients over those of the passes before it."""
+    return finding_of(
+        f"update {update.number} uses 1 of {passes(update.window.steps)}: each sets the gradients, and adds nothing",
+        measured_evidence("comparison", difference(update), update=update.number),
+        control_evidence(
+            "control",
+            "with the gradients cleared before every backward pass the step is given the same to "
+            f"{setting.difference_left:.0e}: proven",
+            left=setting.difference_left,
+        ),
+        remedy="add to the gradients that are there (`g if main.grad is None else main.grad + g`), and clear them once "
+        "per update, after the step",
+        location=line_of(setting.file, setting.line),
+        proven=True,
     )
 
 
@@ -154,17 +176,17 @@ def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
     weights, run = facts.window, facts.window.remedy
     if not weights.lost_micro_batches or run is None or not facts.compared.divergent:
         return
-    yield word_finding(
-        "GAV603.strategy",
+    which = join_texts([str(k + 1) for k in weights.lost_micro_batches], 6)
+    yield finding_of(
+        f"{len(weights.lost_micro_batches)} of {weights.steps} micro-batches never reach the gradient that the "
+        f"strategy ends with: {which}",
+        measured_evidence("micro-batch-weights", facts.compared.largest, lost=weights.lost_micro_batches),
         control_evidence(
             "micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"
         ),
+        remedy="add up the gradients of all micro-batches: clear them before the first, and where an engine or a copy "
+        "of its own keeps them, let it take the sum once, after the last",
         proven=run.rounding,
-        lost=weights.lost_micro_batches,
-        count=len(weights.lost_micro_batches),
-        steps=facts.window.steps,
-        which=join_texts([str(k + 1) for k in weights.lost_micro_batches], 6),
-        largest=facts.compared.largest,
     )
 
 
@@ -174,14 +196,15 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     if run is None:
         return
     by = facts.backward.clearing
-    yield word_finding(
-        "GAV603.forward",
+    line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
+    yield finding_of(
+        "the forward clears the gradients of the micro-batches before it",
+        measured_evidence("gradients", f"{facts.compared.largest}{line}"),
         control_evidence("gradients", left_by(run), left=run.left),
+        remedy="clear the gradients once per update, after the step"
+        + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
         location=by.location if by is not None else None,
         proven=run.rounding,
-        largest=facts.compared.largest,
-        line=f"; cleared by {by}: `{by.source}`" if by is not None and by.source else "",
-        where="" if by is not None else "; look for `zero_grad` in the loss and in hooks",
     )
 
 
@@ -194,8 +217,10 @@ def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
     first = tails[0]
     after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
-    location = first_place(filter(None, (first.by, first.backwards[-1])))
-    lost, count_values = len(first.backwards), window_counts(loop.windows)
-    yield word_finding(
-        "GAV604.lost", location=location, proven=True, backwards=lost, after=after, how=how, **count_values
+    yield finding_of(
+        f"{passes(len(first.backwards))} {after} {how}",
+        count_calls(loop.windows),
+        remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
+        location=first_place(filter(None, (first.by, first.backwards[-1]))),
+        proven=True,
     )

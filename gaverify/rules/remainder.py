@@ -10,9 +10,9 @@ from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Backward
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Finding, Location
-from gaverify.rules.rule import rule
-from gaverify.rules.wording import join_texts, quote_names, word_finding
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.rules.rule import finding_of, measured_evidence, rule
+from gaverify.rules.wording import difference, join_texts, quote_names
 from gaverify.rules.wrong_shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 
@@ -24,16 +24,20 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
     update = facts.loop.divergent if facts.loop is not None else None
-    kind = "loop" if update is not None else "run" if facts.stopped_after is None else "stopped"
-    yield word_finding(
-        f"GAV000.{kind}",
-        severity="note",
-        proven=False,
-        ruled_out="; ".join(_list_ruled_out(facts)) or "nothing",
-        limit=facts.stopped_after,
-        advice=_advice(facts),
-        update=update,
-    )
+    evidence = [Evidence("all", "ruled out", "; ".join(_list_ruled_out(facts)) or "nothing")]
+    summary = "the divergence is real; no rule explains it"
+    remedy = f"{_advice(facts)}; please report a small example"
+    if update is not None:
+        summary = f"the difference in update {update.number} is real; no rule of the audit explains it"
+        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
+        remedy = (
+            "look for samples that interact in the model or the loss, and for what a forward leaves to the next one (a "
+            "counter, a queue, a moving average): `gaverify run --model FILE:FACTORY` on the same model names either"
+        )
+    elif facts.stopped_after is not None:
+        summary = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
+        remedy = "give the search more time (`--time-limit`), or fewer samples"
+    yield finding_of(summary, *evidence, remedy=remedy, severity="note", proven=False)
 
 
 def _was_searched(facts: Facts) -> bool:
@@ -107,8 +111,12 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         )
     if reasons:
         text = "; ".join(reasons)
-        yield word_finding(
-            "GAV901.batch", severity="note", proven=True, reasons=text, valid_targets=list(map(float, counts))
+        yield finding_of(
+            text,
+            measured_evidence("batch-quality", text, valid_targets=list(map(float, counts))),
+            remedy="verify on a batch of different samples with different numbers of valid targets",
+            severity="note",
+            proven=True,
         )
 
 
@@ -149,7 +157,19 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
     of = f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""
-    yield word_finding("GAV501.bits", severity="note", proven=loss.samples == 0, loss=loss, of=of, better=better)
+    yield finding_of(
+        f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
+        measured_evidence(
+            "precision",
+            f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}{of}",
+            full=loss.full,
+            accumulated=loss.accumulated,
+            bits_lost=loss.bits_lost,
+        ),
+        remedy=f"accumulate the gradients in float32{better}",
+        severity="note",
+        proven=loss.samples == 0,
+    )
 
 
 @rule("GAV502")
@@ -161,20 +181,24 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     number, parameters = facts.compared.update, [row.name for row in rows]
     named = join_texts([f"`{name}`" for name in parameters], 1)
     if facts.loop is not None and _have_other_optimizers(facts.loop, number):
-        yield word_finding("GAV502.optimizers", proven=True, update=number, named=named, parameters=parameters)
+        yield finding_of(
+            f"not the same optimizers step in update {number} of both runs",
+            measured_evidence("events", f"{named} is stepped in one run only", parameters=parameters),
+            remedy="step all optimizers at the same place, at the end of the window",
+            proven=True,
+        )
         return
-    yield word_finding(
-        "GAV502.one-side",
+    where = "" if facts.loop is None else f" (update {number})"
+    only = f"; {branch} runs on one side only" if branch is not None else ""
+    yield finding_of(
+        f"{named} {'has' if len(rows) == 1 else 'have'} {rows[0].reason}{where}",
+        measured_evidence(
+            "comparison", f"{count_text(len(rows), 'parameter')} on one side only{only}", parameters=parameters
+        ),
+        remedy="look for a branch that depends on the batch: the parameter is reached on one side only",
         location=branch.location if branch is not None else Location(rows[0].name.rpartition(".")[0]),
         proven=True,
         together=[Location(name.rpartition(".")[0]) for name in parameters],
-        branch=f"; {branch} runs on one side only" if branch is not None else "",
-        named=named,
-        have="has" if len(rows) == 1 else "have",
-        reason=rows[0].reason,
-        where="" if facts.loop is None else f" (update {number})",
-        number=len(rows),
-        parameters=parameters,
     )
 
 
@@ -202,16 +226,16 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
 def _finding_of_rows(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
     listed_rows = one_sided or rows
-    return word_finding(
-        "GAV503.not-finite",
+    others = f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""
+    where = f" (update {update})" if update is not None else ""
+    return finding_of(
+        f"the gradient of `{listed_rows[0].name}`{others} is {listed_rows[0].reason}{where}",
+        measured_evidence(
+            "comparison", f"{count_text(len(rows), 'gradient')} not finite", parameters=[row.name for row in rows]
+        ),
+        remedy="look for divisions by zero, logarithms of zero, means over nothing, and overflow in low precision",
         severity="fault" if one_sided else "note",
         location=Location(listed_rows[0].name.rpartition(".")[0]),
         proven=True,
         together=[Location(row.name.rpartition(".")[0]) for row in listed_rows],
-        named=f"`{listed_rows[0].name}`"
-        + (f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""),
-        reason=listed_rows[0].reason,
-        where=f" (update {update})" if update is not None else "",
-        number=len(rows),
-        parameters=[row.name for row in rows],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import Record
@@ -14,7 +13,7 @@ from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule
-from gaverify.rules.wording import first_place, join_texts, quote_names, word_finding, word_trial
+from gaverify.rules.wording import first_place, join_texts, quote_names, times, word_trial
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
@@ -33,19 +32,23 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     if not blamed:
         return
     named = join_texts([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
-    kind = "changed" if not is_set_once(state) else "set-and-moved" if _moves_on(state) else "set"
-    evidence = _evidence(facts, state, blamed)
-    yield word_finding(f"GAV401.{kind}", *evidence, changed=named, **_finding_values(facts, state, blamed))
+    summary = f"the forward changes {named}, which the next micro-batch reads"
+    if is_set_once(state):
+        summary = f"the first forward sets {named} by the batch that it is given"
+        summary += ", and every later one moves it on" if _moves_on(state) else ""
+    yield _finding_of_state(facts, state, blamed, summary)
 
 
-def _finding_values(facts: Facts, state: State, blamed: list[StateChange]) -> dict[str, Any]:
-    """Place, proof and repair; proven where the difference falls without the changes, or without all that is named."""
-    return {
-        "location": blamed[0].writer.location if blamed[0].writer is not None else None,
-        "together": [change.writer.location for change in blamed if change.writer is not None],
-        "proven": state.control is not None and (state.control.rounding or facts.cleared),
-        "remedy": _remedy(state),
-    }
+def _finding_of_state(facts: Facts, state: State, blamed: list[StateChange], summary: str) -> Finding:
+    return finding_of(
+        summary,
+        *_evidence(facts, state, blamed),
+        remedy=_remedy(state),
+        # proven where the difference falls without the changes, or without all that is named
+        proven=state.control is not None and (state.control.rounding or facts.cleared),
+        location=blamed[0].writer.location if blamed[0].writer is not None else None,
+        together=[change.writer.location for change in blamed if change.writer is not None],
+    )
 
 
 def _writing(change: StateChange) -> str:
@@ -124,10 +127,15 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed and not is_set_once(state):  # what the first forward sets once is GAV401
         named = quote_names(change.name for change in blamed if change.place != "unnamed") or "state"
-        evidence = _evidence(facts, state, blamed)
-        yield word_finding("GAV403.changed", *evidence, changed=named, **_finding_values(facts, state, blamed))
+        summary = f"the forward changes {named}, outside of parameters and buffers, and reads it again"
+        yield _finding_of_state(facts, state, blamed, summary)
     elif twice is not None and twice.forward > facts.repeats:
-        yield word_finding("GAV403.unrepeatable", proven=False, **vars(twice))
+        yield finding_of(
+            "the same batch gives another loss when it is run again with all known state restored",
+            measured_evidence("repeatability", f"the loss differs by {twice.forward:.1e}", **vars(twice)),
+            remedy="look for state that lives outside the model (files, global objects, generators of its own, clocks)",
+            proven=False,
+        )
 
 
 @rule("GAV402")
@@ -142,17 +150,19 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
         is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
-        yield word_finding(
-            "GAV402.read" if blamed and is_read else "GAV402.buffers",
+        after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
+        remedy = "scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers"
+        if blamed and is_read:
+            remedy = (
+                "update these buffers once per window, after the optimizer step: the next forward reads "
+                f"{quote_names(blamed)}, so that another rate is no repair"
+            )
+        yield finding_of(
+            f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per window and {end} up different{after}",
             measured_evidence("state", differs, **dict(drift)),
+            remedy=remedy,
             severity="note",
             proven=True,
-            drift=drift,
-            read=quote_names(blamed),
-            are=are,
-            often=facts.window.steps,
-            end=end,
-            after=f" after update {facts.buffers.update}" if facts.buffers.update is not None else "",
         )
     if facts.loop is not None:
         yield from _average(facts.loop)
@@ -164,14 +174,18 @@ def _average(loop: Record) -> Iterator[Finding]:
         return
     number = inside[0].update
     window = loop.window_of(number)
-    yield word_finding(
-        "GAV402.average",
+    often = len(window.of(AverageUpdate)) if window is not None else len(inside)
+    yield finding_of(
+        f"the moving average of the weights is updated {times(often)} in the window of update {number}",
+        measured_evidence(
+            "events",
+            f"{len(inside)} updates before the last backward pass of their windows",
+            inside=len(inside),
+        ),
+        remedy="update the average once per optimizer step",
         severity="note",
         location=first_place(inside),
         proven=True,
-        all=len(window.of(AverageUpdate)) if window is not None else len(inside),
-        number=number,
-        inside=len(inside),
     )
 
 
@@ -181,8 +195,17 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     draws = facts.draws
     if draws.dealt > 0:
         were = "was" if draws.count == 1 else "were"
-        yield word_finding(
-            "GAV301.dealt", severity="note", proven=True, draws=draws.count, dealt=draws.dealt, were=were
+        yield finding_of(
+            f"{count_text(draws.count, 'random draw')} of the full batch {were} replayed sample by sample",
+            measured_evidence(
+                "random-draws",
+                f"{count_text(draws.dealt, 'draw')} dealt out to micro-batches",
+                draws=draws.count,
+                dealt=draws.dealt,
+            ),
+            remedy="nothing to do: in training the draws differ and the gradients agree in expectation",
+            severity="note",
+            proven=True,
         )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
@@ -193,15 +216,19 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
-    return word_finding(
-        "GAV301.shared",
+    verb, steps = "draws" if len(draws) == 1 else "draw", facts.window.steps
+    return finding_of(
+        f"{join_texts(list(places.values()))} {verb} one value for the whole batch, not one per sample",
+        measured_evidence(
+            "random-draws",
+            f"all {steps} micro-batches were given the full batch's value; in training a window draws {steps} of them, "
+            "which has the same mean and another variance",
+            shared=list(draws),
+        ),
+        remedy="draw a value per sample, or once per window where one value is meant",
         severity="note",
         location=_first(draws.values()),
         proven=True,
-        places=join_texts(list(places.values())),
-        draw="draws" if len(draws) == 1 else "draw",
-        steps=facts.window.steps,
-        shared=list(draws),
     )
 
 
@@ -262,8 +289,23 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     # nothing is proven about accumulation where equal runs of a script differ: it may only want a seed
     updates = facts.loop.updates if facts.loop is not None else ()
     for update in [update for update in updates if update.unrepeatable][:1]:
-        yield word_finding("GAV303.script", severity="note", proven=True, update=update)
+        yield finding_of(
+            f"the full-batch run does not repeat itself: {update.unrepeatable}",
+            measured_evidence("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),
+            remedy="seed every generator at the start of the script (torch, NumPy, random, workers), or pass it a seed",
+            severity="note",
+            proven=True,
+        )
     twice = facts.repeatability
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
-    yield word_finding("GAV303.run", proven=True, **vars(twice))
+    yield finding_of(
+        "the full batch's gradient differs from itself when it is computed again",
+        measured_evidence(
+            "repeatability",
+            f"same weights, same samples, same draws: loss agrees, gradient differs by {twice.backward:.1e}",
+            **vars(twice),
+        ),
+        remedy="look for a backward that draws anew or keeps state between calls",
+        proven=True,
+    )

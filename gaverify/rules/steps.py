@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from gaverify.records.audit import Record
-from gaverify.records.events import Backward, Event, Forward, WeightsMoved
+from gaverify.records.events import Backward, Event, Forward, Stale, WeightsMoved
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import clearing_groups
-from gaverify.rules.rule import control_evidence, rule_of_loops
+from gaverify.rules.rule import control_evidence, finding_of, rule_of_loops
 from gaverify.rules.skipping import MissedBoundary, find_skipped, missed_boundaries
-from gaverify.rules.wording import first_place, passes, place, updates, window_counts, word_finding
+from gaverify.rules.wording import count_calls, first_place, passes, place, times, updates
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 
@@ -41,14 +41,13 @@ def is_ramp(loop: Record) -> bool:
 
 def _ramp(loop: Record) -> Finding:
     first, last = loop.complete[0], loop.complete[-1]
-    return word_finding(
-        "GAV601.ramp",
+    return finding_of(
+        f"windows grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which is meant",
+        count_calls(loop.complete),
+        remedy="compare updates after the warm-up, or switch it off for the audit",
         severity="note",
         location=place(first.steps[0]),
         proven=False,
-        first=first.backwards,
-        last=last.backwards,
-        **window_counts(loop.complete),
     )
 
 
@@ -129,15 +128,20 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     inside = step is not None and step.inside
     undone = loop.controls.steps_undone
     evidence = () if undone is None else (_with_steps_undone(loop, undone),)
-    return word_finding(
-        "GAV601.inside" if inside else "GAV601.early",
+    others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
+    what = f"update {window.number} steps after {window.backwards} of {passes(wanted)}"
+    if inside:
+        what += ", inside the backward itself"
+        remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
+    else:
+        remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
+    return finding_of(
+        what + others,
+        count_calls(loop.complete),
         *evidence,
+        remedy=remedy,
         location=place(step),
         proven=undone is not None and undone.residual < loop.tolerance,
-        window=window,
-        wanted=wanted,
-        others=f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else "",
-        **window_counts(loop.complete),
     )
 
 
@@ -168,15 +172,17 @@ def _by_hand(event: Event) -> bool:
 
 def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
     number = moved[0][0].number
-    return word_finding(
-        "GAV601.moved",
+    in_window = sum(moved_window.number == number for moved_window, _ in moved)
+    numbers = sorted({moved_window.number for moved_window, _ in moved})
+    return finding_of(
+        f"the parameters change {times(in_window)} inside the window of update {number}, without a step",
+        count_calls(loop.complete),
+        Evidence(
+            "events", "weights", f"moved between two backward passes {times(len(moved))} in all", {"updates": numbers}
+        ),
+        remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
         location=first_place(event for _, event in moved),
         proven=True,
-        number=number,
-        here=sum(moved_window.number == number for moved_window, _ in moved),
-        all=len(moved),
-        moved=sorted({moved_window.number for moved_window, _ in moved}),
-        **window_counts(loop.complete),
     )
 
 
@@ -190,35 +196,52 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
     inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
     stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:
-        yield word_finding(
-            "GAV602.stale",
-            location=place(stale[0].step),
-            proven=True,
-            first=stale[0],
-            often=len(stale),
-            stale=[entry.step.update for entry in stale],
-            **window_counts(loop.complete),
-        )
+        yield _finding_of_stale(loop, stale)
         return
     for window, wanted in _overfull(loop):
-        place_of, count_values = place(window.steps[0]), window_counts(loop.complete)
-        yield word_finding(
-            "GAV602.overfull", location=place_of, proven=True, window=window, wanted=wanted, **count_values
+        yield finding_of(
+            f"update {window.number} uses {passes(window.backwards)} where {wanted} are meant: those that the window "
+            "before it left over are still in `.grad`",
+            count_calls(loop.complete),
+            remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; step also "
+            "where the last micro-batch of a window is skipped",
+            location=place(window.steps[0]),
+            proven=True,
         )
         return
+
+
+def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
+    numbers = [entry.step.update for entry in stale]
+    return finding_of(
+        f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier windows again",
+        count_calls(loop.complete),
+        Evidence("events", "used again", f"{times(len(stale))}, in {updates(numbers)}", {"updates": numbers}),
+        remedy="call `optimizer.zero_grad()` once per update, after the step or before the window's first backward",
+        location=place(stale[0].step),
+        proven=True,
+    )
 
 
 def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
-    return word_finding(
-        "GAV602.joined" if first.last is not None else "GAV602.joined-unfed",
+    others = f" (and {updates(later)})" if later else ""
+    if first.last is not None:
+        count = len(first.window.of(Forward))
+        fed = f"{count} micro-batches were fed to the model where {first.steps} are meant: windows are joined"
+        what = "the backward pass"
+    else:
+        fed = f"the samples of one micro-batch of {first.steps} are fed to no update, and those of the next window "
+        fed += "to this one"
+        what = "the forward and the backward pass"
+    return finding_of(
+        f"update {first.window.number}{others} goes on behind its last micro-batch, which is skipped and the step with "
+        f"it: {passes(first.window.backwards)}",
+        count_calls(loop.complete),
+        Evidence("events", "fed", fed),
+        remedy=f"skip {what} alone and step where the window ends: no `continue` before `if (i + 1) % K == 0:`",
         location=place(first.last or first.window.steps[0]),
         proven=True,
-        window=first.window,
-        steps=first.steps,
-        all=len(first.window.of(Forward)),
-        others=f" (and {updates(later)})" if later else "",
-        **window_counts(loop.complete),
     )
 
 

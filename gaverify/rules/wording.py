@@ -1,27 +1,21 @@
-"""Sentences and places that rules share, and findings told from values: their sentences stand in `words.toml`."""
+"""Words and places that the sentences of several rules share."""
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import cache, partial
-from importlib.resources import files as resources
 from itertools import pairwise
-from string import Formatter
-from typing import Any
 
-from gaverify.amounts import count_text
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.events import Backward, Event
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
-from gaverify.records.findings import Evidence, Finding, Location, Severity
+from gaverify.records.findings import Evidence, Location
 from gaverify.records.ranks import RankFacts
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
-from gaverify.rules.rule import finding_of, word_control
+from gaverify.rules.rule import word_control
 from gaverify.thresholds import COINCIDENCE, FIT_EXACT, NEGLIGIBLE, NO_WEIGHT
 from gaverify.tracebacks import display_path
 
@@ -132,11 +126,12 @@ def counts(windows: Sequence[Window]) -> str:
     return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
 
 
-def window_counts(windows: Sequence[Window]) -> dict[str, Any]:
-    """Returns the first windows, and what was called in each, as values of a finding."""
+def count_calls(windows: Sequence[Window], label: str = "measured") -> Evidence:
+    """Returns the evidence of what was called in the first windows."""
     first_windows = windows[:_COUNTED]
     calls = [[len(window.of(Backward)), len(window.steps), window.zero_grads] for window in first_windows]
-    return {"windows": first_windows, "counts": calls, "updates": [window.number for window in first_windows]}
+    values = {"counts": calls, "updates": [window.number for window in first_windows]}
+    return Evidence("events", label, counts(first_windows), values)
 
 
 def updates(numbers: Iterable[int]) -> str:
@@ -242,84 +237,3 @@ def rank_trial(ranks: RankFacts, what: str) -> tuple[Evidence, ...]:
             "rank-weights", f"with {what} the difference", difference_left, ranks.is_rounding(difference_left)
         ),
     )
-
-
-_SHAPES: Mapping[str, Callable[[Any], str]] = {
-    "counts": counts,
-    "difference": difference,
-    "names": quote_names,
-    "passes": passes,
-    "times": times,
-    "updates": updates,
-    "weights": partial(weights_text, each=False),
-}
-"""How a sentence shows a value, beside what Python's own format knows: `{window.backwards:passes}`."""
-
-
-class _Sentences(Formatter):
-    """Sentences with values in their places; `{found:count draw}` is a number with its noun."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        """Returns one value as the sentence shows it."""
-        shape, _, noun = format_spec.partition(" ")
-        if shape == "count":
-            return count_text(value, noun)
-        return _SHAPES[shape](value) if shape in _SHAPES else format(value, format_spec)
-
-
-@cache
-def words(code: str) -> Mapping[str, Any]:
-    """Returns what `words.toml` says of a code: the sentences of each kind of finding, and phrases in tables."""
-    text = (resources("gaverify") / "rules" / "words.toml").read_text(encoding="utf-8")
-    table: Mapping[str, Any] = tomllib.loads(text).get(code, {})
-    return table
-
-
-def fill_sentence(sentence: str, **values: Any) -> str:
-    """Returns a sentence with values in their places."""
-    return _Sentences().vformat(sentence, (), values)
-
-
-def word_finding(
-    key: str,
-    *more: Evidence,
-    proven: bool,
-    location: Location | None = None,
-    severity: Severity = "fault",
-    together: Iterable[Location | None] = (),
-    **values: Any,
-) -> Finding:
-    """Returns the finding whose sentences stand under a key of `words.toml`, with the values in their places.
-
-    Args:
-        key: A code and which of its findings: `GAV606.clipped`.
-        more: Evidence behind that of the table.
-        proven: Whether a control run, or the numbers alone, leave no doubt.
-        location: Where the cause lies.
-        severity: Whether it is a fault.
-        together: The places of everything that it is said of.
-        values: What the sentences name, and what their evidence hands on.
-    """
-    code, _, kind = key.partition(".")
-    parts = dict(words(code)[kind])
-    summary, remedy = (fill_sentence(parts.pop(part), **values) for part in ("summary", "remedy"))
-    evidence = (
-        Evidence(probe, label, fill_sentence(sentence, **values), dict(_named_value(name, values) for name in handed))
-        for label, (probe, sentence, *handed) in parts.items()
-    )
-    return finding_of(
-        summary,
-        *evidence,
-        *more,
-        remedy=remedy,
-        proven=proven,
-        location=location,
-        severity=severity,
-        together=together,
-    )
-
-
-def _named_value(name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
-    """A value that documents hand on with its name there: `update`, or `update=update.number`."""
-    key, _, path = name.partition("=")
-    return key, Formatter().get_field(path or key, (), values)[0]

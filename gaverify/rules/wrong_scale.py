@@ -15,7 +15,7 @@ from gaverify.records.findings import Finding
 from gaverify.records.windows import Window
 from gaverify.rules.controls import in_order
 from gaverify.rules.frameworks import repair_scale, repair_shares
-from gaverify.rules.rule import rule, rule_of_loops
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, rule_of_loops
 from gaverify.rules.scale import (
     GradientFactor,
     constant_factor,
@@ -32,15 +32,15 @@ from gaverify.rules.steps import early_windows
 from gaverify.rules.weighing import NOT_ENOUGH, WeightsTrial, read_trial
 from gaverify.rules.wording import (
     backward_place,
+    count_calls,
     difference,
     exact,
-    fill_sentence,
     line_of,
-    window_counts,
-    word_finding,
-    words,
+    passes,
+    quote_names,
 )
 from gaverify.rules.wrong_shares import (
+    DIVIDE_ONCE,
     counts_remedy,
     explains_weights,
     find_wrong_shares,
@@ -74,35 +74,42 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
-    yield word_finding(
-        "GAV201.factor",
+    meaning = word_factor(facts, factor.value, facts.window.steps, ranks=ranks)
+    yield finding_of(
+        f"the accumulated gradient is {factor.value:.6g} times the full-batch gradient{meaning}",
+        measured_evidence(
+            "micro-batch-weights",
+            f"{facts.compared.largest}{word_count_place(facts.window)}; {_word_factor_fit(factor.residual)}",
+            factor=factor.value,
+            residual=factor.residual,
+        ),
         *trial.evidence("" if counts else f"weights {right}"),
+        remedy=in_order(facts, trial.replace_refuted(remedy)),
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
-        factor=factor.value,
-        meaning=word_factor(facts, factor.value, facts.window.steps, ranks=ranks),
-        largest=facts.compared.largest,
-        counted=word_count_place(facts.window),
-        residual=factor.residual,
-        remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
+
+
+def _word_factor_fit(residual: float) -> str:
+    return f"one factor for all parameters leaves {residual:.0e} of the gradient over"
 
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
     counts = tuple(count for count in facts.window.counts if count.term is kind)
     source, trial = counts[0].operation.source, read_trial(facts)
-    return word_finding(
-        "GAV201.undivided",
+    what = "adds up over the samples and is weighted as a mean is"
+    if kind is TermKind.PENALTY:
+        what = f"is the same in every micro-batch and counts {sum(facts.window.used):.6g} times"
+    line = f": `{source}`" if source else ""
+    return finding_of(
+        f"a term of the loss, {places(counts)}, {what}",
+        measured_evidence("micro-batch-weights", f"{facts.compared.largest}{line}"),
         *trial.evidence("other weights of this term"),
+        remedy=in_order(facts, counts_remedy(facts, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],
-        places=places(counts),
-        what=fill_sentence(words("GAV201")["terms"][kind.name.lower()], times=sum(facts.window.used)),
-        largest=facts.compared.largest,
-        line=f": `{source}`" if source else "",
-        remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
 
 
@@ -143,17 +150,21 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
         remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
         remedy = _repair_beside_skipped(loop, update) or remedy
-    yield word_finding(
-        "GAV201.together",
+    where, what = ("", "the loss") if term is None else (f" in term {term.number} of {term.count} of the loss", "it")
+    meaning = _meaning_beside_skipped(loop, update, total, what)
+    meaning = meaning or word_factor(facts, total, len(shares.weights), what=what)
+    yield finding_of(
+        f"the micro-batches of update {update.number} count {total:.6g} times together{where}{meaning}",
+        measured_evidence(
+            "comparison",
+            f"{difference(update)}; beside it the shares are wrong, too",
+            total=total,
+            update=update.number,
+        ),
         *trial.evidence(),
+        remedy=remedy,
         location=backward_place(facts, update.number),
         proven=trial.proven,
-        update=update,
-        total=total,
-        where="" if term is None else f" in term {term.number} of {term.count} of the loss",
-        meaning=_meaning_beside_skipped(loop, update, total, "the loss" if term is None else "it")
-        or word_factor(facts, total, len(shares.weights), what="the loss" if term is None else "it"),
-        remedy=remedy,
     )
 
 
@@ -165,18 +176,30 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
             continue
         fits = [each_term.fit for each_term, own_factor in factors.items() if own_factor is None]
         alike = [fit for fit in fits if fit.factor_residual <= loop.tolerance and abs(fit.factor - 1) < loop.tolerance]
-        yield word_finding(
-            "GAV201.term",
+        which = "" if term.samples else ", which is the same in every micro-batch,"
+        meaning = word_factor(facts, factor.value, update.window.steps, what="it")
+        others = f"; {count_text(len(alike), 'other term')} counted rightly" if alike else ""
+        rest = "and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need"
+        yield finding_of(
+            f"term {term.number} of {term.count} of the loss{which} counts {factor.value:.6g} times as much in update "
+            f"{update.number} as in the full batch{meaning}",
+            measured_evidence(
+                "comparison",
+                f"{difference(update)}{others}",
+                factor=factor.value,
+                update=update.number,
+                term=term.number,
+                terms=term.count,
+            ),
+            control_evidence(
+                "micro-batch-weights",
+                f"with this term alone one factor leaves {term.fit.factor_residual:.0e} of the gradient over; the "
+                "terms add up to the whole",
+                residual=term.fit.factor_residual,
+            ),
+            remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {rest}",
             location=line_of(term.file, term.line),
             proven=True,
-            term=term,
-            which="" if term.samples else ", which is the same in every micro-batch,",
-            factor=factor.value,
-            update=update,
-            meaning=word_factor(facts, factor.value, update.window.steps, what="it"),
-            others=f"; {count_text(len(alike), 'other term')} counted rightly" if alike else "",
-            rest="and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need",
-            right=exact([1 / factor.value], loop.tolerance),
         )
 
 
@@ -187,15 +210,21 @@ def _judge_some_parameters(facts: Facts, loop: Record, update: UpdateComparison)
         return
     factor, rows = factor_and_rows
     other_count = len(update.parameters) - len(rows)
-    yield word_finding(
-        "GAV201.some-more" if factor > 1 else "GAV201.some-less",
+    names, meaning = [row.name for row in rows], "K"
+    remedy = (
+        "what only these parameters feel is counted in every micro-batch: divide it by K, or let its gradient flow in "
+        "one of them"
+    )
+    if factor < 1:
+        meaning = "1/K"
+        remedy = "what only these parameters feel is counted once in K micro-batches: do not divide it by K"
+    yield finding_of(
+        f"the gradient of {quote_names(names)} in update {update.number} is {factor:.6g} = {meaning} times the full "
+        f"batch's; {count_text(other_count, 'other parameter')} {'agrees' if other_count == 1 else 'agree'}",
+        measured_evidence("comparison", difference(update), factor=factor, update=update.number, parameters=names),
+        remedy=remedy,
         location=backward_place(facts, update.number),
         proven=False,
-        parameters=[row.name for row in rows],
-        update=update,
-        factor=factor,
-        others=other_count,
-        agree="agrees" if other_count == 1 else "agree",
     )
 
 
@@ -223,18 +252,22 @@ def _finding_of_factor(
     if update is not None:
         remedy = _repair_beside_skipped(loop, update) or remedy
         meaning = _meaning_beside_skipped(loop, update, factor, "the loss")
-    return word_finding(
-        "GAV201.update",
+    meaning = meaning or word_factor(facts, factor, count, ranks=facts.ranks.ranks if facts.ranks is not None else 1)
+    what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
+    before = f"{difference(update)}; " if update is not None else "with every step undone, "
+    return finding_of(
+        f"{what} is {factor:.6g} times the full batch's{meaning}",
+        measured_evidence(
+            "micro-batch-weights",
+            f"{before}{_word_factor_fit(gradient_factor.residual)}",
+            factor=factor,
+            residual=gradient_factor.residual,
+            update=number,
+        ),
         *trial.evidence(),
+        remedy=trial.replace_refuted(remedy),
         location=backward_place(facts, number),
         proven=trial.proven,
-        what=f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches",
-        factor=factor,
-        meaning=meaning or word_factor(facts, factor, count, ranks=facts.ranks.ranks if facts.ranks is not None else 1),
-        before=f"{difference(update)}; " if update is not None else "with every step undone, ",
-        residual=gradient_factor.residual,
-        update=number,
-        remedy=trial.replace_refuted(remedy),
     )
 
 
@@ -256,12 +289,13 @@ def _meaning_beside_skipped(loop: Record, update: UpdateComparison, factor: floa
     skipped = find_skipped(loop, update)
     if skipped is None or not math.isclose(factor, skipped.window.backwards, rel_tol=loop.tolerance):
         return ""
-    return fill_sentence(words("GAV201")["skipped"]["meaning"], what=what, skipped=skipped)
+    divisor = f"the {skipped.window.backwards} micro-batches that are not skipped, of {skipped.count}"
+    return f": {what} is not divided by {divisor}"
 
 
 def _repair_beside_skipped(loop: Record, update: UpdateComparison) -> str:
     """The repair of a factor where micro-batches are skipped; empty where none is."""
-    return str(words("GAV201")["skipped"]["remedy"]) if find_skipped(loop, update) is not None else ""
+    return DIVIDE_ONCE if find_skipped(loop, update) is not None else ""
 
 
 @rule_of_loops("GAV605")
@@ -275,18 +309,23 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         if pass_counts is None or explains_skipped(loop, update):  # GAV203 tells why it is short
             continue
         (short, full_count), trial = pass_counts, read_trial(facts, update.number)
-        yield word_finding(
-            "GAV605.misscaled",
+        difference_left = update.window.fit.factor_residual if update.window.fit else math.nan
+        yield finding_of(
+            f"update {update.number} sums {passes(short)} but divides by K = {full_count}: its gradient is "
+            f"{short / full_count:.4g} of the full batch's",
+            measured_evidence(
+                "micro-batch-weights",
+                f"{difference(update)}; one factor r/K = {short}/{full_count} leaves {difference_left:.0e} of the "
+                "gradient over",
+                factor=short / full_count,
+                update=update.number,
+            ),
+            count_calls(loop.complete, "counts"),
             *trial.evidence(),
+            remedy=f"divide the losses of this window by {short}, the micro-batches that it has (weights "
+            f"{1 / short:.4g} each)",
             location=backward_place(facts, update.number),
             proven=trial.proven,
-            update=update,
-            short=short,
-            whole=full_count,
-            factor=short / full_count,
-            left=update.window.fit.factor_residual if update.window.fit else math.nan,
-            right=1 / short,
-            **window_counts(loop.complete),
         )
         return
 
@@ -311,16 +350,16 @@ def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
             continue
         weight = weights.pop()
         if weight is not None and math.isclose(weight * full_count, 1.0, rel_tol=THREE_DIGITS):
-            yield word_finding(
-                "GAV605.calls",
+            yield finding_of(
+                f"update {window.number} sums {passes(short)} but divides by K = {full_count}: its losses count "
+                f"{short / full_count:.4g} together",
+                measured_evidence(
+                    "events", f"every loss is multiplied by {weight:.4g} = 1/{full_count}", weight=weight
+                ),
+                count_calls(loop.complete, "counts"),
+                remedy=f"divide the losses of this window by {short}, the micro-batches that it has",
                 location=backward_place(facts, window.number),
                 proven=False,
-                window=window,
-                short=short,
-                whole=full_count,
-                factor=short / full_count,
-                weight=weight,
-                **window_counts(loop.complete),
             )
             return
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Backward
 from gaverify.records.experiment import (
@@ -22,7 +23,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.controls import beside, in_order
 from gaverify.rules.frameworks import repair_shares
-from gaverify.rules.rule import rule, word_control
+from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import (
     constant,
     factor_in_loop,
@@ -38,17 +39,51 @@ from gaverify.rules.steps import is_meant
 from gaverify.rules.weighing import WeightsTrial, read_trial
 from gaverify.rules.wording import (
     backward_place,
+    difference,
     exact,
-    fill_sentence,
     first_place,
     largest,
     share_texts,
     weights_text,
-    word_finding,
     word_trial,
-    words,
 )
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
+
+DIVIDE_ONCE = (
+    "add up the losses of the window and divide once by its valid targets: the right factor differs from update to "
+    "update, so that no constant repairs it"
+)
+"""The repair of a factor where micro-batches are skipped."""
+_DIFFERENTIATE_ALL = "differentiate every micro-batch of the window, or leave the same samples out of the full batch"
+
+_SUMMARIES = {
+    "running-sum": "each backward pass repeats the micro-batches before it",
+    "equal-sizes": "micro-batches of equal size are weighted unequally",
+    "moving": "micro-batches count otherwise than in the full batch",
+}
+"""What is wrong with the weights of a loop, by kind; others are averaged equally or by wrong shares."""
+
+_MEANINGS = {
+    "samples": "; they are the shares of samples n_k/N",
+    "targets": "; they are the shares of valid targets",
+    "counted": "; they are the shares of what each micro-batch's loss is divided by",
+    "running-sum": "; the last one alone holds the whole window",
+    "weighted-means": "; the full batch's mean counts them so, by class weights or a mask, say",
+    "unseen": "; no loss was seen whose targets could be counted",
+}
+"""What the right weights of a loop's micro-batches are, by kind."""
+
+_SHARE_OF_MEAN = "weight each micro-batch by its share of what the full batch's mean counts"
+_DIVIDE_BY_WINDOW = "sum the losses and divide by what the whole window counts"
+_LOOP_REMEDIES = {
+    "samples": "weight each micro-batch by n_k/N",
+    "targets": "sum the losses and divide by the valid targets of the whole window",
+    "counted": _DIVIDE_BY_WINDOW,
+    "running-sum": "call `backward()` on each micro-batch's own loss, not on the running sum",
+    "weighted-means": _DIVIDE_BY_WINDOW,
+    "equal-sizes": "give each micro-batch the same weight, 1/K",
+}
+"""Repairs of a loop whose right weights are known, by kind."""
 
 
 @rule("GAV203")
@@ -67,17 +102,21 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     # A script's loss is also NaN where it was not seen, so that only a run's own losses tell.
     lost = [k for k in empty if facts.loop is None and k < len(losses) and not math.isfinite(losses[k])]
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
-    yield word_finding(
-        "GAV203.empty",
+    which = ", ".join(str(k + 1) for k in empty)
+    window = f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}"
+    effect = "its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing"
+    seen = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
+    yield finding_of(
+        f"micro-batch {which} {window} has no valid target: {effect}",
+        measured_evidence(
+            "micro-batch-weights",
+            f"{seen}; valid targets per micro-batch: {', '.join(f'{count:g}' for count in counts)}",
+            valid_targets=list(map(float, counts)),
+        ),
         *_weighing_evidence(facts),
+        remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
         location=backward_place(facts),
         proven=bool(rows) or (facts.weights_run is not None and facts.weights_run.rounding),
-        which=", ".join(str(k + 1) for k in empty),
-        window=f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}",
-        effect="its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing",
-        shown=f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts),
-        targets=", ".join(f"{n:g}" for n in counts),
-        valid_targets=list(map(float, counts)),
     )
 
 
@@ -98,14 +137,22 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
     if skipped is None or (update.window.fit.residual <= loop.tolerance and not explained):
         return
     trial = read_trial(facts, update.number) if explained else WeightsTrial()
-    yield word_finding(
-        "GAV203.dropped-empty" if explained else "GAV203.dropped",
+    summary = f"{skipped.subject} no backward pass: {skipped.number} of {skipped.count} do not reach the gradient"
+    seen, remedy = difference(update), _DIFFERENTIATE_ALL
+    if explained:
+        summary = (
+            f"{skipped.subject} no backward pass and nothing to add, but the loss is divided by all {skipped.count} "
+            "micro-batches"
+        )
+        seen += f"; {skipped.number} of {skipped.count} micro-batches skipped"
+        remedy = DIVIDE_ONCE
+    yield finding_of(
+        summary,
+        measured_evidence("events", seen, update=update.number, dropped=list(skipped.positions)),
         *trial.evidence(),
+        remedy=remedy,
         location=skipped.location,
         proven=trial.proven,
-        skipped=skipped,
-        update=update,
-        dropped=list(skipped.positions),
     )
 
 
@@ -118,13 +165,21 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
             continue
         window, steps = skipped.window, loop.expected_passes(skipped.window)
         if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
-            yield word_finding(
-                "GAV203.dropped-beside" if skipped.positions else "GAV203.unfed",
+            summary = f"{skipped.subject} no backward pass, and samples of the next update take the place"
+            values: dict[str, Any] = {"update": update.number, "dropped": list(skipped.positions)}
+            if not skipped.positions:
+                summary = (
+                    f"update {update.number} leaves out {skipped.samples} of the full batch's {update.data.full} "
+                    "samples: no update is fed them"
+                )
+                del values["dropped"]
+            seen = f"{skipped.number} of {skipped.count} micro-batches skipped"
+            yield finding_of(
+                summary,
+                measured_evidence("events", seen, **values),
+                remedy=_DIFFERENTIATE_ALL,
                 location=skipped.location,
                 proven=False,
-                skipped=skipped,
-                update=update,
-                dropped=list(skipped.positions),
             )
             return
 
@@ -136,14 +191,20 @@ def _judge_turns(facts: Facts) -> Iterator[Finding]:
     if update is None or update.missed is None or window is None:
         return
     passes = window.of(Backward)
-    yield word_finding(
-        "GAV203.turns",
+    missed, full = update.missed, update.missed.full
+    yield finding_of(
+        f"update {update.number} uses {missed.accumulated} of the {full} samples that its turn has",
+        measured_evidence(
+            "events",
+            f"{count_text(len(passes), 'backward pass')}; the other {count_text(full - missed.accumulated, 'sample')} "
+            "went to other networks in both runs",
+            update=update.number,
+            rows=missed.accumulated,
+            full=full,
+        ),
+        remedy="count turns in updates, not in micro-batches: `step // K` with `step` from 0",
         location=first_place(passes),
         proven=False,
-        update=update,
-        missed=update.missed,
-        backwards=len(passes),
-        count=update.missed.full - update.missed.accumulated,
     )
 
 
@@ -198,26 +259,35 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     trial = read_trial(facts)
     if meaning:
         remedy += trial.tested
-    yield word_finding(
-        "GAV202.fitted",
+    summary = _describe_average(facts)
+    if facts.window.given_wrong:
+        summary = "the weights that were given are not the micro-batches' shares of the samples"
+    used, weights = list(facts.window.used), list(fit.weights)
+    difference_left = trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over"
+    yield finding_of(
+        summary,
+        measured_evidence(
+            "micro-batch-weights",
+            f"{facts.compared.largest} with weights {weights_text(used, each=False)}{word_count_place(facts.window)}",
+            used=used,
+        ),
+        control_evidence(
+            "micro-batch-weights",
+            f"with weights {weights_text(weights, each=False)} {difference_left}{meaning}{_word_doubt(fit)}",
+            weights=weights,
+            residual=fit.residual,
+            determined=fit.determined,
+        ),
         *trial.evidence() if run is None else (),
+        remedy=in_order(facts, trial.replace_refuted(remedy)),
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
-        summary=words("GAV202")["summaries"]["given" if facts.window.given_wrong else _describe_average(facts)],
-        largest=facts.compared.largest,
-        counted=word_count_place(facts.window),
-        used=list(facts.window.used),
-        left=trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over",
-        meaning=meaning,
-        unsure=_word_doubt(fit),
-        fit=fit,
-        weights=list(fit.weights),
-        remedy=in_order(facts, trial.replace_refuted(remedy)),
     )
 
 
 def _describe_average(facts: Facts) -> str:
-    return "equally" if facts.window.weighting == "uniform" else "wrongly"
+    how = "equally" if facts.window.weighting == "uniform" else "wrongly"
+    return f"micro-batches of unequal weight are averaged {how}"
 
 
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
@@ -228,19 +298,20 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
     windows, trial = [count.window for count in counts], read_trial(facts)
-    return word_finding(
-        "GAV202.counts",
+    line = f": `{counts[0].operation.source}`" if counts[0].operation.source else ""
+    return finding_of(
+        _describe_average(facts),
+        measured_evidence(
+            "micro-batch-weights",
+            f"{facts.compared.largest}; {count_texts}{line}",
+            used=list(facts.window.used),
+            counts=[list(count.micro_batches) for count in counts],
+        ),
         *trial.evidence(more=text, counts=windows, **weights),
+        remedy=in_order(facts, counts_remedy(facts, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],
-        summary=words("GAV202")["summaries"][_describe_average(facts)],
-        largest=facts.compared.largest,
-        own=count_texts,
-        line=f": `{counts[0].operation.source}`" if counts[0].operation.source else "",
-        used=list(facts.window.used),
-        counts=[list(count.micro_batches) for count in counts],
-        remedy=in_order(facts, counts_remedy(facts, counts, run)),
     )
 
 
@@ -276,14 +347,19 @@ def _word_doubt(fit: WeightFit) -> str:
 
 def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
-    table = words("GAV202")
     window = facts.window
     if named := window.name_shares(fit.weights):
         amounts = window.sizes if named == "samples" else window.valid_targets
-        return f"{table['meanings'][named]}: {share_texts(amounts)}", table["remedies"][named]
+        remedy = "weight each micro-batch by its share of the window's valid targets (--weighting tokens)"
+        if named == "samples":
+            remedy = "weight each micro-batch by n_k/N (--weighting samples)"
+        return f"{_MEANINGS[named]}: {share_texts(amounts)}", remedy
     if are_ones(fit.weights, fit.residual):
-        return table["meanings"]["sums"], table["remedies"]["sums"]
-    return "", table["remedies"]["share"]
+        return (
+            "; each loss is a sum over its samples, divided by the same number in every micro-batch",
+            "add the losses up as they are, without 1/K or n_k/N (--weighting none)",
+        )
+    return "", _SHARE_OF_MEAN
 
 
 @dataclass(frozen=True)
@@ -341,38 +417,55 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     shares = find_wrong_shares(facts, loop)
     if shares is None or (shares.term is None and explains_skipped(loop, shares.update)):
         return
-    update, fit, script, weights, table = shares.update, shares.fit, shares.script, shares.weights, words("GAV202")
+    update, fit, script, weights = shares.update, shares.fit, shares.script, shares.weights
     kind = shares.shares_of or _classify_weights(shares, loop.tolerance)
     adds_up = script is not None or kind == "running-sum"
-    usual = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12]) if all(weights) else ""
     trial = WeightsTrial(proven=adds_up)  # each term ran alone
     if shares.term is None:
         trial = read_trial(facts, update.number, means=adds_up)
-    remedy = (
-        table["remedies_in_loops"].get(kind, table["remedies"]["share"]) if adds_up else table["remedies"]["moving"]
-    ) + (_word_replaced_weights(script) if script is not None else "")
+    remedy, doubt = _LOOP_REMEDIES.get(kind, _SHARE_OF_MEAN), _word_doubt(fit)
+    if not adds_up:
+        remedy = (
+            "look for what this loss is divided by: a norm of the samples at hand belongs to the whole window, and a "
+            "number that moves from forward to forward is moved once per update"
+        )
+        doubt += (
+            "; they do not add up to one mean, so that a norm of the samples at hand, or a number that moves from "
+            "forward to forward (a moving average), fits as well: suspected, not proven"
+        )
+    remedy += _word_replaced_weights(script) if script is not None else ""
     multiply = ""
     if all(weights) and trial.proven:
         multiply = _word_multipliers(loop, shares) + trial.tested
     if adds_up and (repair := repair_shares(loop, update, kind)):
         remedy, multiply = repair, f" (with the right weights{trial.tested})" if trial.tested else ""
-    yield word_finding(
-        "GAV202.update",
+    summary = "micro-batches of unequal weight are averaged equally"
+    if not _is_equal(script):
+        summary = "micro-batches are weighted by shares that are not those of the full batch's mean"
+    where = f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else ""
+    meaning = _MEANINGS.get(kind, "")
+    if kind == "equal-sizes":
+        script_weights = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12])
+        meaning = f"; the script counts them {script_weights} to one another"
+    right = weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}"
+    yield finding_of(
+        f"{_SUMMARIES.get(kind, summary)} in update {update.number}{where}",
+        measured_evidence("micro-batch-weights", difference(update), update=update.number),
+        Evidence(
+            "micro-batch-weights",
+            "weights",
+            f"{right} give the full-batch gradient to {fit.residual:.0e}{meaning}{_say_script_weights(script)}{doubt}",
+            {
+                "weights": list(weights),
+                "multipliers": list(fit.multipliers),
+                "residual": fit.residual,
+                "determined": fit.determined,
+            },
+        ),
         *trial.evidence(),
+        remedy=trial.replace_refuted(remedy) + multiply,
         location=backward_place(facts, update.number),
         proven=trial.proven,
-        summary=table["summaries"].get(kind, table["summaries"]["equally" if _is_equal(script) else "by-shares"]),
-        update=update,
-        where=f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else "",
-        weights=list(weights),
-        shown=weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}",
-        fit=fit,
-        multipliers=list(fit.multipliers),
-        meaning=fill_sentence(table["meanings"].get(kind, ""), usual=usual),
-        script=_say_script_weights(script),
-        unsure=_word_doubt(fit) + ("" if adds_up else table["unproven"]["moving"]),
-        remedy=trial.replace_refuted(remedy),
-        multiply=multiply,
     )
 
 
@@ -390,8 +483,11 @@ def _name_shares(update: UpdateComparison, weights: tuple[float, ...], script: S
 
 
 def _word_script_weights(script: ScriptWeights) -> str:
-    table = words("GAV202")["script_weights"]
-    return fill_sentence(table[script.shares.name.lower()], weights=script.weights)
+    named = {
+        ScriptShares.SAMPLES: "their shares of samples n_k/N",
+        ScriptShares.TARGETS: "their shares of valid targets",
+    }
+    return named.get(script.shares) or weights_text(script.weights, each=False)
 
 
 def _say_script_weights(script: ScriptWeights | None) -> str:

@@ -10,9 +10,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from gaverify import SpecError, rules
 from gaverify.cli import cli
 from gaverify.rulebook import RulePage, find_page, rule_pages
 from gaverify.rules import unexplained
-from gaverify.rules.wording import words
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 
@@ -138,11 +135,11 @@ def test_a_page_has_its_headings_in_order_and_text_below_each(page: RulePage) ->
 
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
-    """Read from the rule's calls of `finding_of` and `word_finding`: without the keyword `severity` it is a fault."""
+    """Read from the rule's calls of `finding_of`: without the keyword `severity` it is a fault."""
     calls = [node for node in ast.walk(ast.parse(source_of(rule))) if isinstance(node, ast.Call)]
     found = set()
     for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id in ("finding_of", "word_finding"):
+        if isinstance(call.func, ast.Name) and call.func.id == "finding_of":
             given = [keyword.value for keyword in call.keywords if keyword.arg == "severity"]
             words = {node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)}
             found |= words & {"fault", "note"} if given else {"fault"}
@@ -348,32 +345,6 @@ def test_rules_as_json() -> None:
 
 def test_rules_takes_no_other_format() -> None:
     assert run("rules", "--format", "yaml").returncode == 2
-
-
-def _told() -> Iterator[tuple[set[str | None], list[Mapping[str, Any]]]]:
-    """The names that a rule gives a finding (None: a mapping), and what `words.toml` says of each that it may be."""
-    for file in Path(inspect.getfile(rules)).parent.glob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "word_finding":
-                keys = [str(node.value) for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
-                parts = [key.partition(".")[::2] for key in keys if key.startswith("GAV")]
-                found = [each for code, kind in parts for known, each in words(code).items() if kind in ("", known)]
-                yield {keyword.arg for keyword in call.keywords}, [each for each in found if "summary" in each]
-
-
-def test_every_finding_is_told_with_just_the_values_that_its_sentences_name() -> None:
-    told = list(_told())
-    for given, kinds in told:
-        needed = set()
-        for parts in kinds:
-            sentences = [part if isinstance(part, str) else part[1] for part in parts.values()]
-            named = [field for text in sentences for _, field, _, _ in Formatter().parse(text) if field]
-            handed = [name for part in parts.values() if isinstance(part, list) for name in part[2:]]
-            needed |= {name.rpartition("=")[2].partition(".")[0] for name in (*named, *handed)}
-        assert kinds and given - {None, "proven", "location", "severity", "together"} <= needed, sorted(map(str, given))
-        assert None in given or needed <= given, sorted(needed)
-    known = [each for code in PAGES for each in words(code).values() if "summary" in each]
-    assert all(any(each is one for _, kinds in told for one in kinds) for each in known)
 
 
 HEAD = """
