@@ -93,11 +93,9 @@ def support(device: torch.device) -> Iterator[Line]:
     """Yields what a device can do that a verdict rests on: float64, and the same result for the same work."""
     yield f"{device}", _name(device), None
     if widest(device) is torch.float64:
-        yield from _attempt_check(
-            "float64", "for the control run", lambda: _backward(device, torch.float64) is not None
-        )
+        yield from _attempt_check("float64", "for float64 checks", lambda: _backward(device, torch.float64) is not None)
     else:
-        yield "float64", "not on this device: the control runs on the CPU", None
+        yield "float64", "not on this device: float64 checks run on the CPU", None
     yield from _attempt_check("repeatable", "the same backward twice, bit for bit", lambda: _repeats(device))
     yield from _attempt_check(
         "deterministic", "torch's deterministic algorithms", lambda: _repeats(device, deterministic=True)
@@ -107,7 +105,7 @@ def support(device: torch.device) -> Iterator[Line]:
 def verify_builtin(known: Known, device: torch.device) -> Line:
     """Verifies one built-in on a device and returns how its verdict compares with what is known."""
     if find_spec(known.needs) is None:
-        return str(known), f"left out: `{known.needs}` is not installed", None
+        return str(known), f"skipped: `{known.needs}` is not installed", None
     expected = f"{known.outcome.value}{_list_codes(known.codes)}"
     try:
         verdict = verify_spec(Spec(model=known.model, device=str(device), **known.options))
@@ -116,7 +114,7 @@ def verify_builtin(known: Known, device: torch.device) -> Line:
     codes = frozenset(finding.code for finding in verdict.findings if finding.severity == "fault")
     actual = f"{verdict.outcome.value}{_list_codes(codes)}"
     right = (verdict.outcome, codes) == (known.outcome, known.codes)
-    return str(known), f"{actual}, as known" if right else f"{actual}; known is {expected}", right
+    return str(known), f"{actual}, as expected" if right else f"{actual}; expected is {expected}", right
 
 
 def _attempt_check(subject: str, what: str, attempt: Callable[[], bool]) -> Iterator[Line]:

@@ -23,8 +23,8 @@ RECORDED = "audit.json"
 _VERSION = 2  # of that file
 _UPDATES, _TIMEOUT = 2, 3600.0
 _EVENTS = (
-    "One run, the order of its calls alone: exit code 0 where no fault is found in it, 1 where one is, 3 where no "
-    "update was seen. With --updates 0 to the script's end."
+    "Make one run and check only the order of its calls. Exit code 0: no fault, 1: a fault, 3: no update was seen. "
+    "--updates 0 checks all updates until the script ends."
 )
 _SEED = "give a whole number from 0 to 2^32 - 1, the range of NumPy"
 _RANKS = "an audit runs one process without this option; write 2 or more"
@@ -41,33 +41,36 @@ class Request:
     """Path of the script; None: a module is run."""
     arguments: tuple[str, ...] = option(Arguments("[-- ARGS]"), "", default=())
     """Arguments of every run, before the others."""
-    module: str | None = option(Kind("MODULE"), "Run `python -m MODULE` in place of a script.", "-m")
+    module: str | None = option(Kind("MODULE"), "Run `python -m MODULE` instead of a script.", "-m")
     """Name of the module; None: a script is run."""
-    full: tuple[str, ...] | None = option(Quoted('"ARGS"'), "Arguments of the full-batch run alone.", "--full")
+    full: tuple[str, ...] | None = option(Quoted('"ARGS"'), "Arguments of the full-batch run only.", "--full")
     """Arguments of the full-batch run only, after `arguments`; None: the user did not say."""
     accumulated: tuple[str, ...] | None = option(
-        Quoted('"ARGS"'), "Arguments of the accumulated run alone.", "--accumulated"
+        Quoted('"ARGS"'), "Arguments of the accumulated run only.", "--accumulated"
     )
     """Arguments of the accumulated run only, after `arguments`; None: the user did not say."""
     full_script: str | None = option(Kind("FILE", "file"), "Another script for the full-batch run.", "--full-script")
     """Path of another script for the full-batch run; None: the same."""
     full_env: tuple[tuple[str, str], ...] = option(
-        _VARIABLES, "A variable of the full-batch run's environment; repeatable.", "--full-env", default=()
+        _VARIABLES, "Environment variable of the full-batch run; repeatable.", "--full-env", default=()
     )
     """(variable, value) pairs added to the full-batch run's environment."""
     accumulated_env: tuple[tuple[str, str], ...] = option(
-        _VARIABLES, "The same for the accumulated run.", "--accumulated-env", default=()
+        _VARIABLES, "Environment variable of the accumulated run; repeatable.", "--accumulated-env", default=()
     )
     """(variable, value) pairs added to the accumulated run's environment."""
     full_set: tuple[tuple[str, str], ...] = option(
-        _VALUES, "A constant or default (argparse's, too) of the full-batch run.", "--full-set", default=()
+        _VALUES,
+        "Change a constant or a default (also argparse's) in the full-batch run; repeatable.",
+        "--full-set",
+        default=(),
     )
     """(name, replacement) pairs for values in the full-batch run's source."""
     accumulated_set: tuple[tuple[str, str], ...] = option(
-        _VALUES, "The same for the accumulated run.", "--accumulated-set", default=()
+        _VALUES, "The same in the accumulated run; repeatable.", "--accumulated-set", default=()
     )
     """(name, replacement) pairs for values in the accumulated run's source."""
-    both_set: tuple[tuple[str, str], ...] = option(_VALUES, "The same for every run.", "--set", default=())
+    both_set: tuple[tuple[str, str], ...] = option(_VALUES, "The same in every run; repeatable.", "--set", default=())
     """(name, replacement) pairs for values in every run's source."""
     seed: int | None = option(
         Number("N", example=0, accepts=lambda seed: 0 <= seed < 2**32, limits=_SEED),
@@ -77,20 +80,22 @@ class Request:
     """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
     updates: int = option(
         Number("M", example=2, accepts=lambda updates: updates >= 1, limits="record at least one update"),
-        f"Optimizer updates to record.  [{_UPDATES}]",
+        f"Optimizer updates to record and compare.  [{_UPDATES}]",
         "--updates",
         default=_UPDATES,
     )
     """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
     steps: int | None = option(
         Number("K", example=1, accepts=lambda steps: steps >= 1, limits="K is at least 1"),
-        "Backward passes that each update should have.  [found out]",
+        "Backward passes that each update should have.  [detected]",
         "--steps",
     )
     """K, the backward passes that each update should have; None: the user did not say."""
     events_only: bool = option(Flag(), _EVENTS, "--events-only", default=False)
     """Make one run with the common arguments; check its calls, compare no gradients."""
-    tail: bool = option(Flag(), "Also audit epochs that end with a short window.", "--tail", default=False)
+    tail: bool = option(
+        Flag(), "Also check an epoch whose last accumulation window is shorter.", "--tail", default=False
+    )
     """Also audit an epoch that ends with a short window."""
     timeout: float = option(
         Number(
@@ -101,32 +106,35 @@ class Request:
             convert=float,
             wanted="a number of seconds",
         ),
-        f"Seconds until a run is ended.  [{_TIMEOUT:g}]",
+        f"Stop a run after S seconds.  [{_TIMEOUT:g}]",
         "--timeout",
         default=_TIMEOUT,
     )
     """Seconds until a run is ended."""
     ranks: int | None = option(
         Number("R", example=2, accepts=lambda ranks: ranks >= 2, limits=_RANKS),
-        "Run the accumulated run in R processes, as torchrun would.",
+        "Start the accumulated run in R processes, as torchrun would.",
         "--ranks",
     )
     """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""
     launcher: tuple[str, ...] = option(
-        _LAUNCHER, "The command that starts the accumulated run, such as torchrun's.", "--launcher", default=()
+        _LAUNCHER, "Command that starts the accumulated run, such as torchrun's.", "--launcher", default=()
     )
     """Words of the command that starts the accumulated run's processes; empty: no launcher."""
     full_launcher: tuple[str, ...] = option(
-        _LAUNCHER, "The full-batch run's, if it seeds by rank.  [one process]", "--full-launcher", default=()
+        _LAUNCHER,
+        "Command that starts the full-batch run, if the script seeds by rank.  [one process]",
+        "--full-launcher",
+        default=(),
     )
     """Words of the command that starts the full-batch run; empty: one process. For scripts that seed by rank."""
     in_place: bool = option(
-        Flag(), "Let the runs change files, as the script does on its own.", "--in-place", default=False
+        Flag(), "Run without the file sandbox: let the runs change your files.", "--in-place", default=False
     )
     """Let the runs write into the user's folders, as the script does without gaverify."""
-    keep: str | None = option(Kind("DIR", "dir"), "Keep the runs' records in a new folder.", "--keep")
+    keep: str | None = option(Kind("DIR", "dir"), "Keep the runs' records in a new folder, for --from.", "--keep")
     """Folder in which the records stay, for `read_request`; None: they are not kept."""
-    name: str = option(Kind("TEXT"), "How reports call it.", "--name", default="")
+    name: str = option(Kind("TEXT"), "Name in reports.", "--name", default="")
     """Name in reports; empty: the script's."""
     problems: tuple[str, ...] = field(default=(), compare=False)
     """Sentences about words that spell no value; empty: none."""

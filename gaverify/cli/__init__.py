@@ -77,12 +77,20 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Versions.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the versions and exit.",
+)
 @debug_option
 def cli() -> None:
-    """Proves whether gradient accumulation computes the gradient of the full batch.
+    """Checks, and proves where possible, that gradient accumulation computes the gradient of the full batch.
 
-    Exit codes: 0 equivalent, 1 divergent, 2 usage, spec or user-code error, 3 inconclusive, 70 a fault in gaverify.
+    Exit codes: 0 equivalent, 1 divergent, 2 an error in the options, a spec or your code, 3 inconclusive, 70 a bug in
+    gaverify.
     """
 
 

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 
 
-@click.command(short_help="Accept what diverges now, in its specs.")
+@click.command(short_help="Accept today's divergences in their specs.")
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--reason", metavar="TEXT", default=_REASON, help="Why the divergences are wanted.")
 @click.option("--print", "only_print", is_flag=True, help="Print the entries and write nothing.")
 @debug_option
 @click.pass_obj
 def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
-    """Verifies SPECS and appends an entry of `accept` to each for every cause that is found and not accepted yet.
+    """Runs SPECS and appends an `accept` entry to each for every cause that is found and not accepted yet.
 
-    A divergence without a known cause, and what could not be decided, are told and not accepted. A spec that cannot be
-    verified is told, too, and does not stop the others. The exit code is that of `gaverify run` with the new entries.
+    Divergences without a known cause and undecided results are reported, not accepted. A spec that fails is reported,
+    and the others still run. The exit code is that of `gaverify run` with the new entries.
     """
     from gaverify.cli.running import package_failure, verify_job
 

@@ -132,8 +132,8 @@ def _complete_path(kind: str, ctx: click.Context, parameter: click.Parameter, st
 
 @click.command(short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False})
 @audit_options
-@click.option("--from", "kept", metavar="DIR", help="Report again from kept records; runs nothing.")
-@click.option("-q", "--quiet", is_flag=True, help="A line for each audit.")
+@click.option("--from", "kept", metavar="DIR", help="Report again from a folder that --keep wrote; runs nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="One line per audit.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
@@ -146,16 +146,16 @@ def audit(
     outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:
-    """Runs SCRIPT with a large batch and with accumulation, and compares what reaches the optimizer.
+    """Runs SCRIPT with a large batch and with accumulation, and compares the gradients at each optimizer step.
 
-    ARGS behind `--` go to every run. The script is stopped after M updates.
+    ARGS after `--` are passed to every run. A run is stopped after M updates.
 
     \b
       gaverify audit train.py --full "--batch-size 8 --accum 1" \\
           --accumulated "--batch-size 2 --accum 4" -- --data d/
       gaverify audit train.py --full-set BATCH=8 --accumulated-set BATCH=2 \\
           --accumulated-set ACCUM=4
-      gaverify audit audit.toml                  # these options in a file; or folders
+      gaverify audit audit.toml          # the options in a file, or in a folder of files
       gaverify audit -m package.train --events-only -- --accum 4
     """
     from gaverify.acceptance import mark_accepted
@@ -165,12 +165,12 @@ def audit(
         files = options_files(filter(None, (words["script"], *words["arguments"])))
         if files:
             others = {**words, "script": None, "arguments": ()}
-            _refuse(others, "the options of these audits stand in their files")
+            _refuse(others, "these audits take their options from the files")
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)
     if kept is not None:
         # a name is for the report, which is made again
-        _refuse({**words, "name": None}, "--from reports again what was run before")
+        _refuse({**words, "name": None}, "--from runs nothing and only reports again")
         check_outputs(outputs)
         from gaverify.audit.flow import audit_again
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import click
 
+from gaverify.amounts import count_text
 from gaverify.cli.options import completing
 from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.streams import guests
@@ -16,17 +17,17 @@ from gaverify.spec.kinds import DEVICE
 _MARKS = {True: "ok", False: "WRONG", None: ""}
 
 
-@click.command(short_help="Check this machine, and that known faults are found on it.")
+@click.command(short_help="Check this machine with self-tests.")
 @click.option(
     "--device",
     metavar=DEVICE.metavar,
-    help="Examine this one.  [one of each]",
+    help="Device to test.  [one of each kind]",
     shell_complete=completing(DEVICE),
 )
 def doctor(device: str | None) -> int:
-    """Prints versions and devices, and verifies every built-in whose verdict is known, faults included.
+    """Prints versions and devices, and runs self-tests: right and wrong built-in models whose verdicts are known.
 
-    Exit codes: 0 all is as it should be, 2 there is no such device, 70 a known verdict did not come out.
+    Exit codes: 0 all tests passed, 2 there is no such device, 70 a test failed.
     """
     with guests():
         from gaverify import checkup
@@ -46,10 +47,10 @@ def doctor(device: str | None) -> int:
     click.echo()
     if wrong:
         click.echo(
-            f"{wrong} of these are not as they should be: trust no verdict of this machine, and report this page."
+            f"{count_text(wrong, 'check')} failed: do not trust verdicts on this machine, and report this output."
         )
         return INTERNAL
-    click.echo("All is as known: a fault of these kinds would be seen on this machine.")
+    click.echo("All checks passed: gaverify finds faults of these kinds on this machine.")
     return 0
 
 

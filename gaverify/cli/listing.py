@@ -103,13 +103,13 @@ def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) 
     return codes or [CompletionItem(page.name, help=page.code) for page in pages if page.name.startswith(start)]
 
 
-@click.command(short_help="Print the page of a rule.")
+@click.command(short_help="Explain a rule.")
 @click.argument("rule", metavar="CODE", shell_complete=_complete_rules)
 def explain(rule: str) -> int:
-    """Prints what a rule finds, why gradients diverge, an example and its repair.
+    """Explains a rule: what it finds, why the gradients differ, an example and how to fix it.
 
-    CODE is a code (GAV101) or a name (batch-statistics) that a report printed; `gaverify rules` lists them. `gaverify
-    explain words` introduces the words that reports use.
+    CODE is a code (GAV101) or a name (batch-statistics) from a report; `gaverify rules` lists them. `gaverify explain
+    words` explains the words that reports use.
     """
     from gaverify.rulebook import find_page, words_page
 
@@ -124,9 +124,11 @@ def explain(rule: str) -> int:
 
 
 @click.command(short_help="List the rules.")
-@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", help="How to print.")
+@click.option(
+    "--format", "format_", type=click.Choice(["text", "json"]), default="text", help="Format of stdout.  [text]"
+)
 def rules(format_: str) -> int:
-    """Lists every rule: code, name, severity and what it says."""
+    """Lists every rule: code, name, severity and what it finds."""
     from gaverify.rulebook import rule_pages
 
     pages = rule_pages()

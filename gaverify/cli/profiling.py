@@ -41,7 +41,7 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     ctx.exit()
 
 
-@click.command(short_help="Memory and time against K.")
+@click.command(short_help="Measure memory and time of accumulation.")
 @click.argument(
     "spec_file", metavar="[MODEL|SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
 )
@@ -51,10 +51,12 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     "strategies",
     metavar="full-batch|summed-loss|accumulate",
     multiple=True,
-    help="What to measure; repeatable, or a list with commas.  [all three]",
+    help="What to measure; repeatable, or separated by commas.  [all three]",
 )
-@click.option("--repeats", metavar="N", default="10", help="Updates whose time is taken, after warm-up.  [10]")
-@click.option("--optimizer", metavar=_OPTIMIZERS.metavar, help="Include its step in every update.  [no step]")
+@click.option("--repeats", metavar="N", default="10", help="Timed updates, after warm-up.  [10]")
+@click.option(
+    "--optimizer", metavar=_OPTIMIZERS.metavar, help="Include a step of this optimizer in every update.  [no step]"
+)
 @partial(spec_options, without=_OTHERWISE)
 @output_options
 @click.option(
@@ -75,10 +77,10 @@ def profile(
     outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:
-    """Measures what accumulation costs and saves, for a model or for a SPEC.
+    """Measures memory and time of accumulation, for a MODEL or a SPEC.
 
-    Saved activations, peak memory and time of the full batch, the summed loss and accumulation, each in a fresh
-    process, and whether the gradients agree.
+    Shows saved activations, peak memory and time of the full batch, of the summed loss and of accumulation, each
+    measured in a fresh process. Also checks that their gradients agree.
 
     \b
       gaverify profile mnist-mlp --steps 1,2,4,8

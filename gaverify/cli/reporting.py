@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @click.option("--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @output_options
 def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tuple[Path, ...]) -> int:
-    """Writes any report from a document that `--output FILE.json` saved.
+    """Makes any report from a document that `--output FILE.json` saved.
 
-    The exit code is that of what was saved.
+    The exit code is that of the saved run.
 
     \b
       gaverify report verdict.json --output page.html
@@ -40,7 +40,7 @@ def _check(document: Path, outputs: tuple[Path, ...]) -> None:
     check_outputs(outputs)
     source = os.path.realpath(document)
     problems = [
-        f"`{path}` would overwrite the document that it is made of"
+        f"`{path}` would overwrite the document that is read; name another file"
         for path in outputs
         if os.path.realpath(path) == source
     ]

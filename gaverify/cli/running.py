@@ -58,14 +58,16 @@ def _read_count(context: click.Context, parameter: click.Parameter, word: str | 
     "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
 )
 @spec_options
-@click.option("-k", "expression", metavar="EXPRESSION", help="Take the specs whose names fit: 'cnn and not slow'.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Pass over such files of folders; repeatable.")
-@click.option("-x", "stop_at_first", is_flag=True, help="Stop behind the first that fails.")
-@click.option("--maxfail", callback=_read_count, metavar="N", help="Stop behind N that fail.")
-@click.option("-j", "--jobs", callback=_read_count, default="1", metavar="N", help="Processes at a time.  [1]")
-@click.option("--select", multiple=True, metavar="CODE", help="Show notes of these codes alone; repeatable.")
-@click.option("--ignore", multiple=True, metavar="CODE", help="Show no notes of these codes; repeatable.")
-@click.option("-q", "--quiet", is_flag=True, help="A line for each model or spec.")
+@click.option("-k", "expression", metavar="EXPRESSION", help="Run only specs whose names match: 'cnn and not slow'.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching files in folders; repeatable.")
+@click.option("-x", "stop_at_first", is_flag=True, help="Stop after the first failure.")
+@click.option("--maxfail", callback=_read_count, metavar="N", help="Stop after N failures.")
+@click.option(
+    "-j", "--jobs", callback=_read_count, default="1", metavar="N", help="Specs to run at the same time.  [1]"
+)
+@click.option("--select", multiple=True, metavar="CODE", help="Show only notes with this code; repeatable.")
+@click.option("--ignore", multiple=True, metavar="CODE", help="Hide notes with this code; repeatable.")
+@click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option
 @output_options
@@ -88,10 +90,10 @@ def run(
     outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:
-    """Compares the accumulated gradient with the full batch's, for models and specs.
+    """Compares the accumulated gradient with the gradient of the full batch.
 
-    A model is a built-in or `file.py:factory`, as for `--model`; a spec is a TOML file, and a folder holds several.
-    Options override every one.
+    MODEL is a built-in or `file.py:factory`, as for `--model`. SPEC is a TOML file, and FOLDER a folder of them.
+    Options on the command line override those in specs.
 
     \b
       gaverify run mlp --steps 4
@@ -242,7 +244,7 @@ def _verify_all(
                     print_each(verdict)
             if failed == gate.most_failures and at + 1 < len(jobs):
                 remaining = count_text(len(jobs) - at - 1, "spec")
-                say(f"{count_text(failed, 'failure')}; {remaining} behind {source} not verified", "stopped")
+                say(f"{count_text(failed, 'failure')}; {remaining} after {source} not verified", "stopped")
                 return
     if not verdicts and not failures:
         failures += skipped

@@ -58,7 +58,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
     """
     if model is None:
         return (
-            _fill_template(kind or "module", spec, factory, {}, "put your own model and batch in")
+            _fill_template(kind or "module", spec, factory, {}, "insert your own model and batch")
             if kind
             else Scaffold("mlp")
         )
@@ -158,7 +158,7 @@ def _advice(drawn: Sketch, kind: str) -> str:
         return f"fill in `{drawn.arguments}` and the batch"
     if kind == "checkpoint":
         return "write the checkpoint's path"
-    return "" if drawn.guess is not None else "put a batch in that your model takes"
+    return "" if drawn.guess is not None else "insert a batch that your model accepts"
 
 
 def _classes_to_name(model: str) -> str:
@@ -185,7 +185,7 @@ def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
         spec,
         factory,
         {"CHECKPOINT": json.dumps(relative), "TENSORS": tensors},
-        "put the class in that the checkpoint belongs to, and a batch",
+        "insert the checkpoint's model class, and a batch",
     )
 
 
@@ -212,18 +212,18 @@ def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
     "--model",
     metavar="NAME",
     shell_complete=complete_models,
-    help="Yours: file.py:Class, package.module:Class, a factory, a folder for transformers, a checkpoint.",
+    help="Your model: file.py:Class, package.module:Class, a factory, a transformers folder, or a checkpoint.",
 )
-@click.option("--kind", type=click.Choice([*KINDS, AUDIT]), help="Which template.  [found out from --model]")
-@click.option("--force", is_flag=True, help="Overwrite the files.")
+@click.option("--kind", type=click.Choice([*KINDS, AUDIT]), help="Template to use.  [chosen by --model]")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 def init(file: Path | None, model: str | None, kind: str | None, force: bool) -> int:
-    """Writes a commented spec with every key to FILE (gaverify.toml), and a factory beside it where one is needed.
+    """Writes a commented spec with every key to FILE (gaverify.toml), and a factory next to it if one is needed.
 
     \b
-      gaverify init --model net.py:Net             # a class: its batch is found out where that is possible
-      gaverify init --model checkpoints/last.pt    # a checkpoint: what it holds, and how it is loaded
-      gaverify init --kind dataloader              # a template with a stand-in, to put your own in
-      gaverify init --kind audit                   # audit.toml: the options of an audit of a training script
+      gaverify init --model net.py:Net            # a class; its batch is guessed
+      gaverify init --model checkpoints/last.pt   # code that loads a checkpoint
+      gaverify init --kind dataloader             # a template for your own code
+      gaverify init --kind audit                  # options for `gaverify audit`
     """
     if kind == AUDIT:
         return _write_audit(file or Path("audit.toml"), model, force)
@@ -258,7 +258,7 @@ def _write_audit(file: Path, model: str | None, force: bool) -> int:
         raise SpecError(f'FILE is the .toml file to write, not `{file}`; name the script in it: `script = "{file}"`')
     _check_absent([file], force)
     _write(file, template("parts/audit").replace("{name}", str(file)), force)
-    click.echo(f"Wrote {file}: name your script in it, and what makes its batch large.")
+    click.echo(f"Wrote {file}: write your script and its arguments into it.")
     click.echo(f"Next: gaverify audit {shlex.quote(str(file))}")
     return 0
 
@@ -272,7 +272,7 @@ def _check_absent(paths: Iterable[Path], force: bool) -> None:
 def _python_for_spec(file: Path) -> str:
     """What to write where the model stands in the place of the spec, which `--force` would put over it."""
     advice = _classes_to_name(str(file)) or f"name a class or factory of it: `gaverify init --model {file}:NAME`"
-    return f"FILE is the spec to write, a .toml file, and `{file}` is Python; {advice}"
+    return f"FILE is the spec to write, a .toml file, but `{file}` is Python; {advice}"
 
 
 def _show_guesses(text: str) -> None:
@@ -281,7 +281,7 @@ def _show_guesses(text: str) -> None:
 
     guesses = guesses_in(text)
     if guesses:
-        click.echo("Guesses by init, each marked in the file; write your own in their place:")
+        click.echo("Guesses by init, each marked in the file; replace them by your own:")
     for part, code in guesses:
         value = re.sub(r"^(return |\w+ = )", "", code)
         click.echo(f"  {part}: {value}")

@@ -82,7 +82,7 @@ def output_options(command: Command) -> Command:
         multiple=True,
         metavar="FILE",
         type=click.Path(path_type=Path),
-        help="Also write a report; the ending decides the format; repeatable.",
+        help="Also write a report; its extension selects the format; repeatable.",
     )(command)
     return click.option(
         "--format",
@@ -90,7 +90,7 @@ def output_options(command: Command) -> Command:
         cls=_FormatOption,
         default="text",
         callback=_known_format,
-        help="What stdout gets.  [text]",
+        help="Format of stdout.  [text]",
     )(command)
 
 
@@ -99,7 +99,7 @@ debug_option = click.option("--debug", is_flag=True, expose_value=False, help="S
 
 def strict_option(command: Command) -> Command:
     """Adds `--strict`, which every command has that knows accepted divergences."""
-    text = "Accepted divergences that are not found any more make it 1."
+    text = "Exit 1 if an accepted divergence no longer occurs."
     return click.option("--strict", is_flag=True, help=text)(command)
 
 

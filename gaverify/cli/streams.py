@@ -245,7 +245,7 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
     say(where + message, "internal error")
     traceback_place = "above" if invocation.debug else "that `--debug` prints"
     tell(
-        "This is a fault in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
+        "This is a bug in gaverify, not in your model; nothing was decided. Please report it on gaverify's issue\n"
         f"tracker with the traceback {traceback_place}, the line that `gaverify --version` prints, and this command:\n"
         f"    gaverify {shlex.join(invocation.words)}"
     )

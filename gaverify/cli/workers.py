@@ -97,14 +97,14 @@ class _Worker:
     def _death(self) -> ProblemError:
         self.is_over, code = True, self.process.wait()
         how = f"signal {signal_name(-code).removeprefix('signal ')}" if code < 0 else f"exit code {code}"
-        return ProblemError(f"the process of the verification ended with {how}, while it was at: {self.step}")
+        return ProblemError(f"the verification's process ended with {how} during: {self.step}")
 
     def _lateness(self) -> ProblemError:
         assert self.spec is not None
         self.is_over = True
         return ProblemError(
-            f"did not end within {self.spec.timeout:g} s and was ended, while it was at: {self.step}; "
-            "give a larger `--timeout`, or a smaller batch"
+            f"did not finish within {self.spec.timeout:g} s and was stopped during: {self.step}; "
+            "give a larger `--timeout` or a smaller batch"
         )
 
     def end(self) -> None:

@@ -124,7 +124,7 @@ def _entry_problems(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
             near = nearest(code, sorted(rule_codes()))
             yield ".code", f"there is no rule {code}; did you mean {near}? `gaverify rules` lists all"
         elif code == _UNEXPLAINED:
-            yield ".code", f"{code} says that no cause was found: what nothing explains cannot be accepted"
+            yield ".code", f"{code} means that no cause was found, and an unexplained divergence cannot be accepted"
 
 
 def project_settings(start: Path | None = None) -> Project:

@@ -95,9 +95,7 @@ class Spec:
         MODEL, "Built-in (see `gaverify models`), package.module:factory or file.py:factory.", MISSING, "mlp"
     )
     """Name of the built-in or factory."""
-    name: str | None = _optional_field(
-        text("a name for reports", "NAME"), "nightly", "How reports call this run.  [the model]"
-    )
+    name: str | None = _optional_field(text("a name for reports", "NAME"), "nightly", "Name in reports.  [the model]")
     """Name in reports; None: the model's."""
     model_args: Mapping[str, str | int | float | bool] = _set(
         ARGUMENT, "Argument of the factory; repeatable.", dict, {"width": 32}
@@ -106,76 +104,86 @@ class Spec:
     steps: int = _set(whole(1, "K"), "Micro-batches per full batch.  [4]", 4)
     """K, micro-batches per full batch, per rank."""
     batch_size: int | None = _optional_field(
-        whole(1, "B"), 8, "Samples in the full batch, where the model's factory takes it."
+        whole(1, "B"), 8, "Samples in the full batch, if the factory takes `batch_size`."
     )
     """B, samples in the full batch; None: the factory decides."""
     weighting: str | tuple[float, ...] = _set(
-        WEIGHTING, "Weight of each micro-batch: 1/K, n/N, token shares.  [uniform]", "uniform"
+        WEIGHTING, "Weight of each loss: 1/K, share of samples, share of tokens, 1, or K numbers.  [uniform]", "uniform"
     )
     """Rule, or one number per micro-batch, for the losses' factors."""
-    device: str | None = _optional_field(DEVICE, "cpu", "Where to run.  [where the model lives]")
+    device: str | None = _optional_field(DEVICE, "cpu", "Device to run on.  [the model's]")
     """Torch device; None: the model's."""
-    dtype: str | None = _optional_field(DTYPE, "float32", "Working precision.  [the model's]")
+    dtype: str | None = _optional_field(
+        DTYPE, "float32", "Convert the model and the batch to this precision.  [the model's]"
+    )
     """Name of the parameters' dtype; None: the model's."""
     autocast: str | None = _optional_field(
-        one_of("bfloat16", "float16"), "bfloat16", "Run the forwards under autocast."
+        one_of("bfloat16", "float16"), "bfloat16", "Run the forward passes under autocast."
     )
     """Autocast dtype of the forwards; None: no autocast."""
-    seed: int = _set(SEED, "Seed of weights, data and random draws.  [0]", 0)
+    seed: int = _set(SEED, "Seed of weights, data and random numbers.  [0]", 0)
     """Seed of weights, data and draws."""
     mode: str = _set(one_of("train", "eval"), "Mode of the model.  [train]", "train")
     """`train` or `eval`."""
-    strategy: str = _set(STRATEGY, "K backwards, or one over the summed losses.  [accumulate]", "accumulate")
+    strategy: str = _set(
+        STRATEGY, "K backward passes, or a single one of the summed losses.  [accumulate]", "accumulate"
+    )
     """K backward passes, or one over the summed losses."""
-    trace: bool = _set(FLAG, "Show every micro-batch and the step.", False, True)
+    trace: bool = _set(FLAG, "Show each micro-batch's gradient, and an optimizer step.", False, True)
     """Whether to show every micro-batch and one optimizer step."""
-    optimizer: str = _set(one_of("sgd", "adam", "adamw"), "Optimizer of --trace.  [sgd]", "sgd")
+    optimizer: str = _set(one_of("sgd", "adam", "adamw"), "Optimizer whose step --trace shows.  [sgd]", "sgd")
     """Optimizer of the trace."""
-    lr: float | None = _optional_field(above_zero("a number", "LR"), 0.01, "Its learning rate.")
+    lr: float | None = _optional_field(above_zero("a number", "LR"), 0.01, "Learning rate of that optimizer.")
     """Learning rate of the trace; None: 0.01 for SGD, else 0.001."""
     rtol: float | None = _optional_field(
-        tolerance("R"), 1e-5, "Fixed tolerance as in assert_close, with --atol; default: rounding is measured."
+        tolerance("R"),
+        1e-5,
+        "Fixed relative tolerance, as in torch.testing.assert_close; needs --atol.  [rounding is measured]",
     )
     """Relative tolerance; None: rounding is measured."""
-    atol: float | None = _optional_field(tolerance("A"), 1e-8, "See --rtol.")
+    atol: float | None = _optional_field(tolerance("A"), 1e-8, "Fixed absolute tolerance; needs --rtol.")
     """Absolute tolerance; None: rounding is measured."""
     input_shape: tuple[int, ...] | None = _optional_field(
-        SHAPE, (3, 32, 32), "Shape of one sample, for a factory that returns a bare module."
+        SHAPE, (3, 32, 32), "Shape of one sample, if the factory returns only an nn.Module."
     )
     """Shape of one sample, without the batch dimension; None: not given."""
-    loss: str | None = _optional_field(LOSS, "cross_entropy", "Loss of torch.nn.functional, for a bare module.")
+    loss: str | None = _optional_field(
+        LOSS, "cross_entropy", "Loss of torch.nn.functional, if the factory returns only an nn.Module."
+    )
     """Name in `torch.nn.functional`; None: not given."""
-    classes: int | None = _optional_field(whole(1, "N"), 10, "Classes of the targets, for a bare module.")
+    classes: int | None = _optional_field(
+        whole(1, "N"), 10, "Number of target classes, if the factory returns only an nn.Module."
+    )
     """Number of target classes; None: not given."""
     data: str | None = _optional_field(
-        text("a folder", "FOLDER"), "data/mnist", "Real data for a built-in that has some."
+        text("a folder", "FOLDER"), "data/mnist", "Real data, for built-ins that can use it."
     )
     """Folder of real data; None: not given."""
-    pretrained: str | None = _optional_field(WEIGHTS, "gpt2", "Real weights for a built-in that has some.")
+    pretrained: str | None = _optional_field(WEIGHTS, "gpt2", "Real weights, for built-ins that can use them.")
     """Name or folder of real weights; None: not given."""
-    ignore_index: int = _set(INTEGER, "Target that counts as padding.  [-100]", -100)
+    ignore_index: int = _set(INTEGER, "Target value that marks padding.  [-100]", -100)
     """Target value that counts as padding."""
     ranks: int | None = _optional_field(
         whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would."
     )
     """R, number of processes; None: this process alone."""
-    engine: str = _set(one_of("ddp", "fsdp2"), "How the ranks share the model, with --ranks.  [ddp]", "ddp")
+    engine: str = _set(one_of("ddp", "fsdp2"), "Parallel wrapper of the model, with --ranks.  [ddp]", "ddp")
     """`ddp` or `fsdp2`."""
     timeout: float | None = _optional_field(
-        SECONDS, 600, "When to end a verification; of ranks, each of their windows."
+        SECONDS, 600, "Time limit of a run; with --ranks, of each accumulation window."
     )
     """Seconds; None: no limit."""
-    diagnose: bool = _set(FLAG, "Look for the cause.  [on]", True)
+    diagnose: bool = _set(FLAG, "Search for the cause of a difference.  [on]", True)
     """Whether to look for the cause."""
     time_limit: float | None = _optional_field(
-        SECONDS, 60, "When to stop looking for the cause; the verdict comes in any case."
+        SECONDS, 60, "Time limit of the search for the cause; the verdict does not depend on it."
     )
     """Seconds for the search for the cause; None: no limit."""
-    exact: bool = _set(FLAG, "Ask float64 for every parameter.  [off]", False, True)
+    exact: bool = _set(FLAG, "Check every parameter in float64.  [off]", False, True)
     """Whether float64 decides every parameter."""
     reference: str = _set(
         REFERENCE,
-        "Activations of the full batch: on the device, on the host, or what fits.  [full]",
+        "Where to keep the full batch's activations: on the device, in CPU memory, or where they fit.  [full]",
         "full",
         "auto",
     )
@@ -183,7 +191,7 @@ class Spec:
 
     accept: tuple[Accept, ...] = _set(ENTRIES, "", ())
     """Divergences that the user accepts; empty: none."""
-    expect: str | None = _optional_field(OUTCOME, "divergent", "The outcome that counts as a success.  [equivalent]")
+    expect: str | None = _optional_field(OUTCOME, "divergent", "Outcome that counts as success.  [equivalent]")
     """Outcome that counts as a success; None: equivalent."""
 
     def __post_init__(self) -> None:
@@ -232,7 +240,7 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     missing = [name for name in ("rtol", "atol") if values.get(name, 0) is None]
     if len(missing) == 1 and {"rtol", "atol"} <= values.keys():
         present = "atol" if missing == ["rtol"] else "rtol"
-        yield present, f"needs `{missing[0]}` beside it: give both, or neither and let gaverify measure the rounding"
+        yield present, f"needs `{missing[0]}` too: give both, or neither to let gaverify measure the rounding"
 
 
 def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -> str:

@@ -21,8 +21,8 @@ _OTHER_COMMANDS = {
 """What people name in place of a spec, by its ending, and the command that takes it."""
 
 _ONLY_WITH = (
-    ("trace", ("optimizer", "lr"), "belongs to the step that a trace shows; add `--trace`, or leave it out"),
-    ("ranks", ("engine",), "belongs to a run on several ranks; add `--ranks 2`, or leave it out"),
+    ("trace", ("optimizer", "lr"), "has an effect only with a trace; add `--trace`, or leave it out"),
+    ("ranks", ("engine",), "has an effect only on several ranks; add `--ranks 2`, or leave it out"),
 )
 """Options that nothing reads unless a field is set; who types one expects that it counts."""
 
@@ -231,7 +231,7 @@ def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
             likely = missing if nearest(field.lower(), missing, 0.8) else OPTIONS
             problems.append(f"$.{key}: {unknown_key(key, likely)}")
         elif field in values:
-            problems.append(f"$.{key}: stands here twice, also as `{written[field]}`; keep one")
+            problems.append(f"$.{key}: is given twice, also as `{written[field]}`; keep one")
         else:
             values[field] = tuple(value) if isinstance(value, list) else value
             written[field] = key

@@ -80,7 +80,7 @@ def test_a_verification_that_hangs_is_ended_with_all_that_it_started(folder: Pat
     begun = time.monotonic()
     done = run(folder, "models.py:hanging", "--timeout", "1.5")
     assert done.returncode == 2 and time.monotonic() - begun < 60
-    sentence = "gaverify: error: did not end within 1.5 s and was ended, while it was at: the full batch; give a larger"
+    sentence = "gaverify: error: did not finish within 1.5 s and was stopped during: the full batch; give a larger"
     assert sentence in done.stderr and "Traceback" not in done.stderr
     processes = [int(word) for word in (folder / "pids").read_text().split()]
     assert len(processes) == 2 and not any(map(lives, processes))
@@ -122,7 +122,7 @@ def test_rows_stand_in_the_order_of_the_files_whoever_is_done_first(folder: Path
     assert [row[1].strip(",") for row in rows] == [f"all/{name}.toml" for name in "abcde"], done.stderr
     assert [row[0] for row in rows] == ["EQUIVALENT", "EQUIVALENT", "ERROR", "ERROR", "DIVERGENT"]
     assert done.returncode == 2
-    assert "the process of the verification ended with signal SIGSEGV" in done.stdout
+    assert "the verification's process ended with signal SIGSEGV" in done.stdout
     assert "raised ValueError at models.py:" in done.stdout
     assert "skipped: all/f.toml: " in done.stderr
 

@@ -102,7 +102,7 @@ _TEMPLATES_HEAD = """\
 # Specs and factories to start from
 
 The `.toml` files here are specs; `gaverify run configs/` runs them all. `gaverify init --kind KIND` writes a spec and
-one of the factories below, `gaverify init --model YOURS` finds out the kind and fills the gaps. Each runs as it stands,
+one of the factories below, `gaverify init --model YOURS` detects the kind and fills the gaps. Each runs as it is,
 those of Lightning and transformers where these are installed, and a test runs it.
 
 """

@@ -102,7 +102,7 @@ def test_it_stops_behind_failures(verified: list[Spec], capsys: pytest.CaptureFi
         write(f"all/{name}.toml", model, f'name = "{name}"')
     assert main(["run", "all", "-x"]) == 1
     assert names(verified) == ["a", "b"]
-    assert "stopped: 1 failure; 2 specs behind all/b.toml not verified" in capsys.readouterr().err
+    assert "stopped: 1 failure; 2 specs after all/b.toml not verified" in capsys.readouterr().err
     assert main(["run", "all", "--maxfail", "2"]) == 1
     assert names(verified) == ["a", "b", "c"]
     assert main(["run", "all", "--maxfail", "3"]) == 1 and len(verified) == 4

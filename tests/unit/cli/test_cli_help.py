@@ -129,8 +129,8 @@ def test_completion_offers_every_loss() -> None:
 def test_everything_is_as_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "mlp-batchnorm" in out and "divergent (GAV101), as known" in out and "WRONG" not in out
-    assert torch.__version__ in out and out.endswith("would be seen on this machine.\n")
+    assert "mlp-batchnorm" in out and "divergent (GAV101), as expected" in out and "WRONG" not in out
+    assert torch.__version__ in out and out.endswith("gaverify finds faults of these kinds on this machine.\n")
 
 
 def test_every_builtin_is_there_and_some_are_at_fault() -> None:
@@ -141,8 +141,8 @@ def test_every_builtin_is_there_and_some_are_at_fault() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"outcome": Outcome.EQUIVALENT, "codes": frozenset()}, "divergent (GAV101); known is equivalent"),
-        ({"codes": frozenset({"GAV102"})}, "divergent (GAV101); known is divergent (GAV102)"),
+        ({"outcome": Outcome.EQUIVALENT, "codes": frozenset()}, "divergent (GAV101); expected is equivalent"),
+        ({"codes": frozenset({"GAV102"})}, "divergent (GAV101); expected is divergent (GAV102)"),
         ({"options": {"steps": 99}}, "divergent (GAV101) expected, but: steps = 99"),
     ],
 )
@@ -153,13 +153,13 @@ def test_a_verdict_that_is_not_as_known_is_told(
     monkeypatch.setattr(checkup, "KNOWN", (dataclasses.replace(known, **changes),))  # type: ignore[arg-type]
     assert main(["doctor"]) == 70
     out = capsys.readouterr().out
-    assert "WRONG" in out and said in " ".join(out.split()) and "1 of these are not as they should be" in out
+    assert "WRONG" in out and said in " ".join(out.split()) and "1 check failed" in out
 
 
 def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     known = dataclasses.replace(checkup.KNOWN[0], needs="no_such_package")
     assert checkup.verify_builtin(known, torch.device("cpu"))[1:] == (
-        "left out: `no_such_package` is not installed",
+        "skipped: `no_such_package` is not installed",
         None,
     )
 
@@ -170,7 +170,7 @@ def test_what_a_device_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(checkup, "_backward", refuses)
     lines = {subject: (found, fine) for subject, found, fine in checkup.support(torch.device("cpu"))}
-    assert lines["float64"] == ("for the control run: no kernel for float64", False)
+    assert lines["float64"] == ("for float64 checks: no kernel for float64", False)
     monkeypatch.setattr(checkup, "_backward", lambda device, dtype: torch.rand(3))
     lines = {subject: (found, fine) for subject, found, fine in checkup.support(torch.device("cpu"))}
     assert lines["repeatable"] == ("the same backward twice, bit for bit: no", False)

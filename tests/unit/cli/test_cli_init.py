@@ -391,7 +391,7 @@ def test_a_checkpoint_is_described(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["init", "--model", "last.pt"]) == 0
     written = (folder / "gaverify_model.py").read_text()
     assert "layers.0.weight: [32, 16]" in written and 'CHECKPOINT = "last.pt"' in written
-    assert "put the class in that the checkpoint belongs to" in capsys.readouterr().out
+    assert "insert the checkpoint's model class" in capsys.readouterr().out
     assert main(["run", "gaverify.toml"]) == 0  # the stand-in is this checkpoint's class
 
 
@@ -428,7 +428,7 @@ def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: 
     ("model", "told"),
     [
         ("nets_to_init.py:Sized", "fill in `width=...`"),
-        ("nets_to_init.py:Particular", "a batch in that your model takes"),
+        ("nets_to_init.py:Particular", "a batch that your model accepts"),
     ],
 )
 def test_what_is_not_known_is_told(folder: Path, model: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_the_exit_code_is_that_of_what_was_saved(answers, errors, code: int, tmp
         (["{folder}"], "cannot be read"),
         (["{page}"], "is no JSON"),
         (["{old}"], "has version 7; this gaverify reads version 1"),
-        (["{saved}", "--output", "{saved}"], "would overwrite the document that it is made of"),
+        (["{saved}", "--output", "{saved}"], "would overwrite the document that is read"),
         (["{saved}", "--output", "gone/x.html"], "there is no folder"),
         (["{saved}", "--output", "a.html", "--output", "./a.html"], "is named twice"),
         (["{saved}", "--format", "pdf"], "`pdf` is not a format"),
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_told_of_the_file(
     (tmp_path / "b.toml").write_text("scrip = 1\n")
     assert main(["audit", ".", "--output", "all.xml", "--output", "all.json"]) == 2
     out, err = capsys.readouterr()
-    assert "error: a.toml: the script `gone.py` is not there" in err and "command line" not in err + out
+    assert "error: a.toml: the script `gone.py` does not exist" in err and "command line" not in err + out
     assert all(entry["source"] not in entry["message"] for entry in json.loads(Path("all.json").read_text())["errors"])
     assert (tmp_path / "all.xml").read_text().count("<testcase ") == 2
 

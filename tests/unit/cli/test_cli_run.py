@@ -337,7 +337,7 @@ def test_ctrl_c_that_a_library_turned_into_its_own_error(
     fake.verify = verify
     assert main(["run", str(specs(tmp_path, "equivalent", "equivalent"))]) == 130
     err = capsys.readouterr().err
-    assert len(fake.specs) == 1 and "interrupted" in err and "fault in gaverify" not in err
+    assert len(fake.specs) == 1 and "interrupted" in err and "bug in gaverify" not in err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     fake.verify = raising(RuntimeError("another call"))
     assert main(["run", "--model", "m"]) == 70
@@ -387,17 +387,17 @@ class Unspeakable(Exception):
     [
         (ProblemError("the loss is NaN"), 2, "gaverify: error: the loss is NaN"),
         (ProblemError("it failed\n\nits output"), 2, "gaverify: error: it failed\ngaverify: error: its output\n"),
-        (KeyError("x"), 70, "fault in gaverify"),
-        (InternalError("x"), 70, "fault in gaverify"),
+        (KeyError("x"), 70, "bug in gaverify"),
+        (InternalError("x"), 70, "bug in gaverify"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "out of memory"),
         (OutOfMemoryError("CUDA out of memory"), 2, "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "try a smaller `--batch-size`"),
         (RuntimeError("Storage size calculation overflowed with sizes=[9, 9]"), 2, "out of memory"),
-        (RuntimeError("shapes cannot be multiplied"), 70, "fault in gaverify"),
+        (RuntimeError("shapes cannot be multiplied"), 70, "bug in gaverify"),
         (Unspeakable(), 70, "its own text cannot be read"),
         (SystemExit(0), 2, "sys.exit(0)"),
-        (GeneratorExit(), 70, "fault in gaverify"),
+        (GeneratorExit(), 70, "bug in gaverify"),
     ],
 )
 def test_no_exception_leaves_main(

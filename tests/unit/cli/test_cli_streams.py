@@ -134,7 +134,7 @@ def test_warnings_outside_are_python_s(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_sentence_and_exit_2(file: str, factory: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--model", f"{file}:{factory}"]) == 2
     err = capsys.readouterr().err
-    assert said in err and "\x1b" not in err and "Traceback" not in err and "fault in gaverify" not in err
+    assert said in err and "\x1b" not in err and "Traceback" not in err and "bug in gaverify" not in err
 
 
 @pytest.mark.parametrize("size", ["99999999999999", "999999999999999999", "9" * 30])

@@ -812,7 +812,7 @@ def test_the_command_line_leaves_with_70(
     assert main(["run", "--model", "mlp-batchnorm", "--steps", "4"]) == 70
     printed = capsys.readouterr()
     assert "GAV000" not in printed.out
-    assert "fault in gaverify, not in your model" in printed.err
+    assert "bug in gaverify, not in your model" in printed.err
 
 
 class Raising(torch.autograd.Function):

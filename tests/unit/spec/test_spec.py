@@ -68,10 +68,10 @@ def test_right_values(key: str, value: object) -> None:
         ({"weighting": [0.5, "x"]}, "$.weighting: must be"),
         ({"weighting": "token"}, 'did you mean "tokens"?'),
         ({"device": "gpu"}, '$.device: must be "cpu", "cuda", "cuda:N", "xpu", "mps" or "auto", got "gpu"'),
-        ({"rtol": 0.1}, "$.rtol: needs `atol` beside it"),
+        ({"rtol": 0.1}, "$.rtol: needs `atol` too"),
         ({"rtol": -1, "atol": 0}, "$.rtol: must be a number of at least 0, got -1"),
         ({"input-shape": []}, "$.input-shape: must be"),
-        ({"batch-size": 8, "batch_size": 8}, "$.batch_size: stands here twice, also as `batch-size`"),
+        ({"batch-size": 8, "batch_size": 8}, "$.batch_size: is given twice, also as `batch-size`"),
     ],
 )
 def test_wrong_values(table: dict[str, object], expected: str) -> None:
@@ -185,13 +185,13 @@ def test_what_is_read_and_what_is_not(tmp_path: Path) -> None:
 
 def test_what_only_a_trace_reads() -> None:
     (problem,) = problems({"model": "m"}, optimizer="adam")
-    assert problem == "--optimizer: belongs to the step that a trace shows; add `--trace`, or leave it out"
+    assert problem == "--optimizer: has an effect only with a trace; add `--trace`, or leave it out"
     assert parse_spec({"model": "m", "lr": 0.1, "trace": True}, "a", {"optimizer": "adam"}).optimizer == "adam"
     assert parse_spec({"model": "m", "lr": 0.1, "trace": True}, "a", {"trace": False, "lr": 0.2}).trace is False
 
 
 def test_what_only_ranks_read() -> None:
-    told = "belongs to a run on several ranks; add `--ranks 2`, or leave it out"
+    told = "has an effect only on several ranks; add `--ranks 2`, or leave it out"
     assert problems({"model": "m"}, engine="fsdp2", timeout=5.0) == (f"--engine: {told}",)
     assert parse_spec({"model": "m", "ranks": 2}, "a", {"engine": "fsdp2"}).engine == "fsdp2"
 
