@@ -56,7 +56,7 @@ def doctor(device: str | None) -> int:
 
 def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
     """Prints the lines and returns how many of them are wrong."""
-    from gaverify.report.text.layout import Layout, plain
+    from gaverify.report.layout import Layout, plain
 
     layout = Layout(width=max(60, min(shutil.get_terminal_size((80, 24)).columns, 120)))
     wrong = 0

@@ -59,7 +59,7 @@ def models() -> int:
 
     to = console(highlight=False)
     if to.width < NARROW:
-        from gaverify.report.text.layout import Layout, plain
+        from gaverify.report.layout import Layout, plain
 
         layout = Layout(width=to.width)
         for entry in BUILTINS:

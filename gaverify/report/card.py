@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from gaverify.records.profile import Profile
-from gaverify.report.page.charts import BarChart, parameters_chart
-from gaverify.report.stories import Report, Story, story_of
-from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import kind_of, summary_and_place
+from gaverify.report.blocks import Chart, Page, Plot
+from gaverify.report.charts import parameters_chart
+from gaverify.report.layout import clean
+from gaverify.report.pages import Report, page_of
+from gaverify.report.plot import plot_svg
 
 _WIDTH, _MARGIN = 860, 24
 _COLUMNS = 112
@@ -24,13 +24,13 @@ _MOST_FINDINGS = 4
 
 def svg(report: Report) -> str:
     """Returns the picture: a profile's plots, or a card for each answer and error, one below the other."""
-    if len(report.answers) == 1 and isinstance(report.answers[0], Profile) and not report.errors:
-        from gaverify.report.plot import profile_svg
-
-        return profile_svg(report.answers[0])
+    pages = [page_of(answer) for answer in report.answers]
+    plots = [block for page in pages for block in page.blocks if isinstance(block, Plot)]
+    if plots and len(pages) == 1 and not report.errors:
+        return plot_svg(plots[0])
     card = _Card()
-    for answer in report.answers:
-        card.add_answer(story_of(answer))
+    for page in pages:
+        card.add_page(page)
     for source, message in report.errors:
         card.add_heading("divergent", "ERROR", source)
         card.add_text(message)
@@ -44,26 +44,28 @@ class _Card:
         self.y = 16.0
         self.elements: list[str] = []
 
-    def add_answer(self, story: Story) -> None:
+    def add_page(self, page: Page) -> None:
         """Adds the outcome, its causes, the chart and what was run."""
-        self.add_heading(story.outcome.value, story.said.upper(), story.title)
-        self.add_text(story.sentence, "strong")
-        self.add_text(story.method, "soft")
-        for remark in story.remarks:
+        headline = page.headline
+        self.add_heading(headline.outcome.value, headline.words.upper(), headline.title)
+        self.add_text(headline.sentence, "strong")
+        self.add_text(headline.method, "soft")
+        for remark in headline.remarks:
             self.add_text(remark)
         self.y += 8
-        for finding in story.findings[:_MOST_FINDINGS]:
-            self.add_text(f"{finding.code} {finding.name} ({kind_of(finding)})", "strong")
-            self.add_text(summary_and_place(finding)[0], indent=2)
+        for block in page.findings[:_MOST_FINDINGS]:
+            finding = block.finding
+            self.add_text(f"{finding.code} {finding.name} ({block.kind})", "strong")
+            self.add_text(block.summary, indent=2)
             if finding.remedy:
                 self.add_text(f"remedy: {finding.remedy}", indent=2)
             self.y += 6
-        left_out = len(story.findings) - _MOST_FINDINGS
+        left_out = len(page.findings) - _MOST_FINDINGS
         if left_out > 0:
             self.add_text(f"{left_out} more in the text report", "soft")
-        if story.tables:
-            self._add_chart(parameters_chart(story.tables[0].rows))
-        for label, text in story.facts:
+        for table in page.comparisons[:1]:
+            self._add_chart(parameters_chart(table.rows))
+        for label, text in page.facts.rows:
             self.add_text(f"{label:<12}{text}", "soft", hanging=12)
         self.y += 16
 
@@ -87,7 +89,7 @@ class _Card:
             f'<text class="{kind}" x="{x:.0f}" y="{self.y + 17:.0f}" xml:space="preserve">{escaped_text}</text>'
         )
 
-    def _add_chart(self, chart: BarChart) -> None:
+    def _add_chart(self, chart: Chart) -> None:
         """Adds the bars of the parameters with their axis."""
         if not chart:
             return

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from gaverify.errors import SpecError
-from gaverify.report.stories import Report
+from gaverify.report.pages import Report
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ FORMATS: tuple[Format, ...] = (
     Format("json", ".json", "documents:report_text"),
     Format("junit", ".xml", "junit:junit_text"),
     Format("svg", ".svg", "card:svg"),
-    Format("html", ".html", "page.rendering:html_text"),
+    Format("html", ".html", "html:html_text"),
     Format("sarif", ".sarif", "sarif:sarif_text"),
     Format("markdown", ".md", "markdown:markdown_text"),
     Format("github", "", "github:annotations_text"),

@@ -9,33 +9,35 @@ from collections.abc import Iterator
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.stories import Report, Story, findings_at_lines, place_of, story_of
-from gaverify.report.text.layout import clean
+from gaverify.report.blocks import Page
+from gaverify.report.layout import clean
+from gaverify.report.pages import Report, findings_at_lines, page_of, place_of
 
 
 def annotations_text(report: Report) -> str:
     """Returns one workflow command per finding, per answer without a finding that is not equivalent, and per error."""
-    lines = [line for answer in report.answers for line in _story(story_of(answer))]
+    lines = [line for answer in report.answers for line in _annotations(page_of(answer))]
     lines += [_command("error", {"title": f"gaverify: {source}"}, message) for source, message in report.errors]
     return "".join(line + "\n" for line in lines)
 
 
-def _story(story: Story) -> Iterator[str]:
-    has_annotation = False
-    for finding in findings_at_lines(story):
+def _annotations(page: Page) -> Iterator[str]:
+    headline, has_annotation = page.headline, False
+    for finding in (block.finding for block in findings_at_lines(page)):
         has_annotation = has_annotation or finding.severity == "fault"
-        yield _annotation(
-            _level(finding, story), f"{finding.code} {finding.name} ({story.title})", _message(finding), finding, story
-        )
-    if story.outcome is not Outcome.EQUIVALENT and not has_annotation and not story.passed:
-        level = "error" if story.outcome is Outcome.DIVERGENT else "warning"
-        yield _annotation(level, f"gaverify: {story.outcome.value} ({story.title})", story.sentence, None, story)
-    for sentence in story.remarks:
-        yield _annotation("notice" if story.passed else "warning", f"gaverify ({story.title})", sentence, None, story)
+        level = _level(finding, headline.passed)
+        yield _annotation(level, f"{finding.code} {finding.name} ({headline.title})", _message(finding), finding, page)
+    if headline.outcome is not Outcome.EQUIVALENT and not has_annotation and not headline.passed:
+        level = "error" if headline.outcome is Outcome.DIVERGENT else "warning"
+        title = f"gaverify: {headline.outcome.value} ({headline.title})"
+        yield _annotation(level, title, headline.sentence, None, page)
+    for sentence in headline.remarks:
+        level = "notice" if headline.passed else "warning"
+        yield _annotation(level, f"gaverify ({headline.title})", sentence, None, page)
 
 
-def _level(finding: Finding, story: Story) -> str:
-    if finding.severity == "note" or finding.accepted or story.passed:
+def _level(finding: Finding, passed: bool) -> str:
+    if finding.severity == "note" or finding.accepted or passed:
         return "notice"
     return "error" if finding.proven else "warning"
 
@@ -46,8 +48,9 @@ def _message(finding: Finding) -> str:
     return "\n".join(clean(part) for part in parts)
 
 
-def _annotation(level: str, title: str, message: str, finding: Finding | None, story: Story) -> str:
-    place = place_of(finding, story)
+def _annotation(level: str, title: str, message: str, finding: Finding | None, page: Page) -> str:
+    place = place_of(finding, page)
+    # GitHub shows no line of a file that is not in the repository
     fields = {"file": place.path, "line": str(place.line)} if place is not None and place.inside else {}
     return _command(level, {**fields, "title": title}, message)
 

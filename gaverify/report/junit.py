@@ -7,16 +7,15 @@ show passed and skipped tests as green, and "not decided" must never look like "
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from xml.etree import ElementTree
 
 from gaverify.amounts import count_text
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.profile import Row
-from gaverify.report.stories import Report, Story, Table, row_name, story_of
-from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import rows_of
-from gaverify.report.text.wording import number, percent, shape, sort_rows, worst
+from gaverify.records.profile import LABELS, Row
+from gaverify.report.blocks import Page, Parameters
+from gaverify.report.layout import clean
+from gaverify.report.pages import Report, page_of
+from gaverify.report.wording import modules_of, number, percent, shape, sort_rows, worst
 
 # every text is made printable: XML has no way to write most control characters, nor the two noncharacters
 
@@ -25,9 +24,8 @@ def junit_text(report: Report) -> str:
     """Returns the document; each source of an error becomes one test with an `error` that holds all its messages."""
     root = ElementTree.Element("testsuites", name="gaverify")
     suite = ElementTree.SubElement(root, "testsuite", name="gaverify")
-    stories = [story_of(answer) for answer in report.answers]
-    for story in stories:
-        suite.append(_test(story))
+    pages = [page_of(answer) for answer in report.answers]
+    suite.extend(map(_test, pages))
     for source in dict.fromkeys(source for source, _ in report.errors):
         messages = [message for error_source, message in report.errors if error_source == source]
         test = ElementTree.SubElement(suite, "testcase", classname="gaverify", name=clean(source), time="0.000")
@@ -39,7 +37,7 @@ def junit_text(report: Report) -> str:
     for element in (root, suite):
         for key, count in counts.items():
             element.set(key, str(count))
-        element.set("time", f"{sum(story.seconds for story in stories):.3f}")
+        element.set("time", f"{sum(page.seconds for page in pages):.3f}")
     suite.set("skipped", "0")  # Jenkins' schema knows `skipped` and `timestamp` of a suite alone
     if report.started:
         suite.set("timestamp", report.started.partition("+")[0])  # in UTC, and without a zone, as the schema has it
@@ -47,30 +45,24 @@ def junit_text(report: Report) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _test(story: Story) -> ElementTree.Element:
-    test = ElementTree.Element("testcase", classname=f"gaverify.{story.kind}", name=clean(story.title))
-    test.set("time", f"{story.seconds:.3f}")
-    if story.source:
-        test.set("file", clean(story.source))
-    if story.passed:
-        if story.remarks:  # an accepted divergence passes, and is named
-            ElementTree.SubElement(test, "system-out").text = "\n".join(map(clean, [*story.remarks, story.sentence]))
-    elif story.outcome is Outcome.INCONCLUSIVE:
-        _child(test, "error", "inconclusive", story.sentence, _describe_story(story))
+def _test(page: Page) -> ElementTree.Element:
+    headline = page.headline
+    test = ElementTree.Element("testcase", classname=f"gaverify.{page.kind}", name=clean(headline.title))
+    test.set("time", f"{page.seconds:.3f}")
+    if page.source:
+        test.set("file", clean(page.source))
+    if headline.passed:
+        if headline.remarks:  # an accepted divergence passes, and is named
+            remarks = "\n".join(map(clean, [*headline.remarks, headline.sentence]))
+            ElementTree.SubElement(test, "system-out").text = remarks
+    elif headline.outcome is Outcome.INCONCLUSIVE:
+        _child(test, "error", "inconclusive", headline.sentence, _describe_page(page))
     else:  # divergent; or equivalent where something else was expected, or with stale entries under `--strict`
-        _child(test, "failure", story.outcome.value, story.sentence, _describe_story(story))
+        _child(test, "failure", headline.outcome.value, headline.sentence, _describe_page(page))
     return test
 
 
-def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[ParameterComparison]]]:
-    """Returns (module path, its own parameters) in the order in which the model names them."""
-    groups: dict[str, list[ParameterComparison]] = {}
-    for row in rows:
-        groups.setdefault(row.name.rpartition(".")[0], []).append(row)
-    return list(groups.items())
-
-
-def _module_text(table: Table, module: str, rows: list[ParameterComparison]) -> str:
+def _module_text(table: Parameters, module: str, rows: list[ParameterComparison]) -> str:
     """Returns what differs in a module or is open there; "" where all agrees, or where the runs cannot be compared."""
     worst_first = sort_rows(rows)
     outcome = worst_first[0].outcome
@@ -78,7 +70,7 @@ def _module_text(table: Table, module: str, rows: list[ParameterComparison]) -> 
         return ""
     if table.outcome is Outcome.INCONCLUSIVE and outcome is Outcome.DIVERGENT:  # an update that is not judged
         return ""
-    name = f"{table.heading}: {module or '(root)'}" if table.heading else module or "(root)"
+    name = f"{table.name}: {module or '(root)'}" if table.name else module or "(root)"
     alike = [row for row in worst_first if row.outcome is outcome]
     if outcome is Outcome.INCONCLUSIVE:
         reason = alike[0].reason or "could not be decided"
@@ -93,7 +85,7 @@ def _row_text(row: Row) -> str:
     message = row.message or (
         f"differs by {percent(row.relative_difference)}" if row.relative_difference else row.status
     )
-    return f"{row_name(row)}: {message}"
+    return f"{LABELS[row.strategy]}, K = {row.steps}: {message}"
 
 
 def _child(case: ElementTree.Element, tag: str, kind: str, message: str, text: str = "") -> None:
@@ -117,12 +109,13 @@ def _numbers(row: ParameterComparison) -> list[str]:
     return [*lines, *([row.reason] if row.reason else [])]
 
 
-def _describe_story(story: Story) -> str:
-    lines = [*filter(None, [story.method]), *story.remarks]
-    for finding in story.findings:
+def _describe_page(page: Page) -> str:
+    lines = [*filter(None, [page.headline.method]), *page.headline.remarks]
+    for block in page.findings:
+        finding = block.finding
         place = f" {finding.location}:" if finding.location and str(finding.location) else ""
         lines.append(f"{finding.code} {finding.name}:{place} {finding.summary}")
-        lines += [f"    {label}: {statement}" for label, statement in rows_of(finding)]
-    modules = [_module_text(table, *module) for table in story.tables for module in modules_of(table.rows)]
-    rows = "\n".join(filter(None, map(_row_text, story.rows)))
+        lines += [f"    {label}: {statement}" for label, statement in block.rows]
+    modules = [_module_text(table, *module) for table in page.comparisons for module in modules_of(table.rows)]
+    rows = "\n".join(filter(None, map(_row_text, page.profile_rows)))
     return "\n\n".join(filter(None, ["\n".join(lines), *modules, rows]))

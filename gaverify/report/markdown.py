@@ -10,12 +10,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.findings import Finding
-from gaverify.records.profile import Row
-from gaverify.report.stories import Report, Story, Table, story_of
-from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import kind_of, rows_of, summary_and_place
-from gaverify.report.text.wording import PROFILE, measures, profile_cells, sort_rows
+from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, Section, Table
+from gaverify.report.layout import clean
+from gaverify.report.pages import Report, page_of
+from gaverify.report.wording import measures, sort_rows
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
@@ -26,76 +24,90 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more 
 
 def markdown_text(report: Report) -> str:
     """Returns the whole report."""
-    stories = [story_of(answer) for answer in report.answers]
-    parts = _overview(stories, report.errors) if len(stories) != 1 or report.errors else []
-    for story in stories:
-        parts += _story(story, report.show_all)
+    pages = [page_of(answer) for answer in report.answers]
+    parts = _overview(pages, report.errors) if len(pages) != 1 or report.errors else []
+    for page in pages:
+        parts += _page(page, report.show_all)
     return "\n".join(parts) + "\n"
 
 
-def _overview(stories: Sequence[Story], errors: Sequence[tuple[str, str]]) -> list[str]:
-    rows = [(_outcome_with_sign(story), text(story.title), text(story.sentence)) for story in stories]
+def _overview(pages: Sequence[Page], errors: Sequence[tuple[str, str]]) -> list[str]:
+    headlines = [page.headline for page in pages]
+    rows = [(_outcome_with_sign(line), text(line.title), text(line.sentence)) for line in headlines]
     rows += [("⛔ error", text(source), text(message)) for source, message in errors]
     return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
 
 
-def _outcome_with_sign(story: Story) -> str:
-    """The outcome with its sign."""
-    return f"{'☑️' if story.accepted else _SIGNS[story.outcome]} {story.said}"
+def _outcome_with_sign(headline: Headline) -> str:
+    return f"{'☑️' if headline.accepted else _SIGNS[headline.outcome]} {headline.words}"
 
 
-def _story(story: Story, show_all: bool) -> list[str]:
-    parts = [f"### {_outcome_with_sign(story)}: {text(story.title)}", "", f"**{text(story.sentence)}**"]
-    parts += ["", text(story.method)] if story.method else []
-    parts += ["", *(f"- {text(sentence)}" for sentence in story.remarks)] if story.remarks else []
-    for finding in story.findings:
+def _page(page: Page, show_all: bool) -> list[str]:
+    headline = page.headline
+    parts = [f"### {_outcome_with_sign(headline)}: {text(headline.title)}", "", f"**{text(headline.sentence)}**"]
+    parts += ["", text(headline.method)] if headline.method else []
+    parts += ["", *(f"- {text(sentence)}" for sentence in headline.remarks)] if headline.remarks else []
+    for finding in page.findings:
         parts += ["", *_finding(finding)]
-    for table in story.tables:
-        parts += ["", *_fold_table(table, show_all)]
-    if story.rows:
-        parts += ["", *_profile(story.rows)]
-    if story.command:
-        parts += ["", f"```console\n$ {clean(story.command).replace('```', '')}\n```"]
+    for section in page.sections:
+        parts += _section(section, show_all)
+    if page.command:
+        parts += ["", f"```console\n$ {clean(page.command).replace('```', '')}\n```"]
     return [*parts, ""]
 
 
-def _finding(finding: Finding) -> Iterator[str]:
-    summary, where = summary_and_place(finding)
-    yield f"**{text(f'{finding.code} {finding.name}')}** ({kind_of(finding)}): {text(summary)}"
+def _finding(block: FindingBlock) -> Iterator[str]:
+    finding = block.finding
+    yield f"**{text(f'{finding.code} {finding.name}')}** ({block.kind}): {text(block.summary)}"
     yield ""
-    for label, statement in [("where", where), ("accepted", finding.accepted)]:
-        if statement:
-            yield f"- {label}: {text(statement)}"
-    for label, statement in rows_of(finding):
-        yield f"- {text(label)}: {text(statement)}"
+    for label, statement in [("where", block.place), ("accepted", finding.accepted), *block.rows]:
+        if statement or (label, statement) in block.rows:
+            yield f"- {text(label)}: {text(statement)}"
     yield f"- {text(f'`gaverify explain {finding.code}`')}"
 
 
-def _fold_table(table: Table, show_all: bool) -> Iterator[str]:
-    rows = sort_rows(table.rows)
+def _section(section: Section, show_all: bool) -> list[str]:
+    """Its blocks after empty lines; pictures have no place in Markdown, and parameters are folded away."""
+    parts = ["", text(section.summary)] if section.summary else []
+    for lines in (list(_block(block, show_all)) for block in section.blocks):
+        parts += ["", *lines] if lines else []
+    if any(isinstance(block, Parameters) for block in section.blocks):
+        return ["", f"<details><summary>{section.heading}</summary>", *parts, "</details>"]
+    return parts
+
+
+def _block(block: Block, show_all: bool) -> Iterator[str]:
+    if isinstance(block, Parameters):
+        yield from _parameters(block, show_all)
+    elif isinstance(block, Table):
+        yield from _rows(block)
+    elif isinstance(block, Facts):
+        yield from (f"- {text(label)}: {text(statement)}" for label, statement in block.rows)
+
+
+def _parameters(parameters: Parameters, show_all: bool) -> Iterator[str]:
+    rows = sort_rows(parameters.rows)
     first_rows = rows if show_all else rows[:_ROWS]
-    heading = f"{table.heading}: " if table.heading else ""
-    yield f"<details><summary>{heading}{len(rows):,} parameters</summary>"
-    yield ""
     yield from _table(
         ("parameter", "shape", "full", "relative difference", "allowed", "outcome"), map(_cells, first_rows)
     )
     yield ""
     if len(first_rows) < len(rows):
         yield f"{len(rows) - len(first_rows):,} more are left out; `--all` shows them."
-    yield "</details>"
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
     return (text(row.name or "(unnamed)"), *measures(row, " (norm)"), row.outcome.value)
 
 
-def _profile(rows: Sequence[Row]) -> Iterator[str]:
-    columns = [list(PROFILE), *(list(profile_cells(row)) for row in rows)]
-    if any(row.message for row in rows):
-        said = ("message", *(text(row.message) for row in rows))
-        columns = [[*row, more] for row, more in zip(columns, said, strict=True)]
-    yield from _table(columns[0], columns[1:])
+def _rows(table: Table) -> Iterator[str]:
+    head, *rows = [[text(cell) for cell in row] for row in table.rows]
+    notes = {at: text(note) for at, note in table.notes}
+    if table.outcome is None or not notes:
+        yield from _table(head, rows)
+        yield from (f"\n{note}" for note in notes.values())
+    else:  # the note of a row is the message that explains its outcome
+        yield from _table([*head, "message"], [[*row, notes.get(at, "")] for at, row in enumerate(rows, 1)])
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gaverify.amounts import bytes_text, seconds_text
-from gaverify.records.profile import LABELS, STRATEGIES, Profile, Row, peak_line
-from gaverify.report.text.layout import clean
+from gaverify.records.profile import LABELS, STRATEGIES, Row, peak_line
+from gaverify.report.blocks import Plot
+from gaverify.report.layout import clean
 
 _FOOT, _WIDE, _HIGH = 346, 320, 240  # where the plots stand, and their size
 _SHAPES = {
@@ -24,11 +25,10 @@ Spread = tuple[float, float, float]  # quartiles and between them the median; th
 Curve = Callable[[Row], Spread | None]
 
 
-def profile_svg(profile: Profile) -> str:
+def plot_svg(plot: Plot) -> str:
     """Returns the picture; it follows the reader's choice of light or dark."""
-    rows, setting = [row for row in profile.rows if row.micro_batches], profile.setting
-    where = f" · B = {setting.batch_size} · {setting.device}, {setting.dtype}" if setting else ""
-    name = clean((setting.model if setting else "no row ran") + where)
+    rows = [row for row in plot.rows if row.micro_batches]
+    name = clean(plot.title)
     fit = peak_line(rows)
     peaks = fit is not None and fit.usable  # peaks that do not follow the micro-batch would only flatten the rest
     title = "Saved activations" + ("; dashed: peak above the baseline" if peaks else "")

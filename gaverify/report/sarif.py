@@ -17,9 +17,10 @@ from urllib.parse import quote
 
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.report.stories import Place, Report, Story, findings_at_lines, place_of, story_of
-from gaverify.report.text.layout import clean
-from gaverify.report.text.verdict import rows_of
+from gaverify.report.blocks import FindingBlock, Page
+from gaverify.report.common_blocks import finding_blocks
+from gaverify.report.layout import clean
+from gaverify.report.pages import Place, Report, findings_at_lines, page_of, place_of
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
 from gaverify.version import HOME, __version__
@@ -31,12 +32,13 @@ _UNDECIDED = "inconclusive"
 
 def sarif_text(report: Report) -> str:
     """Returns the log file."""
-    stories = [story_of(answer) for answer in report.answers]
-    story_findings = [
-        (story, finding) for story in stories for finding in (findings_at_lines(story) or _stand_ins(story))
-    ]
+    answer_pages = [page_of(answer) for answer in report.answers]
     occurrences: Counter[str] = Counter()
-    results = [_result(story, finding, occurrences) for story, finding in story_findings]
+    results = [
+        _result(page, block, occurrences)
+        for page in answer_pages
+        for block in findings_at_lines(page) or finding_blocks(_stand_ins(page), ())
+    ]
     pages = {page.code: page for page in rule_pages()}
     codes = sorted({result["ruleId"] for result in results})
     for result in results:
@@ -53,28 +55,34 @@ def sarif_text(report: Report) -> str:
         "invocations": [_invocation(report)],
         "columnKind": "unicodeCodePoints",
         "results": results,
-        "properties": {"answers": [{"title": clean(s.title), "outcome": s.outcome.value} for s in stories]},
+        "properties": {"answers": [_name_and_outcome("title", page) for page in answer_pages]},
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=True) + "\n"
 
 
-def _stand_ins(story: Story) -> Iterator[Finding]:
+def _name_and_outcome(key: str, page: Page) -> dict[str, str]:
+    return {key: clean(page.headline.title), "outcome": page.headline.outcome.value}
+
+
+def _stand_ins(page: Page) -> Iterator[Finding]:
     """A finding for an answer that has none and is not equivalent."""
-    if story.outcome is Outcome.DIVERGENT:
-        yield Finding(_UNEXPLAINED, "unexplained", "fault", story.sentence)
-    elif story.outcome is Outcome.INCONCLUSIVE and not story.passed:
-        yield Finding(_UNDECIDED, _UNDECIDED, "fault", story.sentence)
+    headline = page.headline
+    if headline.outcome is Outcome.DIVERGENT:
+        yield Finding(_UNEXPLAINED, "unexplained", "fault", headline.sentence)
+    elif headline.outcome is Outcome.INCONCLUSIVE and not headline.passed:
+        yield Finding(_UNDECIDED, _UNDECIDED, "fault", headline.sentence)
 
 
-def _result(story: Story, finding: Finding, seen: Counter[str]) -> dict[str, Any]:
-    place = place_of(finding, story)
+def _result(page: Page, block: FindingBlock, seen: Counter[str]) -> dict[str, Any]:
+    finding = block.finding
+    place = place_of(finding, page)
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "level": _level(finding),
-        "message": {"text": _message(story, finding)},
+        "message": {"text": _message(page, block)},
         "locations": _locations(finding, place),
-        "partialFingerprints": {"gaverify/v1": _fingerprint(story, finding, place, seen)},
-        "properties": {"proven": finding.proven, "answer": clean(story.title), "outcome": story.outcome.value},
+        "partialFingerprints": {"gaverify/v1": _fingerprint(page, finding, place, seen)},
+        "properties": {"proven": finding.proven, **_name_and_outcome("answer", page)},
     }
     if finding.accepted:
         result["suppressions"] = [{"kind": "external", "justification": clean(finding.accepted)}]
@@ -87,9 +95,9 @@ def _level(finding: Finding) -> str:
     return "error" if finding.proven else "warning"
 
 
-def _message(story: Story, finding: Finding) -> str:
-    parts = [f"{label}: {statement}" for label, statement in rows_of(finding)]
-    return "\n".join(map(clean, [finding.summary or story.sentence, *parts]))
+def _message(page: Page, block: FindingBlock) -> str:
+    parts = [f"{label}: {statement}" for label, statement in block.rows]
+    return "\n".join(map(clean, [block.finding.summary or page.headline.sentence, *parts]))
 
 
 def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
@@ -110,12 +118,12 @@ def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
     return [location] if location else []
 
 
-def _fingerprint(story: Story, finding: Finding, place: Place | None, seen: Counter[str]) -> str:
+def _fingerprint(page: Page, finding: Finding, place: Place | None, seen: Counter[str]) -> str:
     """A hash of what stays when lines move: code, file, module and the line's text; equal ones are numbered."""
     where = finding.location
     parts = [finding.code, (where.module if where else None) or ""]
     if place is None:
-        parts.append(story.title)
+        parts.append(page.headline.title)
     else:  # a library's folder is another one on every machine
         parts += [place.path if place.inside else portable(place.path), " ".join(place.text.split())]
     key = "\0".join(parts)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from gaverify.records.verdict import Verdict
-from gaverify.report.stories import Report
-from gaverify.report.text.layout import Layout, Line, plain
-from gaverify.report.text.report import answer_lines, report_lines
-from gaverify.report.text.wording import sentence
+from gaverify.report.layout import Layout, Line, plain
+from gaverify.report.pages import Report
+from gaverify.report.text import page_lines, report_lines
+from gaverify.report.verdict_page import verdict_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,8 +99,9 @@ class ReportText:
     """
 
     def __init__(self, verdict: Verdict, path: str, line: int) -> None:
-        self.lines = _lines(verdict)
-        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {sentence(verdict)}")
+        page = verdict_page(verdict)
+        self.lines = page_lines(page, layout_for(io.StringIO()))
+        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {page.headline.sentence}")
 
     def __str__(self) -> str:
         return f"{self.reprcrash.message}\n\n" + plain(self.lines).rstrip("\n")
@@ -112,7 +113,3 @@ class ReportText:
                 marks = dict.fromkeys((word for word in style.split() if word != "dim"), True)
                 tw.write(text, **marks)
             tw.line()
-
-
-def _lines(verdict: Verdict) -> list[Line]:
-    return answer_lines(verdict, layout_for(io.StringIO()))

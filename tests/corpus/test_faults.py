@@ -29,7 +29,7 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, ProblemError
-from gaverify.report.text.wording import sentence
+from gaverify.report.verdict_page import sentence
 
 _FAMILIES = (
     problems_backward,

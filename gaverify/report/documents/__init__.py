@@ -9,7 +9,7 @@ from gaverify.records.comparison import Outcome, together
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.documents.encoding import VERSION, dump_json
-from gaverify.report.stories import Answer, Report
+from gaverify.report.pages import Answer, Report
 
 
 def answer_item(answer: Answer) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gaverify.records.comparison import NotCompared, ParameterComparison
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.documents.encoding import VERSION, fields_of
-from gaverify.report.stories import Answer, Report
+from gaverify.report.pages import Answer, Report
 from gaverify.text_files import text_of_file
 
 _LARGEST = 512 * 2**20

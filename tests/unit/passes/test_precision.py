@@ -218,7 +218,7 @@ NAMED = {
     "passes/devices.py": "the list of kinds",
     "passes/isolation/flags.py": "torch's precision and attention switches, which carry the name",
     "records/profile.py": "a released word of the document",
-    "report/text/profile.py": "a released word of the document",
+    "report/profile_page.py": "a released word of the document",
     "profiling/measuring.py": "a released word of the document",
     "passes/precision.py": "the backends of torch's precision switches",
     "pytest_plugin.py": "the names of pytest's marks",

@@ -32,9 +32,9 @@ from gaverify.records.profile import (
 )
 from gaverify.report import print_answer, render
 from gaverify.report.documents.schema import schema_text, validate_document
-from gaverify.report.plot import profile_svg
-from gaverify.report.text.layout import Layout, cells, plain
-from gaverify.report.text.report import answer_lines
+from gaverify.report.layout import Layout, cells, plain
+from gaverify.report.profile_page import profile_page
+from gaverify.report.text import page_lines
 
 CASES: list[Callable[[], Profile]] = [
     profile,
@@ -49,14 +49,14 @@ CASES: list[Callable[[], Profile]] = [
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("width", [80, 60])
 def test_lines_fit_the_width(case: Callable[[], Profile], width: int) -> None:
-    lines = plain(answer_lines(case(), Layout(width=width))).splitlines()
+    lines = plain(page_lines(profile_page(case()), Layout(width=width))).splitlines()
     limit = max(width, 80)  # the table itself needs 80 columns
     assert [line for line in lines if cells(line) > limit] == []
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ascii_where_nothing_else_can_be_shown(case: Callable[[], Profile]) -> None:
-    assert plain(answer_lines(case(), Layout(ascii_only=True))).isascii()
+    assert plain(page_lines(profile_page(case()), Layout(ascii_only=True))).isascii()
 
 
 @pytest.mark.parametrize("case", [profile, failing], ids=lambda case: case.__name__)
@@ -95,7 +95,7 @@ def test_a_flat_line_is_called_none() -> None:
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
-    lines = plain(answer_lines(profile(), Layout(ascii_only=True))).splitlines()
+    lines = plain(page_lines(profile_page(profile()), Layout(ascii_only=True))).splitlines()
     bars = [line.count("#") for line in lines if line.strip().endswith("kB") and "#" in line]
     assert len(bars) == 7
     assert bars[0] == bars[1] == bars[2] == bars[3] == max(bars)
@@ -139,7 +139,7 @@ def test_no_number_without_a_json_form() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_picture_is_whole_and_alone(case: Callable[[], Profile]) -> None:
-    text = profile_svg(case())
+    text = render([case()], "svg")
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "prefers-color-scheme: dark" in text
@@ -148,7 +148,7 @@ def test_the_picture_is_whole_and_alone(case: Callable[[], Profile]) -> None:
 
 
 def test_the_picture_shows_both_plots_with_every_k() -> None:
-    text = profile_svg(profile())
+    text = render([profile()], "svg")
     assert "Saved activations" in text and "Time per update" in text
     for k in (1, 2, 4, 8):
         assert text.count(f">{k}</text>") == 2
@@ -157,13 +157,13 @@ def test_the_picture_shows_both_plots_with_every_k() -> None:
 
 
 def test_peaks_are_drawn_where_they_follow_the_micro_batch() -> None:
-    assert "dashed: peak above the baseline" in profile_svg(profile())
+    assert "dashed: peak above the baseline" in render([profile()], "svg")
     flat = tuple(row("accumulate", k, memory=Memory("resident", 1, 10)) for k in (2, 4))
-    assert "dashed" not in profile_svg(profile(rows=flat)).partition("</style>")[2]
+    assert "dashed" not in render([profile(rows=flat)], "svg").partition("</style>")[2]
 
 
 def test_a_model_name_cannot_break_the_picture() -> None:
-    root = ElementTree.fromstring(profile_svg(profile(setting=setting(model='a<b>&"c\x1b'))))
+    root = ElementTree.fromstring(render([profile(setting=setting(model='a<b>&"c\x1b'))], "svg"))
     assert any('a<b>&"c\\x1b' in (element.text or "") for element in root.iter())
 
 

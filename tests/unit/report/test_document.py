@@ -25,7 +25,7 @@ from gaverify.report import Report, render
 from gaverify.report.documents import answer_text, overall_outcome, report_text
 from gaverify.report.documents.reading import answer_of, read_report
 from gaverify.report.documents.schema import RunDocument, VerdictDocument, schema_text, validate_document
-from gaverify.report.text.wording import method, sentence
+from gaverify.report.verdict_page import method, sentence
 
 # --- The JSON document: complete, valid under its schema, always JSON ------------------------------------------------
 

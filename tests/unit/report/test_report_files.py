@@ -31,7 +31,7 @@ from gaverify.report import (
 )
 from gaverify.report.documents.schema import validate_document
 from gaverify.report.markdown import text
-from gaverify.report.stories import story_of
+from gaverify.report.pages import page_of
 from gaverify.sources import with_excerpts
 
 # --- Reports in files: JUnit, pictures, endings, and files that are whole or not there -------------------------------
@@ -235,10 +235,10 @@ def test_the_picture_is_a_card_with_a_chart() -> None:
         (profiles.profile(), "profile", "mnist-mlp", 0),
     ],
 )
-def test_every_answer_has_a_story(answer, kind: str, title: str, tables: int) -> None:
-    story = story_of(answer)
-    assert (story.kind, story.title, len(story.tables)) == (kind, title, tables)
-    assert story.outcome is answer.outcome and story.sentence
+def test_every_answer_has_a_page(answer, kind: str, title: str, tables: int) -> None:
+    page = page_of(answer)
+    assert (page.kind, page.headline.title, len(page.comparisons)) == (kind, title, tables)
+    assert page.headline.outcome is answer.outcome and page.headline.sentence
 
 
 def told_of(answer) -> ElementTree.Element:

@@ -20,7 +20,7 @@ from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
 from gaverify.records.verdict import Losses, Verdict
 from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
-from gaverify.report.text.layout import Layout, cells
+from gaverify.report.layout import Layout, cells
 
 ODD_NAMES = (
     "",

@@ -21,8 +21,8 @@ from gaverify.records.profile import (
 )
 from gaverify.records.ranks import RankFacts, Traffic
 from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
+from gaverify.report import verdict_page
 from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
-from gaverify.report.text import wording
 
 OutcomeName = Literal["equivalent", "divergent", "inconclusive"]
 
@@ -157,7 +157,7 @@ class VerdictDocument(Shape):
     name: str = ""
     exit_code: Literal[0, 1, 3]
     acceptance: Annotated[AcceptanceItem | None, Of("")] = None
-    sentence: Annotated[str, Of(wording.sentence)] = ""
+    sentence: Annotated[str, Of(verdict_page.sentence)] = ""
 
 
 @derive_shape(Setting)

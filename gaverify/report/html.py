@@ -1,4 +1,4 @@
-"""The page from a report: template, style and script put together into one file."""
+"""A report as one file of HTML: blocks, style and script put together by a template."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
+from gaverify.report.blocks import Block, FindingBlock, Page, Parameters, Section, Table, TextBars
 from gaverify.report.documents import answer_item
 from gaverify.report.documents.encoding import plain
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.page.views import view_of
-from gaverify.report.stories import Answer, Report
-from gaverify.report.text.layout import clean
+from gaverify.report.layout import clean
+from gaverify.report.pages import Answer, Report, page_of
+from gaverify.report.plot import plot_svg
+from gaverify.report.wording import NOT_RELATIVE, measures, number, sort_rows, worst
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -26,7 +28,7 @@ _LIMIT = 250
 """Rows of a table that a browser draws at once; the script has the same number, and shows the others when asked."""
 _COLOURS = {Outcome.DIVERGENT: "#c62828", Outcome.EQUIVALENT: "#2e7d32", Outcome.INCONCLUSIVE: "#b26a00"}
 """Of a card: they can be read on white and on black."""
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "templates"
 
 
 def html_text(report: Report) -> str:
@@ -34,11 +36,11 @@ def html_text(report: Report) -> str:
 
     It is made of what a JSON document keeps, so that one written from a saved document later is the same to the byte.
     """
-    views = [view_of(answer, report.show_all) for answer in map(_round_trip, report.answers)]
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template("page.html.jinja").render(
-        answers=views,
+        pages=[page_of(_round_trip(answer)) for answer in report.answers],
+        show_all=report.show_all,
         runs=len(report.answers) + len({source for source, _ in report.errors}),
         errors=report.errors,
         style=Markup(_file("page.css")),
@@ -53,9 +55,8 @@ def card_html(answer: Answer) -> str:
 
     A notebook puts it between pieces of its own, and takes out styles and scripts of what it does not trust.
     """
-    view = view_of(answer)
-    colour = _COLOURS[view.story.outcome]
-    return _template("card.html.jinja").render(story=view.story, findings=view.findings, colour=colour)
+    page = page_of(answer)
+    return _template("card.html.jinja").render(page=page, colour=_COLOURS[page.headline.outcome])
 
 
 def _round_trip(answer: Answer) -> Answer:
@@ -76,6 +77,43 @@ def _mark_code(text: str, lines: bool = False) -> Markup:
     return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else escape(p) for at, p in enumerate(parts))
 
 
+def _block_name(block: Block) -> str:
+    return type(block).__name__
+
+
+def _visible_sections(page: Page) -> list[Section]:
+    """Sections without those that only hold bars made of characters, of which the plot is the better picture."""
+    return [section for section in page.sections if not all(isinstance(b, TextBars) for b in section.blocks)]
+
+
+def _source_lines(block: FindingBlock) -> list[tuple[int, str, bool]]:
+    """The lines around a finding, as (number, text, whether it is the finding's own)."""
+    place = block.finding.location
+    if place is None or place.excerpt is None:
+        return []
+    numbered = enumerate(place.excerpt.lines, place.excerpt.first)
+    return [(at, text.expandtabs(4), at == place.line) for at, text in numbered]
+
+
+def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.name or "(unnamed)",
+            *measures(row),
+            number(row.working_difference_norm),
+            row.outcome.value,
+            str(row.method),
+            (worst(row) if show_all else "") or row.reason,
+        )
+        for row in sort_rows(parameters.rows)
+    ]
+
+
+def _rows_with_notes(table: Table) -> list[tuple[str, ...]]:
+    notes = dict(table.notes)
+    return [(*row, notes.get(at, "")) for at, row in enumerate(table.rows[1:], 1)]
+
+
 @cache
 def _file(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
@@ -94,6 +132,8 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.filters["coded"] = _mark_code
+    filters = (_mark_code, _block_name, _visible_sections, _source_lines, _parameter_rows, _rows_with_notes)
+    environment.filters |= {function.__name__.lstrip("_"): function for function in (*filters, plot_svg)}
+    environment.globals["not_relative"] = NOT_RELATIVE
     environment.globals["limit"] = _LIMIT
     return environment.get_template(name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.report.text.layout import Layout, Line, cells, columns, pad
-from gaverify.report.text.wording import NOT_RELATIVE, measures, number, sort_rows, value, worst
+from gaverify.report.layout import Layout, Line, cells, columns, pad
+from gaverify.report.wording import NOT_RELATIVE, measures, number, sort_rows, value, worst
 
 SMALL = 10
 """A table of at most so many parameters is never folded."""
@@ -14,7 +14,14 @@ SMALL = 10
 FOLDED = 10
 """A folded table shows at most so many rows: with their worst elements they fill a screen, and the worst are first."""
 
-STYLES = {Outcome.EQUIVALENT: "green", Outcome.DIVERGENT: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
+STYLES = {
+    "equivalent": "green",
+    "divergent": "bold red",
+    "inconclusive": "bold yellow",
+    "out of memory": "bold red",
+    "failed": "bold red",
+}
+"""How the words of an outcome look; every other word is plain."""
 
 _HEADER = ("parameter", "shape", "‖full‖", "rel. diff", "allowed", "verdict")
 _GAP = "  "
@@ -71,7 +78,7 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool)
         if cells(name) > room:  # what is cut off might be what tells two parameters apart: it has a line of its own
             lines += layout.wrap(name, indent=2)
             name = ""
-        style = "bold" if at == 0 else STYLES[rows[at - 1].outcome]
+        style = "bold" if at == 0 else STYLES[rows[at - 1].outcome.value]
         middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
         text = _GAP + pad(name, room) + _GAP + _GAP.join(middle) + _GAP
         lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])

@@ -110,22 +110,11 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[li
     return [[pad(cell, widths[at], at in flush) for at, cell in enumerate(row)] for row in rows]
 
 
-def table_of(rows: Iterable[Sequence[str]], right: Iterable[int] = (), indent: int = 2) -> list[Line]:
-    """Returns the rows of a table in columns; the first is its bold heading."""
-    cells = columns(list(rows), right)
-    return [[(" " * indent + "  ".join(row), "" if at else "bold")] for at, row in enumerate(cells)]
-
-
-def fact_lines(facts: Iterable[tuple[str, str]], layout: Layout, indent: int) -> list[Line]:
-    """Returns a line for each (label, text), the texts hanging at `indent`."""
-    return [line for label, text in facts for line in layout.wrap(text, first="  " + label, indent=indent)]
-
-
-def join_blocks(blocks: Iterable[list[Line]]) -> list[Line]:
-    """Returns the blocks with an empty line between them; empty blocks are left out."""
+def join_paragraphs(paragraphs: Iterable[list[Line]]) -> list[Line]:
+    """Returns the paragraphs with an empty line between them; empty ones are left out."""
     lines: list[Line] = []
-    for block in filter(None, blocks):
-        lines += [[], *block] if lines else block
+    for paragraph in filter(None, paragraphs):
+        lines += [[], *paragraph] if lines else paragraph
     return lines
 
 

@@ -1,20 +1,29 @@
-"""An audit as lines of text for people."""
+"""An audit as a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from gaverify.amounts import count_text
 from gaverify.records.audit import UpdateComparison
-from gaverify.records.audit_report import TITLES, AuditReport, WindowCount
-from gaverify.records.comparison import Method
+from gaverify.records.audit_report import TITLES, AuditReport, Moment, WindowCount
+from gaverify.records.comparison import Method, Outcome
 from gaverify.records.stages import Clip, Stage
-from gaverify.report.text.layout import Layout, Line, table_of
-from gaverify.report.text.table import table_lines
-from gaverify.report.text.wording import METHODS, number, percent, ranks_line
+from gaverify.report.blocks import Call, Facts, Headline, Page, Parameters, Repeated, Section, Table, Timeline
+from gaverify.report.charts import weights_charts
+from gaverify.report.common_blocks import (
+    acceptance_sentences,
+    acceptance_states,
+    blamed_modules,
+    comparison_section,
+    finding_blocks,
+)
+from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line
 
-_LABEL = 14
+_INDENT = 14
+"""Columns in front of what was run: one more than `accumulated` needs."""
 _COUNTS = 12  # windows whose counts are shown; the last ones stand in for the rest
 _MORE = 3
 _STAGES = {
@@ -27,13 +36,55 @@ _CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "f
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
-def audit_blocks(report: AuditReport, layout: Layout, show_all: bool) -> list[list[Line]]:
-    """Returns the counts and a table per update."""
-    return [_counts(report.calls.counts, layout), *(_update(update, layout, show_all) for update in report.updates)]
+def audit_page(report: AuditReport) -> Page:
+    """Returns the page of an audit."""
+    states = [*acceptance_states(report), *["calls in order"] * report.calls_in_order]
+    return Page(
+        "audit",
+        Headline(
+            join_title(report.source, report.name or report.script),
+            report.outcome,
+            report.reason,
+            _method(report),
+            f"gaverify {report.environment.gaverify} audit",
+            tuple(states),
+            tuple(acceptance_sentences(report)),
+            report.accepted,
+            report.exit_code == 0,
+        ),
+        finding_blocks(report.findings, [row for update in report.updates for row in update.parameters]),
+        Facts(tuple(_facts(report)), _INDENT),
+        tuple(_sections(report)),
+        report.source or report.script,
+        command=report.command,
+        seconds=report.timings.get("total", 0.0),
+        made_by=made_by(report.environment),
+        started=report.environment.started,
+    )
 
 
-def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
-    """Returns what was run, as (label, text)."""
+def _sections(report: AuditReport) -> Iterator[Section]:
+    fits = [(f"update {update.number}", update.window.fit) for update in report.updates]
+    if charts := weights_charts((name, fit.used, fit.weights) for name, fit in fits if fit and fit.weights):
+        yield Section("Micro-batch weights", charts)
+    if report.calls.timeline:
+        yield Section("Timeline of the script's calls", (Timeline(list(_timeline(report.calls.timeline))),))
+    if report.calls.counts:
+        yield Section("Calls of each update", (_counts(report.calls.counts),))
+    causes = blamed_modules(report.findings)
+    for update in report.updates:
+        # where the runs had different data or weights, the update's own outcome means nothing
+        outcome = update.outcome if update.judged else Outcome.INCONCLUSIVE
+        parameters = Parameters(update.parameters, outcome, f"update {update.number}", update.judged)
+        facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
+        rows = tuple((label, text) for label, text in facts if text)
+        yield comparison_section(
+            parameters, causes, ", ".join(_describe_update(update)), (Facts(rows, _INDENT),) if rows else ()
+        )
+
+
+def _facts(report: AuditReport) -> list[tuple[str, str]]:
+    """What was run, as (label, text)."""
     rows = [("options", report.source)] if report.source else []
     rows.append(("script", report.script))
     rows += [("name", report.name)] if report.name else []
@@ -63,37 +114,23 @@ def audit_facts(report: AuditReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _counts(counts: Sequence[WindowCount], layout: Layout) -> list[Line]:
-    if not counts:
-        return []
-    listed_counts = [*counts[:_COUNTS], *counts[max(_COUNTS, len(counts) - _MORE) :]]
-    body = [
-        [
+def _counts(counts: Sequence[WindowCount]) -> Table:
+    last_counts = counts[max(_COUNTS, len(counts) - _MORE) :]
+    rows = [
+        (
             f"{count.update}" if count.complete else f"({count.update})",
             f"{count.backward} : {count.step} : {count.zero_grad}",
-        ]
-        for count in listed_counts
+        )
+        for count in (*counts[:_COUNTS], *last_counts)
     ]
-    lines = table_of([["update", "backward : step : zero_grad"], *body], right=(0,))
-    hidden = len(counts) - len(listed_counts)
-    if hidden > 0:
-        lines.insert(1 + _COUNTS, [(f"  … {hidden} more", "dim")])
+    notes = []
+    if len(rows) < len(counts):
+        notes.append((_COUNTS, f"… {len(counts) - len(rows)} more"))
     if not counts[-1].complete:
         text = f"({counts[-1].update}) has no step: the script ended or was stopped inside it"
-        lines += layout.wrap(text, indent=2, style="dim")
-    return lines
-
-
-def _update(update: UpdateComparison, layout: Layout, show_all: bool) -> list[Line]:
-    lines = layout.wrap(", ".join(_describe_update(update)), first=f"update {update.number}", indent=_LABEL)
-    lines[0][0] = (lines[0][0][0], "bold")
-    folded = not update.judged and not show_all
-    if not folded:
-        lines += table_lines(update.parameters, layout, show_all)
-    facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
-    return lines + [
-        line for label, text in facts if text for line in layout.wrap(text, first=f"  {label}", indent=_LABEL)
-    ]
+        notes.append((len(rows), text))
+    head = ("update", "backward : step : zero_grad")
+    return Table((head, *rows), (0,), tuple(notes), caption="Calls of each update")
 
 
 def _describe_update(update: UpdateComparison) -> Iterable[str]:
@@ -166,8 +203,8 @@ def _after(update: UpdateComparison) -> str:
     return "; ".join(facts)
 
 
-def audit_method(report: AuditReport) -> str:
-    """Returns how the audit was decided and what it could have seen; empty where nothing was judged."""
+def _method(report: AuditReport) -> str:
+    """How the audit was decided and what it could have seen; empty where nothing was judged."""
     decisive = report.decisive
     if decisive is not None and decisive.judged:
         how = "by the noise floor of the full-batch run"
@@ -177,3 +214,51 @@ def audit_method(report: AuditReport) -> str:
             text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"
         return text
     return "judged by the order of the script's calls" if report.events_only else ""
+
+
+def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[Repeated]]]:
+    """Yields (updates and rank, their calls in order), calls that repeat once with their count.
+
+    Updates that follow one another with the same calls are one entry.
+    """
+    several = len({moment.rank for moment in moments}) > 1
+    in_order = sorted(moments, key=lambda moment: (moment.update, moment.rank))  # stable: calls keep their order
+    entries: list[tuple[int, int, int, list[Repeated]]] = []  # rank, first and last update, calls
+    for (update, rank), group in groupby(in_order, key=lambda moment: (moment.update, moment.rank)):
+        calls = collapse_repeats([_call(moment) for moment in group])
+        # the latest entry of this rank: with several ranks those of the others stand between
+        place = next((at for at in reversed(range(len(entries))) if entries[at][0] == rank), None)
+        if place is not None and entries[place][3] == calls and entries[place][2] == update - 1:
+            entries[place] = (rank, entries[place][1], update, calls)
+        else:
+            entries.append((rank, update, update, calls))
+    for rank, first, last, calls in entries:
+        updates = f"update {first}" if first == last else f"updates {first} to {last}"
+        yield f"{updates}, rank {rank}" if several else updates, calls
+
+
+def _call(moment: Moment) -> Call:
+    return moment.kind, f"{moment.file}:{moment.line}" if moment.file and moment.line else moment.file or ""
+
+
+_LONGEST_REPEAT = 12  # calls of one micro-batch that are recognised as a repeating group
+
+
+def collapse_repeats(calls: Sequence[Call]) -> list[Repeated]:
+    """Returns the calls with each group that repeats written once, with how often it follows itself."""
+    collapsed: list[Repeated] = []
+    at = 0
+    while at < len(calls):
+        best = (1, 1)  # length of the group, how often
+        for length in range(1, min(_LONGEST_REPEAT, (len(calls) - at) // 2) + 1):
+            group = calls[at : at + length]
+            times = 1
+            while calls[at + times * length : at + (times + 1) * length] == group:
+                times += 1
+            # the group that covers most calls; of equals the shortest
+            if times > 1 and times * length > best[0] * best[1]:
+                best = (length, times)
+        length, times = best
+        collapsed.append((tuple(calls[at : at + length]), times))
+        at += length * times
+    return collapsed

@@ -1,0 +1,110 @@
+"""What the pages of a verdict and of an audit have in common: findings, comparisons, what the user accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from gaverify.amounts import count_text
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.findings import Finding
+from gaverify.records.verdict import Verdict
+from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, Section
+from gaverify.report.charts import chart_by_parameters, parameters_chart, repairs_chart
+from gaverify.report.layout import clean
+
+
+def finding_blocks(findings: Iterable[Finding], rows: Iterable[ParameterComparison]) -> tuple[FindingBlock, ...]:
+    """Returns a block for each finding; `rows` are all compared parameters."""
+    sizes = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    return tuple(_block(finding, largest) for finding in findings)
+
+
+def blamed_modules(findings: Iterable[Finding]) -> set[str]:
+    """Returns the names of the modules that findings name."""
+    return {finding.location.module for finding in findings if finding.location and finding.location.module}
+
+
+def comparison_section(
+    parameters: Parameters, causes: set[str], summary: str = "", facts: Sequence[Block] = ()
+) -> Section:
+    """Returns the compared parameters with their charts; `causes` are the modules that findings name."""
+    charts = (chart_by_parameters(parameters.rows, causes), parameters_chart(parameters.rows))
+    count = count_text(len(parameters.rows), "parameter")
+    heading = f"{parameters.name}: {count}" if parameters.name else count
+    return Section(heading, (*filter(None, charts), parameters, *facts), parameters.name, summary)
+
+
+def _block(finding: Finding, largest: float) -> FindingBlock:
+    kind = "note" if finding.severity == "note" else "proven" if finding.proven else "suspected"
+    rows = [(evidence.label, evidence.statement) for evidence in finding.evidence]
+    rows += [("remedy", finding.remedy)] if finding.remedy else []
+    return FindingBlock(finding, kind, *_summary_and_place(finding), tuple(rows), _before_and_after(finding, largest))
+
+
+def _summary_and_place(finding: Finding) -> tuple[str, str]:
+    """The summary with the place in front; where it names the module already, file and line are the second value."""
+    place, text = finding.location, finding.summary
+    if place is None or not str(place):
+        return text, ""
+    if place.module is not None and f"`{place.module or '(root)'}`" in text:
+        if place.file is None:
+            return text, ""
+        return text, f"{place.file}:{place.line}" if place.line is not None else place.file
+    if str(place) in text:
+        return text, ""
+    return (f"{place}: {text}" if text else str(place)), ""
+
+
+def _before_and_after(finding: Finding, largest: float) -> Chart:
+    """The difference as the user's code makes it, without the suspect in both runs, and with each repair that ran.
+
+    All are differences of the whole gradient, or for want of one `largest`, the largest of a parameter.
+    """
+    values = [evidence.values for evidence in finding.evidence]
+    difference_left = next(
+        (_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan
+    )
+    # in other evidence `difference` may be that of the forward's values
+    harm = [_number(e.values.get("difference")) for e in finding.evidence if e.probe == "harm"]
+    alone = [_number(v.get("alone")) for v in values if "left" in v]
+    full_difference = next((size for size in (*harm, *alone) if size > 0), largest)
+    if math.isnan(difference_left) or not full_difference > 0:
+        return Chart()
+    label = "as it is" if full_difference is largest else "whole gradient, as it is"
+    bars = [
+        (label, full_difference, "divergent"),
+        ("control run", difference_left, "equivalent" if finding.proven else "inconclusive"),
+    ]
+    for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
+        kind = "equivalent" if repair["rounding"] else "inconclusive"
+        bars.append((f"repair: {clean(str(repair['what']))}", _number(repair["left"]), kind))
+    return repairs_chart(bars)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def acceptance_states(answer: Verdict | AuditReport) -> list[str]:
+    """Returns what the user's entries and expectation make of the outcome, a word or two each."""
+    expected = answer.acceptance.expected
+    states = ["accepted"] if answer.accepted else []
+    if expected is not None:
+        states.append("expected" if expected is answer.outcome else f"{expected.value} was expected")
+    return [*states, "stale entries"] if answer.acceptance.stale else states
+
+
+def acceptance_sentences(answer: Verdict | AuditReport) -> list[str]:
+    """Returns what follows from the user's entries and expectation, for the end of a report; nothing without any."""
+    acceptance = answer.acceptance
+    sentences = ["accepted: every cause of the divergence is one that is known and wanted"] if answer.accepted else []
+    if acceptance.expected is not None:
+        comparison = (
+            "as expected" if acceptance.expected is answer.outcome else f"{acceptance.expected.value} was expected"
+        )
+        sentences.append(comparison)
+    sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
+    return [*sentences, *(f"not accepted: {sentence}" for sentence in acceptance.refused)]

@@ -1,0 +1,169 @@
+"""Pages as lines of text: one, several with their summary, and each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gaverify.amounts import count_text, seconds_text
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
+from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table, TextBars
+from gaverify.report.layout import Layout, Line, cells, clean, columns, join_paragraphs, pad
+from gaverify.report.pages import Report, page_of
+from gaverify.report.parameter_table import STYLES, table_lines
+
+_WIDEST = 28
+"""Columns of a name; a spec's path is told apart by its end, which shortening keeps."""
+
+
+def page_lines(page: Page, layout: Layout, show_all: bool = False) -> list[Line]:
+    """Returns the whole report of one answer: the outcome and why, findings, then what was run and its numbers."""
+    sections = (_section(section, layout, show_all) for section in page.sections)
+    return join_paragraphs([short_lines(page, layout), _facts(page.facts, layout), *sections])
+
+
+def short_lines(page: Page, layout: Layout) -> list[Line]:
+    """Returns the outcome of one answer and why, and its findings."""
+    headline = page.headline
+    lines = layout.wrap(f"{headline.version}: {headline.title}", style="bold") if headline.version else []
+    word = headline.outcome.name
+    first = layout.wrap(headline.sentence, first=word, indent=len(word) + 2, style="bold")
+    first[0][0] = (first[0][0][0], STYLES[word.lower()])
+    for sentence in [*filter(None, [headline.method]), *headline.remarks]:
+        first += layout.wrap(sentence, indent=len(word) + 2)
+    return join_paragraphs([lines + first, *(_finding(finding, layout) for finding in page.findings)])
+
+
+def _finding(block: FindingBlock, layout: Layout) -> list[Line]:
+    """A heading with place and summary, then evidence, remedy and page on lines of their own."""
+    finding = block.finding
+    head = f"{finding.code} {finding.name}"
+    if block.kind != "proven":
+        head += f" ({block.kind})"
+    if finding.accepted:
+        head += " (accepted)"
+    lines = layout.wrap(f"{head}: {block.summary}", indent=4)
+    style = STYLES["divergent"] if finding.severity == "fault" else "bold"
+    lines[0] = [(lines[0][1][0], style)]  # the heading starts at the margin, what follows hangs
+    heads = [("where", block.place), ("accepted", finding.accepted)]
+    for label, statement in [*heads, *block.rows, ("see", f"gaverify explain {finding.code}")]:
+        if statement:
+            lines += layout.wrap(statement, first=f"    {layout.shorten(label, 10)}", indent=4 + 11)
+    return lines
+
+
+def _section(section: Section, layout: Layout, show_all: bool) -> list[Line]:
+    lines: list[Line] = []
+    if section.name:
+        lines = layout.wrap(section.summary, first=section.name, indent=14)
+        lines[0][0] = (lines[0][0][0], "bold")
+    for block in section.blocks:
+        if isinstance(block, Parameters):
+            # numbers of runs that had different data would only mislead
+            lines += table_lines(block.rows, layout, show_all) if block.judged or show_all else []
+        elif isinstance(block, Facts):
+            lines += _facts(block, layout)
+        elif isinstance(block, Table):
+            lines += _table(block, layout)
+        elif isinstance(block, TextBars):
+            lines += _bars(block, layout)
+    return lines
+
+
+def _facts(facts: Facts, layout: Layout) -> list[Line]:
+    return [line for label, text in facts.rows for line in layout.wrap(text, f"  {label}", facts.indent)]
+
+
+def _table(table: Table, layout: Layout) -> list[Line]:
+    lines: list[Line] = []
+    for at, row in enumerate(columns([[layout.text(cell) for cell in row] for row in table.rows], table.right)):
+        head = "" if at else "bold"
+        if table.outcome is None:
+            lines.append([("  " + "  ".join(row), head)])
+        else:
+            style = STYLES.get(table.rows[at][table.outcome], "") if at else head
+            before, word, after = row[: table.outcome], row[table.outcome], row[table.outcome + 1 :]
+            lines.append([("  " + "  ".join(before) + "  ", head), (word, style), ("  " + "  ".join(after), head)])
+        # the message of a row hangs below it; where rows have no outcome a note is about the rows together
+        indent = 2 if table.outcome is None else 6
+        for text in (text for below, text in table.notes if below == at):
+            lines += layout.wrap(text, indent=indent, style="dim")
+    return lines
+
+
+def _bars(bars: TextBars, layout: Layout) -> list[Line]:
+    names, sizes = (
+        ["  ".join(row) for row in columns([[layout.text(cell) for cell in row] for row in rows], right)]
+        for rows, right in ((bars.names, (1,)), (bars.sizes, (0, 1)))
+    )
+    room = max(layout.width - cells(names[0]) - max(map(cells, sizes)) - 6, 8)  # two spaces around and between them
+    largest = max(bars.values)
+    lines = layout.wrap(bars.title, indent=2, style="bold")
+    for name, value, size in zip(names, bars.values, sizes, strict=True):
+        length = round(room * value / largest) if largest > 0 else 0
+        # what is small against the largest is still more than nothing
+        bar = ("#" if layout.ascii_only else "█") * max(length, 1 if value > 0 else 0)
+        lines.append([(f"  {name}  ", ""), (pad(bar, room), "cyan"), (f"  {size}", "")])
+    return lines
+
+
+def page_line(page: Page) -> str:
+    """Returns an answer in one line: outcome, name, code and place of its first cause, why.
+
+    `DIVERGENT cnn.py:factory GAV101 features.1 cnn.py:9, 8 of 10 parameters differ, by up to 85 %`
+    """
+    outcome = ", ".join([page.headline.outcome.name, *page.headline.states])
+    faults = [block.finding for block in page.findings if block.finding.severity == "fault"]
+    faults.sort(key=lambda finding: bool(finding.accepted))  # stable: what is not accepted has to be looked at first
+    words = [outcome, page.headline.title, *(_code_and_place(fault) for fault in faults[:1])]
+    if len(faults) > 1:
+        words.append(f"and {count_text(len(faults) - 1, 'other cause')}")
+    return clean(f"{' '.join(words)}, {page.headline.sentence}")
+
+
+def time_text(page: Page) -> str:
+    """Returns how long an answer took, for the end of its line; "" where that is not known."""
+    return f" ({seconds_text(page.seconds)})" if page.seconds else ""
+
+
+def _code_and_place(finding: Finding) -> str:
+    place, words = finding.location, [finding.code]
+    if place is not None and place.module is not None:
+        words.append(place.module or "(root)")
+    if place is not None and place.file is not None:
+        words.append(place.file if place.line is None else f"{place.file}:{place.line}")
+    return " ".join(words)
+
+
+def report_lines(report: Report, layout: Layout) -> list[Line]:
+    """Returns every answer with a summary where it is not one answer without errors."""
+    pages = [page_of(answer) for answer in report.answers]
+    paragraphs = [page_lines(page, layout, report.show_all) for page in pages]
+    if len(pages) != 1 or report.errors:
+        paragraphs.append(summary_lines(pages, report.errors, layout))
+    return join_paragraphs(paragraphs)
+
+
+def summary_lines(pages: Sequence[Page], errors: Sequence[tuple[str, str]], layout: Layout) -> list[Line]:
+    """Returns one line per answer and per (source, message) of `errors`, and a count of the outcomes."""
+    lines: list[Line] = [[("summary", "bold")]]
+    names = columns([[layout.shorten(page.headline.title, _WIDEST)] for page in pages])
+    for page, (name,) in zip(pages, names, strict=True):
+        headline = page.headline
+        lead = f"  {headline.outcome.value:<14}"
+        summary = f"{headline.sentence} (accepted)" if headline.accepted else headline.sentence
+        body = layout.wrap(summary + time_text(page), indent=len(lead) + cells(name) + 2)
+        body[0][:1] = [(lead, STYLES[headline.outcome.value]), (name + "  ", "")]
+        lines += body
+    for source, message in errors:
+        body = layout.wrap(f"{source}: {message}", indent=2 + 14)
+        body[0][0] = (f"  {'error':<14}", "bold red")
+        lines += body
+    counts = [(sum(page.headline.outcome is outcome for page in pages), outcome.value) for outcome in Outcome]
+    failed = len({source for source, _ in errors})  # a spec may have several sentences, and is one run
+    counts.append((failed, "error" if failed == 1 else "errors"))
+    total = len(pages) + failed
+    text = ", ".join(f"{count} {word}" for count, word in counts if count) or "nothing was run"
+    seconds = sum(page.seconds for page in pages)
+    took = f" in {seconds_text(seconds)}" if seconds else ""
+    return lines + layout.wrap(f"{count_text(total, 'run')}{took}: {text}", indent=2)

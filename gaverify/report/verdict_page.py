@@ -1,0 +1,268 @@
+"""A verdict as a page."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from gaverify.amounts import count_text
+from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
+from gaverify.records.verdict import RunInfo, Trace, Verdict
+from gaverify.report.blocks import Facts, Headline, Page, Parameters, Section, Table
+from gaverify.report.charts import chart_by_outputs, weights_charts
+from gaverify.report.common_blocks import (
+    acceptance_sentences,
+    acceptance_states,
+    blamed_modules,
+    comparison_section,
+    finding_blocks,
+)
+from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value
+from gaverify.thresholds import TENTH
+
+
+def verdict_page(verdict: Verdict) -> Page:
+    """Returns the page of a verdict."""
+    run, states = verdict.run, acceptance_states(verdict)
+    if "the loss" in run.guesses:
+        states.append("guessed loss")
+    return Page(
+        "run",
+        Headline(
+            join_title(verdict.source, verdict.name) or run.model,
+            verdict.outcome,
+            sentence(verdict),
+            method(verdict),
+            f"gaverify {run.environment.gaverify}",
+            tuple(states),
+            # a guess comes first: what the user said of the outcome is about the guess
+            (*_guess_sentences(run), *acceptance_sentences(verdict)),
+            verdict.accepted,
+            verdict.exit_code == 0,
+        ),
+        finding_blocks(verdict.findings, verdict.parameters),
+        Facts(tuple(_facts(verdict))),
+        tuple(_sections(verdict)),
+        verdict.source,
+        run.model,
+        verdict.command,
+        verdict.timings.get("total", 0.0),
+        made_by(run.environment),
+        run.environment.started,
+    )
+
+
+def _sections(verdict: Verdict) -> Iterator[Section]:
+    causes = blamed_modules(verdict.findings)
+    if chart := chart_by_outputs(verdict.modules, causes, sum(verdict.run.part)):
+        yield Section("Forward pass: first difference", (chart,))
+    fits = (evidence.values.get("weights") for finding in verdict.findings for evidence in finding.evidence)
+    fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
+    if fitted is not None:
+        # a document may hold null for a weight that is not finite
+        weights = [float(weight) if isinstance(weight, (int, float)) else math.nan for weight in fitted]
+        yield Section("Micro-batch weights", weights_charts([("", verdict.run.weights, weights)]))
+    if verdict.trace is not None:
+        yield Section("Micro-batch by micro-batch", (_trace_table(verdict.trace), _trace_step(verdict.trace)))
+    if verdict.parameters:
+        yield comparison_section(Parameters(verdict.parameters, verdict.outcome), causes)
+
+
+def _facts(verdict: Verdict) -> list[tuple[str, str]]:
+    """Returns what was run, as (label, text)."""
+    run = verdict.run
+    count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
+    trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
+    autocast = f"autocast {run.autocast or 'off'}"
+    rows = [
+        ("spec", join_title(verdict.source, verdict.name)),
+        ("model", f"{run.model}: {count}, {trainable}"),
+        ("batch", _batch(run)),
+        ("weights", _weights(run)),
+        ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
+        ("reference", _reference(run)),
+        ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
+        ("where", f"{run.device}, {run.dtype}{_describe_rounding(run)}, {autocast}, torch {run.environment.torch}"),
+        ("loss", f"full batch {value(run.losses.full)}, accumulated {value(run.losses.accumulated)}"),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _batch(run: RunInfo) -> str:
+    sizes = run.micro_batches
+    if len(set(sizes)) == 1:
+        return f"B = {run.batch_size} = {run.steps} × {sizes[0]} (micro-batches × samples)"
+    parts = [str(size) for size in sizes]
+    if len(parts) > 12:  # the first and the last ones show where it is ragged
+        parts = [*parts[:4], "…", *parts[-4:]]
+    return f"B = {run.batch_size} = {'+'.join(parts) or '?'} ({run.steps} micro-batches)"
+
+
+_WAYS = {
+    Reference.FULL: "full: activations on the device",
+    Reference.OFFLOAD: "offload: activations on the host",
+}
+
+
+def _reference(run: RunInfo) -> str:
+    """How the full batch was made to fit; nothing where it fitted."""
+    if run.reference is Reference.FULL:
+        return ""
+    failed = " and ".join(run.reference_failed)
+    why = f" ({failed} did not fit)" if failed else ""
+    return _WAYS[run.reference] + why
+
+
+def _weights(run: RunInfo) -> str:
+    if not run.weights:
+        return run.weighting
+    if len(set(run.weights)) == 1:
+        return f"{run.weighting}, {run.weights[0]:.4g} each"
+    parts = [f"{weight:.4g}" for weight in run.weights]
+    if len(parts) > 8:
+        parts = [*parts[:3], "…", *parts[-3:]]
+    return f"{run.weighting}: {', '.join(parts)}"
+
+
+def _describe_rounding(run: RunInfo) -> str:
+    """What the switches of torch let products round float32 to: part of how the run was computed."""
+    return f" ({', '.join(run.rounded)})" if run.rounded else ""
+
+
+def _trace_table(trace: Trace) -> Table:
+    gradient = "accumulated gradient" if trace.step.scalar else "accumulated ‖gradient‖"
+    head = ("micro-batch", gradient, "movement", "backward : step : zero_grad")
+    rows = [
+        (
+            str(row.micro_batch),
+            value(row.gradient),
+            value(row.movement),
+            f"{row.backward} : {row.step} : {row.zero_grad}",
+        )
+        for row in trace.rows
+    ]
+    return Table((head, *rows), right=(1, 2), caption="Gradient and weights after each micro-batch")
+
+
+def _trace_step(trace: Trace) -> Facts:
+    step = trace.step
+    weights = "weight" if step.scalar else "‖weights‖"
+    text = (
+        f"{step.optimizer}, lr {step.lr:g}: {weights} {value(step.before)} → full batch {value(step.after_full)}, "
+        f"accumulated {value(step.after_accumulated)} (difference {number(step.weights_difference)})"
+    )
+    return Facts((("step", text),))
+
+
+_SINGULAR = ("the config", "the loss", "the model")
+
+
+def _guess_sentences(run: RunInfo) -> list[str]:
+    """Returns what of the factory is a guess, which the outcome then is about; nothing where all is the user's own."""
+    if not run.guesses:
+        return []
+    *most, last = run.guesses
+    named = f"{', '.join(most)} and {last}" if most else last
+    are = "is a guess" if last in _SINGULAR and not most else "are guesses"
+    return [f"{named} {are} by `init`; put your own into {run.model.rpartition(':')[0]}"]
+
+
+def sentence(verdict: Verdict) -> str:
+    """Returns the verdict in words, without its outcome."""
+    total = len(verdict.parameters)
+    if verdict.outcome is Outcome.EQUIVALENT:
+        return _equivalent(verdict, total)
+    if verdict.outcome is Outcome.DIVERGENT:
+        return _divergent(verdict, total)
+    return _inconclusive(verdict, total)
+
+
+def _equivalent(verdict: Verdict, total: int) -> str:
+    if total == 0:
+        return "nothing was compared"
+    unused = sum(row.why is not None for row in verdict.parameters)
+    agree = sum(row.outcome is Outcome.EQUIVALENT for row in verdict.parameters) - unused
+    asked = verdict.method == Method.TOLERANCE
+    how = "agree within the tolerances that were asked for" if asked else "agree to rounding"
+    unused_text = f", {unused} {'was' if unused == 1 else 'were'} not compared" if unused else ""
+    return f"{agree} of {total} {_parameters(total)} {_verb(how, agree)}{unused_text}"
+
+
+def _divergent(verdict: Verdict, total: int) -> str:
+    rows = verdict.divergent
+    if not rows:
+        return "no single gradient differs; the findings say what does"
+    text = f"{len(rows)} of {total} {_parameters(total)} {_verb('differ', len(rows))}"
+    vanishing_rows = [
+        row for row in rows if row.vanishing
+    ]  # relative to a zero, or to its rounding, any difference is enormous
+    sizes = [row.relative_difference for row in rows if not row.vanishing]
+    finite = [size for size in sizes if math.isfinite(size)]
+    if finite:
+        text += f", by up to {percent(max(finite))}"
+    if any(math.isnan(size) for size in sizes):
+        text += "; not every gradient is finite and there on both sides"
+    elif vanishing_rows or any(math.isinf(size) for size in sizes):
+        text += "; where the full-batch gradient is zero, by more than rounding"
+    return text
+
+
+def _inconclusive(verdict: Verdict, total: int) -> str:
+    if total == 0:
+        return "nothing was compared: the model has no trainable parameter"
+    open_rows = [row for row in verdict.parameters if row.outcome is Outcome.INCONCLUSIVE]
+    reasons = Counter(row.reason for row in open_rows if row.reason)
+    if reasons:
+        text = f"{len(open_rows)} of {total} {_parameters(total)} undecided: {reasons.most_common(1)[0][0]}"
+        return text + (f" (and {count_text(len(reasons) - 1, 'other reason')})" if len(reasons) > 1 else "")
+    if verdict.findings:
+        # what the batch lacks, where every parameter agrees
+        blind = [finding for finding in verdict.findings if finding.code == "GAV901" and not open_rows]
+        return (blind or verdict.findings)[0].summary
+    if not open_rows and (hidden := hidden_share(verdict.parameters)) > TENTH:
+        return (
+            f"rounding may hide up to {percent(hidden)} of the whole gradient: a float64 control, or fewer samples, "
+            "would tell"
+        )
+    return f"{len(open_rows)} of {total} {_parameters(total)} could not be decided"
+
+
+def _parameters(count: int) -> str:
+    return "parameter" if count == 1 else "parameters"
+
+
+def _verb(phrase: str, count: int) -> str:
+    first, _, remainder = phrase.partition(" ")
+    return " ".join(filter(None, (first + ("s" if count == 1 else ""), remainder)))
+
+
+def method(verdict: Verdict) -> str:
+    """Returns how the verdict was decided and the smallest fault that this way could have seen."""
+    verb = "compared" if verdict.outcome is Outcome.INCONCLUSIVE else "decided"
+    counts = Counter(row.method for row in verdict.parameters if row.method != Method.NOT_COMPARED)
+    uncompared = len(verdict.parameters) - counts.total()
+    if len(counts) > 1:
+        text = f"{verb} " + ", ".join(f"{METHODS[name]} ({count})" for name, count in counts.most_common())
+    elif verdict.method == Method.NOT_COMPARED:
+        return "nothing was compared"
+    else:
+        text = f"{verb} {METHODS.get(verdict.method, f'by {verdict.method}')}"
+    if verdict.outcome is not Outcome.EQUIVALENT:  # the sentence of an equivalent verdict says it already
+        text += f"; {uncompared} not compared" if uncompared else ""
+    if verdict.method == Method.TOLERANCE and verdict.spec:
+        tolerances = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
+        text += f" ({', '.join(tolerances)})" if tolerances else ""
+    if (few := verdict.few_samples) is not None:
+        text += (
+            f" (float64: {few.samples} samples agree to {number(few.structure)}; weights ± {percent(few.weights)}; "
+            f"rest {percent(few.rest)}, rounding {percent(few.rounding)})"
+        )
+    if verdict.run.part:
+        what = "that part is" if verdict.method == Method.FLOAT64_PART else "the cause was looked for in"
+        text += f"; {what} the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"
+    if verdict.control_failure:
+        text += f"; float64 was impossible: {verdict.control_failure}"
+    if math.isfinite(verdict.resolution) and verdict.resolution > 0:
+        text += f"; smallest relative difference it could have seen: {number(verdict.resolution)}"
+    return text
