@@ -33,7 +33,7 @@ from gaverify.rules.rule import (
 from gaverify.rules.wording import difference, first_place, place, quote_names, times, told_apart, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
-_SMALLER = "with losses too small to be clipped the difference"
+_SMALLER = "with losses too small to be clipped, the difference"
 _CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
@@ -48,10 +48,10 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     elif facts.ranks is not None and not math.isnan(difference_left := facts.ranks.clip_control):
         proven = facts.ranks.is_rounding(difference_left)
         yield finding_of(
-            "the strategy clips gradients that are not yet those of its window",
+            "the strategy clips gradients before they are complete",
             word_control("control", _SMALLER, difference_left, proven),
-            remedy="clip once, after the last backward pass and after the ranks' gradients are reduced and divided, "
-            "and change nothing behind it",
+            remedy="clip once, after the last backward pass and after gradients are reduced over ranks and divided, "
+            "and change nothing afterwards",
             proven=proven,
         )
 
@@ -85,13 +85,13 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
     active = [clipping for clipping in inside if clipping.active]
     window = loop.window_of(number)
     clippings = len(window.of(Clipping)) if window is not None else len(in_window)
-    effect = f"{len(active)} of {len(inside)} in all windows changed it" if active else "none of them was active"
+    effect = f"{len(active)} of {len(inside)} in all updates changed it" if active else "none of them was active"
     control, proven = _without_clips(loop)
     return finding_of(
-        f"gradients are clipped {times(clippings)} in the window of update {number}",
+        f"gradients are clipped {times(clippings)} in update {number}, before the last backward pass",
         measured_evidence(
             "events",
-            f"{len(in_window)} clippings of a half-summed gradient before its last backward pass; {effect}",
+            f"{len(in_window)} clippings of a partly accumulated gradient; {effect}",
             inside=len(inside),
             active=len(active),
         ),
@@ -110,15 +110,16 @@ def _transformed(loop: Record, update: UpdateComparison, control: TransformedGra
     events = [] if window is None else [*window.of(ClearedByHand), *reversed(window.of(Backward))]
     responses = sorted({f"{response:.2g}" for response in control.responses}, key=float)
     between = responses[0] if len(responses) == 1 else f"{responses[0]} to {responses[-1]}"
-    text = f"with every loss times -{control.times:g} the optimizer sees {between} times as much, not {control.times:g}"
-    alone = f"with those of half a window alone the changes add up to {control.halves_apart:.0e}: "
-    meaning = "each micro-batch is transformed on its own" + (": proven" if control.all_of_it else "")
+    text = f"with every loss multiplied by -{control.times:g} the optimizer sees {between} times as much, "
+    text += f"not {control.times:g}"
+    alone = f"with half of the micro-batches at a time the changes add up to {control.halves_apart:.0e}: "
+    meaning = "each micro-batch is transformed separately" + (": proven" if control.all_of_it else "")
     return finding_of(
         f"each micro-batch transforms the gradients of {quote_names(control.parameters)} before they are added up "
         f"(update {update.number})",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; what the backward passes give adds up to the full batch's, but for one factor, to "
+            f"{difference(update)}; the untransformed gradients add up to the full batch's, up to one factor, to "
             f"{control.sums_apart:.0e}",
             apart=control.sums_apart,
             parameters=list(control.parameters),
@@ -142,10 +143,11 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     control, proven = _without_clips(loop)
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
     return finding_of(
-        f"gradients are clipped in update {update.number} before the script has divided them, or added them up",
+        f"gradients are clipped in update {update.number} before they are summed or divided",
         measured_evidence("comparison", difference(update), update=update.number),
         *control,
-        remedy="finish the gradient first (divide the losses by K), then clip it: the limit is for what the step uses",
+        remedy="complete the gradient first (divide the losses by K), then clip: the limit is meant for what the step "
+        "uses",
         location=location,
         proven=proven,
     )
@@ -188,14 +190,12 @@ def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[Gra
     by = (
         f"multiplied by {weights_text(known_factors, each=False)}"
         if len(known_factors) == len(factors)
-        else "cut element by element"
+        else "clipped element by element"
     )
     control, proven = _without_clips(loop)
     return finding_of(
-        f"gradients are clipped by hand {times(len(edits))} inside the window of update {update.number}",
-        measured_evidence(
-            "events", f"a half-summed gradient is {by} before the last backward pass", factors=known_factors
-        ),
+        f"gradients are clipped by hand {times(len(edits))} in update {update.number}, before the last backward pass",
+        measured_evidence("events", f"a partly accumulated gradient is {by}", factors=known_factors),
         *control,
         remedy=_CLIP_ONCE,
         location=first_place(edits),
@@ -215,10 +215,10 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
     rates = _word_rates(loop.update_of(number))
     yield finding_of(
-        f"the learning-rate schedule steps {times(len(calls))} in the window of update {number}",
+        f"the learning-rate scheduler steps {times(len(calls))} in update {number}",
         measured_evidence(
             "events",
-            f"{len(inside)} scheduler steps before the last backward pass of their windows{rates}",
+            f"{len(inside)} scheduler steps before the last backward pass of an update{rates}",
             inside=len(inside),
             update=number,
         ),
@@ -251,10 +251,10 @@ def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     calls = Counter(f"`{event.call}`" for event in inside if event.update == number)
     text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
     yield finding_of(
-        f"the gradient scaler works inside the window of update {number}: {text} before its last backward pass",
+        f"the gradient scaler is used too early in update {number}: {text} before the last backward pass",
         measured_evidence(
             "events",
-            f"{len(inside)} calls on a half-summed gradient in all recorded windows",
+            f"{len(inside)} calls on partly accumulated gradients in all recorded updates",
             inside=len(inside),
             update=number,
         ),
@@ -288,13 +288,17 @@ def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[Settin
 
 def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
-    what = f"is made with another {names}" if settings else "makes something else of the same gradient"
+    what = (
+        f"uses another {names} than the full-batch run"
+        if settings
+        else "turns the same gradient into another change of the weights"
+    )
     descriptions = [
         "`{}` {}{}, in the full-batch run {}".format(setting.name, *_beside(setting)) for setting in settings[:_SHOWN]
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
     descriptions += [
-        f"of the same gradients the weights change by {stage.norm_ratio:.4g} of what they do there"
+        f"for the same gradients the weights change {stage.norm_ratio:.4g} times as much as in the full-batch run"
         for stage in moved
         if stage.outcome is Outcome.DIVERGENT and math.isfinite(stage.norm_ratio)
     ]
@@ -327,7 +331,9 @@ def _repair_settings(loop: Record, update: UpdateComparison, settings: list[Sett
             "the schedule advances once per update, as in the full-batch run: give its length (`T_max`, `total_steps`) "
             "in updates, the number of micro-batches divided by K"
         )
-    return "count updates, not micro-batches: advance what the setting is computed from once per optimizer step"
+    return (
+        "count updates, not micro-batches: advance the schedule or counter behind this setting once per optimizer step"
+    )
 
 
 def _beside(setting: SettingDifference) -> tuple[str, str, str]:

@@ -11,10 +11,10 @@ from gaverify.rules.rule import control_evidence, measured_evidence
 from gaverify.thresholds import FIT_FLOAT64, SMALL_PART
 
 _INEXACT = {
-    ControlKind.HELD: "it holds values, and gradients pass beside them",
-    ControlKind.CACHED_GRADIENTS: "what the loss itself calls and trains is computed per micro-batch still",
-    ControlKind.DECISIONS: "it holds decisions, and not what they were taken from",
-    ControlKind.DRAWS_HELD: "it gives typical values, which other code may treat otherwise",
+    ControlKind.HELD: "it fixes values, and gradients can flow around them",
+    ControlKind.CACHED_GRADIENTS: "modules that the loss itself calls and trains still run per micro-batch",
+    ControlKind.DECISIONS: "it fixes decisions, but not the values behind them",
+    ControlKind.DRAWS_HELD: "it inserts typical values, which later code may treat differently",
 }
 """Why a control may leave something although nothing else is at fault."""
 
@@ -25,10 +25,10 @@ _MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "tak
 def first_operation(facts: Facts, cause: Cause) -> Evidence:
     """What the trace saw: the difference, the operation, how many samples."""
     suspect = cause.suspect
-    where = f"first diverging operation {suspect.operation}"
+    where = f"first operation that differs: {suspect.operation}"
     if suspect.source is not None:
         where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
-        where += f"{_at(suspect.operation)} gives it back to the samples"
+        where += f"{_at(suspect.operation)} applies the result to each sample"
     if suspect.kind in ("rows", "random") and suspect.samples:
         where += f", for {suspect.samples} of {facts.batch_size} samples"
     culprit = suspect.culprit
@@ -53,17 +53,19 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     """What the control run showed."""
     run = cause.control
     if run is None:
-        why = cause.failure or "nothing of it can be held or replaced from outside"
+        why = cause.failure or "it cannot be kept fixed or replaced from outside"
         return control_evidence("control", f"no control run was possible ({why}): suspected, not proven")
     text = left_by(run)
     if not run.rounding:
-        remainder = "the causes named beside it explain the rest" if facts.cleared else rest_of(facts, run)
+        remainder = "the other causes listed explain the rest" if facts.cleared else rest_of(facts, run)
         weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
         text += (
-            ": this and other weights explain all of it" if weighs else f": {_word_share(cause.explained)}{remainder}"
+            ": this and other micro-batch weights together explain all of it"
+            if weighs
+            else f": {_word_share(cause.explained)}{remainder}"
         )
     if cause.alone > 0 and several(facts):
-        text += f"; alone, with the other causes neutralised, it makes {cause.alone:.0e}: proven"
+        text += f"; with the other causes removed, it alone makes a difference of {cause.alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
     return control_evidence("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
@@ -88,7 +90,7 @@ def rest_of(facts: Facts, run: ControlRun) -> str:
         fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
     )  # a term that counts wrongly
     if several(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
-        return "another cause is left"
+        return "another cause remains"
     return f"the control is not exact, because {_INEXACT[run.kind]}"
 
 
@@ -97,14 +99,14 @@ def held_remedy(cause: Cause) -> str:
     run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
     if run is None or not run.repairs:
         return ""
-    return "compute it once over the window and hold it constant in every micro-batch: tested, equivalent"
+    return "compute it once over the full batch and use this constant in every micro-batch: tested, equivalent"
 
 
 def paired_remedy(suspect: Suspect) -> str:
     """The repair of partners (mixup): operations that only move rows; empty for others, as for a choice of rows."""
     if suspect.kind == "control-flow" or suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
         return ""
-    return "pair the samples before the window is cut, so that partners travel in one micro-batch with their targets"
+    return "pair the samples before the batch is split, so that partners and their targets share a micro-batch"
 
 
 def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
@@ -118,7 +120,7 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     causes = facts.forward.causes
     order = (None, *causes) if facts.weights_first else (*causes, None)
     total = len(causes) + facts.window.has_wrong_weights
-    return f"repair {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
+    return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
 
 
 def behind(before: Sequence[Cause]) -> str:
@@ -126,13 +128,15 @@ def behind(before: Sequence[Cause]) -> str:
     if not before:
         return ""
     applied = all(cause.control is not None and cause.control.kind is ControlKind.FROZEN for cause in before)
-    return " behind the repairs before it" if applied else " with the causes before it held constant"
+    return " together with the fixes before it" if applied else " with the earlier causes kept constant"
 
 
 def beside(facts: Facts) -> str:
     """What weights were tested with: the causes of the forward, else the state that moves beside them; empty alone."""
     moving = facts.state is not None and bool(facts.state.blamed)
-    return ("" if facts.weights_first else behind(facts.forward.causes)) or (" with the state held" if moving else "")
+    return ("" if facts.weights_first else behind(facts.forward.causes)) or (
+        " with the state kept fixed" if moving else ""
+    )
 
 
 def several(facts: Facts) -> bool:

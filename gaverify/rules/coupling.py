@@ -29,21 +29,21 @@ _IN_LOSS = {
     "matrix": "the loss compares the samples of a batch with each other",
     "rows": "the loss gives each sample a value that depends on the other samples",
     "non-additive": "the loss is not a weighted sum over samples",
-    "control-flow": "the loss is computed in another way for another batch",
+    "control-flow": "the loss takes a branch that depends on the batch",
 }
 """What is wrong with a loss (GAV103), by what was seen of it."""
 
-_ONCE = "do in one place, after the window's last backward, what the hooks do per micro-batch"
+_ONCE = "do once, after the last micro-batch's backward pass, what the hooks do in each micro-batch"
 _LOOK_AT_BACKWARD = (
-    "look at custom `backward` functions and hooks: they see the micro-batch's gradient, not the window's"
+    "check custom `backward` functions and hooks: they get the micro-batch's gradient, not the full batch's"
 )
 _BACKWARD_REMEDIES = {
     BackwardPlace.MODULE: _LOOK_AT_BACKWARD,
     BackwardPlace.PARAMETER_HOOK: _ONCE,
     BackwardPlace.MODULE_HOOK: _ONCE,
-    BackwardPlace.TENSOR_HOOK: "let the hook treat each sample on its own; it sees the micro-batch's gradient",
-    BackwardPlace.CONSTANT: "compute the constant once over the window and use it in every micro-batch (a constant per "
-    "sample would be another loss)",
+    BackwardPlace.TENSOR_HOOK: "make the hook treat each sample separately; it gets the micro-batch's gradient",
+    BackwardPlace.CONSTANT: "compute the constant once over the full batch and use it in every micro-batch (one "
+    "constant per sample would change the loss)",
     BackwardPlace.LOSS: _LOOK_AT_BACKWARD,
 }
 """Repairs of a backward that depends on the batch (GAV104), by where gradients differ first."""
@@ -58,14 +58,14 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"{run.what} in its place: {word_trial(run)}"
+            f"replace it by {run.what}: {word_trial(run)}"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
             remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
-        what = f"{module_name(operation.module, operation.kind)} normalises over the micro-batch"
-        remedy = "; or ".join(remedies) or "use statistics of the sample itself, or stored ones"
+        what = f"{module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
+        remedy = "; or ".join(remedies) or "use statistics of each sample (LayerNorm, GroupNorm) or stored ones"
         yield _meeting(facts, cause, what, remedy)
 
 
@@ -103,8 +103,10 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         branches = suspect.kind == "control-flow"
-        what = "takes another way for another batch" if branches else "mixes the samples of a batch"
-        remedy = "let the operation see one sample at a time, or statistics that do not depend on the micro-batch"
+        what = "takes a branch that depends on the batch" if branches else "mixes the samples of a batch"
+        remedy = (
+            "make the operation treat one sample at a time, or use statistics that do not depend on the micro-batch"
+        )
         remedy = held_remedy(cause) or paired_remedy(suspect) or remedy
         yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
 
@@ -120,7 +122,9 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
         more = []
         if fit is not None and FIT_FLOAT64 < fit.residual < math.inf:
             of = f" of the first {fit.samples} samples" if fit.samples else ""
-            text = f"the best micro-batch weights leave {fit.residual:.1e} of the gradient{of} over"
+            text = (
+                f"no micro-batch weights reproduce the gradient{of}: the best leave a difference of {fit.residual:.1e}"
+            )
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
         yield _meeting(facts, cause, _IN_LOSS[suspect.kind], _remedy(facts, cause), *more)
 
@@ -133,21 +137,22 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     run = cause.control
     if facts.ranks is not None:
         return (
-            "compute the loss once over the window's outputs of all ranks: gather them with "
+            "compute the loss once over the outputs of all micro-batches and ranks: gather them with "
             "`gaverify.remedies.all_gather`, and cache the gradients of micro-batches (not tried here)"
         )
-    cached = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`)"
+    cached = "two-pass gradient caching (`gaverify.remedies.CachedGradients`)"
     if cause.suspect.kind == "non-additive":
-        cached = f"take what it needs of the batch (a mean, a deviation) once over the window; or {cached}"
+        statistics = "compute what it needs of the batch (a mean, a standard deviation) once over the full batch"
+        cached = f"{statistics}; or use {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
         before = facts.forward.causes[: facts.forward.causes.index(cause)]
-        return f"{cached}: tested{behind(before)}, gives the full-batch gradient at the memory of a micro-batch"
+        return f"{cached}: tested{behind(before)}, gives the full-batch gradient with the memory of one micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
-        return "hand the loss the full batch: it caches gradients itself, a part of the batch at a time: tested"
+        return "pass the full batch to the loss, which caches gradients itself, part by part: tested"
     constant_remedy = held_remedy(cause)
     if constant_remedy:
         return constant_remedy
-    loss_remedy = "compute the loss once over all outputs of the window"
+    loss_remedy = "compute the loss once over the outputs of all micro-batches"
     return paired_remedy(cause.suspect) or (
         loss_remedy if facts.diagnosed else f"{loss_remedy}: {cached} does it, not tried here"
     )
@@ -169,13 +174,14 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control
     restored = " from the same state" if facts.state is not None and facts.state.blamed else ""
     losses = "but for a constant" if facts.forward.adds_constant else f"to {facts.forward.loss_gap:.0e}"
-    where = f"; gradients part in {_word_place(place, culprit)}" if culprit is not None else ""
+    where = f"; gradients first differ in {_word_place(place, culprit)}" if culprit is not None else ""
     where += f"; hooks are registered on {hooked}" if hooked else ""
     yield finding_of(
-        f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although all forwards agree",
+        f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although all forward values "
+        "agree",
         measured_evidence(
             "operations",
-            f"{facts.compared.largest}; every operation of the forward agrees{restored}, the losses {losses}{where}",
+            f"{facts.compared.largest}; all operations of the forward pass agree{restored}, the losses {losses}{where}",
             loss_gap=facts.forward.loss_gap,
         ),
         *([] if run is None else [control_evidence("backward", left_by(run), left=run.left)]),
@@ -204,7 +210,8 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
         measured_evidence(
             "comparison",
             f"{difference(update)}; the losses of update {update.number} add up to {losses:.4g}, the full batch's is "
-            f"{update.window.full_loss:.4g}; the weights that explain the gradients would make it {losses_fitted:.4g}",
+            f"{update.window.full_loss:.4g}; with the weights that fit the gradients they would add up to "
+            f"{losses_fitted:.4g}",
             losses=losses,
             full_loss=update.window.full_loss,
             losses_fitted=losses_fitted,
@@ -223,7 +230,7 @@ def _word_place(place: BackwardPlace | None, culprit: Operation) -> str:
         BackwardPlace.PARAMETER_HOOK: f"the gradient hooks of the parameters of {module_name(culprit.module)}",
         BackwardPlace.MODULE_HOOK: f"the backward hooks on {module_name(culprit.module)}",
         BackwardPlace.TENSOR_HOOK: "a gradient hook that the forward puts on a tensor",
-        BackwardPlace.CONSTANT: "what was computed from the batch and is a constant to the backward",
+        BackwardPlace.CONSTANT: "a value that is computed from the batch and detached",
         BackwardPlace.LOSS: "the backward of the loss",
     }[place]
     return text + (f": `{culprit.source}`" if culprit.source else "")

@@ -44,15 +44,15 @@ def _repair_division(framework: FrameworkLoop, *, twice: bool) -> str:
     if framework.framework is Framework.TRANSFORMERS:
         divides = f"the Trainer divides each loss by `gradient_accumulation_steps` = {steps}"
         double = f"remove the division by {steps} from `compute_loss` or the model"
-        single = "set its `model_accepts_loss_kwargs` to True, which keeps it from that"
+        single = "set its `model_accepts_loss_kwargs` to True, which turns this off"
     elif framework.framework is Framework.ACCELERATE:
         divides = f"Accelerate divides each loss by `gradient_accumulation_steps` = {steps}"
         double = f"remove the script's own division by {steps}"
-        single = f"multiply the loss by {steps} where it counts the whole window already"
+        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
     else:
         divides = f"Lightning's Trainer divides each loss by `accumulate_grad_batches` = {steps}"
         double = f"remove the division by {steps} from `training_step`"
-        single = f"multiply the loss by {steps} where it counts the whole window already"
+        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
     return f"{divides} already: {double}" if twice else f"{divides}: {single}"
 
 
@@ -79,18 +79,19 @@ def _repair_counts(framework: FrameworkLoop) -> str:
     """The sentence of the Trainer for a loss that ignores the number of the window's targets; empty where none is."""
     if framework.counts_items is None:
         return (
-            "use transformers 4.46 or newer, whose Trainer hands the number of the window's targets to the loss as "
+            "use transformers 4.46 or newer, whose Trainer passes the number of targets in all micro-batches to the "
+            "loss as "
             "`num_items_in_batch`"
         )
     if not framework.counts_items:
         return ""
     remedy = (
-        "sum the losses and divide by `num_items_in_batch`, which the Trainer hands to `compute_loss` and to a model "
-        "whose forward takes it"
+        "sum the losses and divide by `num_items_in_batch`, which the Trainer passes to `compute_loss`, and to a model "
+        "whose forward accepts it"
     )
     if not framework.divides:
         return remedy
     return (
-        f"{remedy}, and set the Trainer's `model_accepts_loss_kwargs` to True, because it divides by "
-        "`gradient_accumulation_steps` else"
+        f"{remedy}, and set the Trainer's `model_accepts_loss_kwargs` to True, because otherwise it divides by "
+        "`gradient_accumulation_steps` as well"
     )

@@ -137,7 +137,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     numbers = [loss.window for loss in losses]
     summary = (
         f"update {first.window} uses {first.survivors} of {passes(len(first.backwards) + first.survivors)}: the "
-        "others' gradients were cleared"
+        "gradients of the others were cleared"
     )
     remedy = "clear the gradients once per update, after the step"
     if cleared_before_step(loop, first):
@@ -146,7 +146,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     yield finding_of(
         summary,
         count_calls(loop.windows),
-        Evidence("events", "cleared", f"thrown away in {updates(numbers)}", {"updates": numbers}),
+        Evidence("events", "cleared", f"gradients lost in {updates(numbers)}", {"updates": numbers}),
         remedy=remedy,
         location=place(first.by),
         proven=True,
@@ -156,15 +156,16 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
 def _overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
     """Returns the finding where each backward pass writes its gradients over those of the passes before it."""
     return finding_of(
-        f"update {update.number} uses 1 of {passes(update.window.steps)}: each sets the gradients, and adds nothing",
+        f"update {update.number} uses 1 of {passes(update.window.steps)}: each overwrites the gradients instead of "
+        "adding to them",
         measured_evidence("comparison", difference(update), update=update.number),
         control_evidence(
             "control",
-            "with the gradients cleared before every backward pass the step is given the same to "
-            f"{setting.difference_left:.0e}: proven",
+            "with the gradients cleared before every backward pass, the step gets the same gradient to "
+            "{setting.difference_left:.0e}: proven",
             left=setting.difference_left,
         ),
-        remedy="add to the gradients that are there (`g if main.grad is None else main.grad + g`), and clear them once "
+        remedy="add to the existing gradients (`g if main.grad is None else main.grad + g`), and clear them once "
         "per update, after the step",
         location=line_of(setting.file, setting.line),
         proven=True,
@@ -178,14 +179,14 @@ def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
         return
     which = join_texts([str(k + 1) for k in weights.lost_micro_batches], 6)
     yield finding_of(
-        f"{len(weights.lost_micro_batches)} of {weights.steps} micro-batches never reach the gradient that the "
-        f"strategy ends with: {which}",
+        f"{len(weights.lost_micro_batches)} of {weights.steps} micro-batches are missing from the strategy's final "
+        f"gradient: {which}",
         measured_evidence("micro-batch-weights", facts.compared.largest, lost=weights.lost_micro_batches),
         control_evidence(
             "micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"
         ),
-        remedy="add up the gradients of all micro-batches: clear them before the first, and where an engine or a copy "
-        "of its own keeps them, let it take the sum once, after the last",
+        remedy="sum the gradients of all micro-batches: clear them before the first only, and if an engine or a copy "
+        "keeps them, give it the sum once, after the last",
         proven=run.rounding,
     )
 
@@ -198,7 +199,7 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     by = facts.backward.clearing
     line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
     yield finding_of(
-        "the forward clears the gradients of the micro-batches before it",
+        "the forward clears the gradients of earlier micro-batches",
         measured_evidence("gradients", f"{facts.compared.largest}{line}"),
         control_evidence("gradients", left_by(run), left=run.left),
         remedy="clear the gradients once per update, after the step"
@@ -220,7 +221,8 @@ def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
     yield finding_of(
         f"{passes(len(first.backwards))} {after} {how}",
         count_calls(loop.windows),
-        remedy="step after the last micro-batch of an epoch too, and divide by the micro-batches that its window has",
+        remedy="also step after the last micro-batch of an epoch, and divide by the number of micro-batches in that "
+        "update",
         location=first_place(filter(None, (first.by, first.backwards[-1]))),
         proven=True,
     )

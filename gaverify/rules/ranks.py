@@ -34,9 +34,10 @@ def _other_weights(ranks: RankFacts) -> Finding:
     return finding_of(
         f"the {ranks.ranks} ranks compute their gradients at different weights",
         measured_evidence(
-            "ranks", f"the weights of the ranks are {far:.2g} apart (relative) before the first step", apart=far
+            "ranks", f"the ranks' weights differ by {far:.2g} (relative) before the first step", apart=far
         ),
-        remedy="give every rank rank 0's weights before the first step: DistributedDataParallel does, and so does "
+        remedy="copy rank 0's weights to every rank before the first step: DistributedDataParallel does this, and so "
+        "does "
         "`torch.distributed.broadcast` of each parameter",
         proven=False,
     )
@@ -44,33 +45,34 @@ def _other_weights(ranks: RankFacts) -> Finding:
 
 def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
     after = ranks.replicas.summed_difference <= ranks.rounding
-    what = "; after the window's last backward pass they were the same" if after else ""
+    what = "; after the last backward pass they were equal" if after else ""
     evidence = [
         measured_evidence(
             "ranks",
-            f"the gradients of the ranks are {ranks.replicas.difference:.2g} apart (relative) at the same step{what}",
+            f"the ranks' gradients differ by {ranks.replicas.difference:.2g} (relative) at the same step{what}",
             apart=ranks.replicas.difference,
         )
     ]
     difference_left, proven = ranks.shares.mean_left, ranks.is_rounding(ranks.shares.mean_left)
     if proven:
-        text = f"the mean of the ranks' own gradients is the full batch's to {difference_left:.0e}: proven"
+        text = f"the mean of the ranks' gradients equals the full batch's to {difference_left:.0e}: proven"
         evidence.append(control_evidence("rank-weights", text, left=difference_left))
     reduced = ranks.sync_control
     repaired = ranks.is_rounding(reduced) and not after
     failed = not math.isnan(reduced) and not repaired and not after
     if repaired or failed:
-        text = f"with every backward pass reducing the difference from the full batch is {reduced:.0e}"
+        text = f"with a reduction in every backward pass, the difference from the full batch is {reduced:.0e}"
         evidence.append(control_evidence("ranks", text, left=reduced))
-    why = "each changes them in its own way before it" if after else "they were not reduced"
+    why = "each rank changes them differently before the step" if after else "they were not reduced"
     remedy = _remedy(ranks)
     if failed:
         remedy = (
-            "reducing in every backward pass does not repair it: look for what the engine does not hold (a parameter "
+            "reducing in every backward pass does not repair it: look for gradients that the engine does not manage (a "
+            "parameter "
         )
-        remedy += "outside the wrapper, a gradient made or changed by hand), and reduce that by hand on all ranks"
+        remedy += "outside the wrapper, a gradient made or changed by hand), and all-reduce them yourself"
     if after:
-        remedy = "let every rank do what changes the gradients after they were reduced: clip, scale, add noise"
+        remedy = "after the reduction, change the gradients in the same way on every rank: clip, scale, add noise"
     of = f" of {join_texts([f'`{name}`' for name in ranks.replicas.parameters])}" if ranks.replicas.parameters else ""
     return finding_of(
         f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
@@ -84,10 +86,12 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
 def _remedy(ranks: RankFacts) -> str:
     """What reduces the gradients, by how the ranks hold the model."""
     if ranks.tensor_parallel:
-        return "feed ranks that hold parts of the same layers the same rows, so that what each holds whole is alike"
+        return "give tensor-parallel ranks the same rows, so that their replicated parameters get the same gradients"
     if ranks.engine is Engine.FSDP2:
-        return "average over the ranks what they hold whole beside their shards, or do not let `fully_shard` ignore it"
-    return "call the wrapper's forward, and run the window's last backward pass outside `no_sync`"
+        return "average the gradients of the parameters that are not sharded, or do not let `fully_shard` ignore these"
+    return (
+        "call the wrapped model's forward, and run the last backward pass of the accumulation window outside `no_sync`"
+    )
 
 
 @rule_of_ranks("GAV702")
@@ -100,18 +104,18 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     missing = "any gradient: the sharded gradients are never reduced"
     observation = f"no sharded parameter has a gradient at the step, and {_reducing(ranks)}"
     if not ranks.reduction.stepped_without:
-        missing = "the gradient of the window's last backward pass"
+        missing = "the gradient of the last backward pass"
         observation = f"{_reducing(ranks)}, and the last one does not"
     backwards = len(ranks.reduction.bytes_by_pass)
     evidence = [measured_evidence("ranks", observation, backwards=backwards, reductions=ranks.reductions)]
     if difference_left == difference_left:  # not NaN: the control ran
-        what = "with every backward pass reducing the difference from the full batch"
+        what = "with a reduction in every backward pass, the difference from the full batch"
         evidence.append(word_control("ranks", what, difference_left, proven))
     yield finding_of(
         f"the {ranks.ranks} ranks step without {missing}",
         *evidence,
         location=backward_place(facts),
-        remedy="`set_requires_gradient_sync(True)` before the window's last backward pass"
+        remedy="call `set_requires_gradient_sync(True)` before the last backward pass of the accumulation window"
         + (", and `set_requires_all_reduce(True)`" if ranks.reduction.stepped_without and ranks.reductions else "")
         + (": tested, equivalent" if proven else ""),
         proven=proven,
@@ -127,7 +131,7 @@ def _is_lost(ranks: RankFacts) -> bool:
 
 def _reducing(ranks: RankFacts) -> str:
     """How many backward passes of the window reduce, in words."""
-    reducing = f"{ranks.reductions or 'none'} of the window's {passes(len(ranks.reduction.bytes_by_pass))}"
+    reducing = f"{ranks.reductions or 'none'} of {passes(len(ranks.reduction.bytes_by_pass))}"
     return f"{reducing} {'reduce' if ranks.reductions > 1 else 'reduces'} over ranks"
 
 
@@ -146,9 +150,9 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         measured_evidence(
             "ranks", f"buffers differ between the ranks: {join_texts([f'`{name}`' for name in names])}", buffers=names
         ),
-        word_control("ranks", "in evaluation mode in both runs the difference", difference_left, proven),
+        word_control("ranks", "with these layers frozen in both runs the difference", difference_left, proven),
         location=Location(owners[0]),
-        remedy="GroupNorm or LayerNorm, evaluation mode for these layers, or SyncBatchNorm where K = 1",
+        remedy="use GroupNorm or LayerNorm, freeze these layers (`.eval()`), or use SyncBatchNorm if K = 1",
         proven=proven,
     )
 
@@ -162,16 +166,17 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
     total_bytes, last = sum(bytes_by_pass), bytes_by_pass[-1]
     switch = "set_requires_gradient_sync(False)" if ranks.engine is Engine.FSDP2 else "no_sync()"
     yield finding_of(
-        f"{ranks.reductions} of {len(bytes_by_pass)} backward passes of a window reduce over the ranks; one would do",
+        f"{ranks.reductions} of {len(bytes_by_pass)} backward passes per update reduce over the ranks; one would be "
+        "enough",
         measured_evidence(
             "ranks",
-            f"each rank reduces {total_bytes:,} bytes per window; {last:,} with the last backward pass alone",
+            f"each rank reduces {total_bytes:,} bytes per update; {last:,} if only the last backward pass reduces",
             bytes=total_bytes,
             needed=last,
             reductions=ranks.reductions,
         ),
         location=backward_place(facts),
-        remedy=f"run all backward passes of a window but the last under `{switch}`",
+        remedy=f"run all backward passes of an update except the last under `{switch}`",
         severity="note",
         proven=True,
     )
@@ -195,7 +200,7 @@ def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
         return
     right, used = shares(fit.weights), shares(fit.used)
-    fitted = f"used were {used}; {right} fit to {fit.residual:.0e}"
+    fitted = f"the weights used are {used}; {right} fit to {fit.residual:.0e}"
     yield _finding(ranks, right, fitted, right=list(fit.weights), used=list(fit.used))
 
 
@@ -216,10 +221,10 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
 
 def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Finding:
     return finding_of(
-        f"the gradients of the {ranks.ranks} ranks are averaged equally; right for ranks 0 to "
-        f"{ranks.ranks - 1} would be {fitting}",
+        f"the gradients of the {ranks.ranks} ranks get the same weight; the right weights of ranks 0 to "
+        f"{ranks.ranks - 1} are {fitting}",
         measured_evidence("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
-        *rank_trial(ranks, f"each rank's loss multiplied by its right share ({fitting}) over the used one"),
+        *rank_trial(ranks, f"each rank's loss multiplied by its right weight ({fitting}) divided by the used one"),
         remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
         "number of ranks, because the engine averages",
         proven=ranks.is_rounding(ranks.weights_control),
@@ -240,11 +245,11 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.window.steps) and counting_rank is None:
         return
     strategy_meaning = (
-        (float(ranks.ranks), "R: a sum where the mean over the ranks was meant"),
-        (1.0 / ranks.ranks, "1/R: the engine's mean divides once more"),
+        (float(ranks.ranks), "R): gradients are summed over the ranks instead of averaged"),
+        (1.0 / ranks.ranks, "1/R): the loss is divided by the number of ranks, and the engine averages as well"),
     )
     meaning = next(
-        (f" = {text}" for value, text in strategy_meaning if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), ""
+        (f" (= {text}" for value, text in strategy_meaning if math.isclose(factor, value, rel_tol=COMPUTED_FLOAT32)), ""
     )
     remedy = f"multiply each rank's loss by {1 / factor:.6g}"
     if counting_rank is not None:
@@ -256,9 +261,11 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
             f"number of ranks, because the engine averages: here, {remedy}"
         )
     yield finding_of(
-        f"the gradient that {ranks.ranks} ranks end up with is {factor:.6g} times the full batch's{meaning}",
+        f"the gradient of the {ranks.ranks} ranks is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(
-            "rank-weights", f"{beside_one_process(ranks)}; one factor leaves {difference_left:.0e} over", factor=factor
+            "rank-weights",
+            f"{beside_one_process(ranks)}; a single factor explains all but {difference_left:.0e}",
+            factor=factor,
         ),
         *rank_trial(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
         remedy=remedy + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
@@ -303,17 +310,16 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     fit = ranks.shares.fit
     residual = fit.residual if fit is not None else math.nan
     yield finding_of(
-        f"the loss gathers tensors of {ranks.ranks} ranks, and their gradients stay behind",
+        f"the loss gathers tensors of {ranks.ranks} ranks, but gradients do not flow back through the gather",
         measured_evidence(
             "rank-weights",
-            f"{beside_one_process(ranks)}; the best weights of the ranks' gradients leave {residual:.1e} over",
+            f"{beside_one_process(ranks)}; no weights of the ranks' gradients explain it: the best leave "
+            f"{residual:.1e}",
             residual=residual,
         ),
-        word_control(
-            "gather", "with `gaverify.remedies.all_gather` in its place the difference", difference_left, proven
-        ),
+        word_control("gather", "with `gaverify.remedies.all_gather` instead, the difference", difference_left, proven),
         location=_place(facts),
-        remedy="`gaverify.remedies.all_gather`, which hands gradients back, in place of the gather"
+        remedy="use `gaverify.remedies.all_gather`, which passes gradients back, instead of the gather"
         + (": tested, equivalent" if proven else ""),
         proven=proven,
     )
@@ -343,25 +349,27 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     evidence = [
         measured_evidence(
             "ranks",
-            f"the {part} of ranks 0 to {ranks.ranks - 1} count {shares(factors)} times the full batch's, each with "
-            f"{max(shard.residual for shard in shards):.0e} left over",
+            f"the {part} of ranks 0 to {ranks.ranks - 1} are {shares(factors)} times the full batch's, each to within "
+            f"{max(shard.residual for shard in shards):.0e}",
             factors=factors,
         )
     ]
     proven = largest_error <= ranks.rounding
     if proven:
         norms = [shard.norms for shard in shards]
-        text = f"clipping each by its norm alone makes that {shares(norms)}, the same to {largest_error:.0e}: proven"
+        text = (
+            f"clipping each by its own norm gives the factors {shares(norms)}, the same to {largest_error:.0e}: proven"
+        )
         evidence.append(control_evidence("ranks", text, norms=norms, left=largest_error))
     yield finding_of(
-        f"each of the {ranks.ranks} ranks scales its {whose} by a number of its own"
+        f"each of the {ranks.ranks} ranks scales its {whose} by a different factor"
         + (" before they are reduced" if fit is not None else ""),
         *evidence,
         location=_clip_place(facts),
-        remedy="clip with `torch.nn.utils.clip_grad_norm_`, which knows sharded gradients, or add up the squared norms "
-        "of all ranks first"
+        remedy="clip with `torch.nn.utils.clip_grad_norm_`, which handles sharded gradients, or sum the squared norms "
+        "over all ranks first"
         if fit is None
-        else "reduce the gradients first, and clip what every rank then holds",
+        else "reduce the gradients first, then clip on every rank",
         proven=proven,
     )
 

@@ -31,8 +31,8 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
         summary = f"the difference in update {update.number} is real; no rule of the audit explains it"
         evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
         remedy = (
-            "look for samples that interact in the model or the loss, and for what a forward leaves to the next one (a "
-            "counter, a queue, a moving average): `gaverify run --model FILE:FACTORY` on the same model names either"
+            "look for samples that interact in the model or the loss, and for state that one forward leaves to the "
+            "next (a counter, a queue, a moving average): `gaverify run --model FILE:FACTORY` finds both"
         )
     elif facts.stopped_after is not None:
         summary = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
@@ -53,24 +53,25 @@ def _list_ruled_out(facts: Facts) -> Iterator[str]:
     fit, loop = facts.window.fit, facts.loop
     if loop is not None and fit is not None and fit.used_residual > loop.tolerance:
         # the weights of a recipe are given; those of a script are fitted, and may not fit at all
-        yield "what the optimizer sees is no weighted sum of what the backward passes give"
+        yield "no weighting of the micro-batches' gradients yields what the optimizer sees"
     elif fit is not None:
         weights = "weights: the best ones" if loop is None else "the best weights of the micro-batches"
-        yield f"{weights} leave {fit.residual:.1e} over"
+        yield f"{weights} leave a difference of {fit.residual:.1e}"
     if loop is not None:
-        yield "no call stands in the wrong place"
+        yield "all calls are in the right order"
         terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
         if loop.ranks > 1 and terms > 1:
-            yield f"the {terms} terms of the loss were not tried one by one: of several ranks they cannot be"
+            yield f"the {terms} terms of the loss were not tested one by one, which is not possible with several ranks"
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
-        yield "repeatability: what was run twice agrees with itself"
+        yield "repeatability: running the same twice gives the same result"
     if facts.state is not None:
         changed = quote_names(change.name for change in facts.state.changes)
-        yield f"state: {f'holding {changed} does not help' if facts.state.control else 'none is changed and read'}"
+        tried = f"keeping {changed} fixed does not help" if facts.state.control else "none is changed and read"
+        yield f"state: {tried}"
     if facts.forward.agree:
-        yield "operations: all forwards agree"
+        yield "operations: all forward values agree"
     for suspect in dict.fromkeys(map(str, facts.forward.ruled_out)):
-        yield f"{suspect}: neutralised, the difference stays"
+        yield f"{suspect}: without it the difference stays"
     yield from _word_failures(facts)
 
 
@@ -87,15 +88,15 @@ def _advice(facts: Facts) -> str:
     """Where to look, by what is known."""
     halves = "bisect: run with half of the layers frozen or bypassed"
     if facts.failures:
-        return f"make possible what could not run (a smaller batch, kernels with float64), or {halves}"
+        return f"enable what could not run (a smaller batch, kernels with float64), or {halves}"
     if facts.forward.agree:
-        return f"look at custom `backward` functions and hooks, since all forwards agree; else {halves}"
+        return f"check custom `backward` functions and hooks, because all forward values agree; else {halves}"
     coupling = facts.forward.coupling
     if coupling is None:
         return halves
     if coupling.others == 0:
-        return "look at the loss: the model keeps its samples apart; compute its terms one by one for both runs"
-    return f"samples meet inside the model: {halves}, until the outputs of a sample depend on no other"
+        return "look at the loss, because samples do not interact in the model; compare its terms one by one"
+    return f"samples interact inside the model: {halves}, until the output for a sample depends on no other"
 
 
 @rule("GAV901")
@@ -107,14 +108,14 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     equal = len(counts) > 1 and len(set(counts)) == 1
     if facts.window.ignored_targets and equal and averaged and not facts.compared.divergent:
         reasons.append(
-            f"every micro-batch has {counts[0]:g} valid targets: averaging them equally is right on this batch only"
+            f"every micro-batch has {counts[0]:g} valid targets: equal weights are right for this batch only"
         )
     if reasons:
         text = "; ".join(reasons)
         yield finding_of(
             text,
             measured_evidence("batch-quality", text, valid_targets=list(map(float, counts))),
-            remedy="verify on a batch of different samples with different numbers of valid targets",
+            remedy="use a batch of different samples with different numbers of valid targets",
             severity="note",
             proven=True,
         )
@@ -129,18 +130,18 @@ def _list_reasons(facts: Facts) -> Iterator[str]:
         # those of `facts.compared` are of the first update that differs, if any does
         rows = loop.updates[0].parameters
         if loop.same_pieces:
-            yield "both runs fed the first update in the same pieces: the full batch was compared with itself"
+            yield "both runs split the first update in the same way: the full batch was compared with itself"
     elif facts.window.steps == 1 and facts.ranks is None:
         yield "K = 1: the full batch was compared with itself"
     if facts.identical:
-        unseen = "" if facts.blind else "; what they draw at random tells them apart"
-        yield f"all samples are identical, so that samples acting on each other could not show{unseen}"
+        unseen = "" if facts.blind else "; only their random draws differ"
+        yield f"all samples are identical, so interactions between samples cannot be seen{unseen}"
     if _are_all_zero([row for row in rows if loop is not None or not math.isnan(row.difference_norm)]):
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
         hook_names = ", ".join(f"`{name}`" for name in hooked[:3])
-        yield f"hooks on {hook_names} take the gradients away before anything is compared (optimizer in backward?)"
+        yield f"hooks on {hook_names} remove the gradients before they are compared (optimizer in backward?)"
 
 
 def _are_all_zero(rows: Sequence[ParameterComparison]) -> bool:
@@ -156,7 +157,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     better = ""
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
-    of = f" (that of {loss.samples} samples, and what adding up lost)" if loss.samples else ""
+    of = f" (of {loss.samples} samples, plus the loss from summing)" if loss.samples else ""
     yield finding_of(
         f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
         measured_evidence(
@@ -182,20 +183,22 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     named = join_texts([f"`{name}`" for name in parameters], 1)
     if facts.loop is not None and _have_other_optimizers(facts.loop, number):
         yield finding_of(
-            f"not the same optimizers step in update {number} of both runs",
+            f"different optimizers step in update {number} of the two runs",
             measured_evidence("events", f"{named} is stepped in one run only", parameters=parameters),
-            remedy="step all optimizers at the same place, at the end of the window",
+            remedy="step all optimizers together, after the last micro-batch",
             proven=True,
         )
         return
     where = "" if facts.loop is None else f" (update {number})"
-    only = f"; {branch} runs on one side only" if branch is not None else ""
+    only = f"; {branch} runs in one run only" if branch is not None else ""
     yield finding_of(
         f"{named} {'has' if len(rows) == 1 else 'have'} {rows[0].reason}{where}",
         measured_evidence(
-            "comparison", f"{count_text(len(rows), 'parameter')} on one side only{only}", parameters=parameters
+            "comparison",
+            f"{count_text(len(rows), 'parameter')} with a gradient in one run only{only}",
+            parameters=parameters,
         ),
-        remedy="look for a branch that depends on the batch: the parameter is reached on one side only",
+        remedy="look for a branch that depends on the batch: the parameter is used in one run only",
         location=branch.location if branch is not None else Location(rows[0].name.rpartition(".")[0]),
         proven=True,
         together=[Location(name.rpartition(".")[0]) for name in parameters],

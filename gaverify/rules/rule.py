@@ -92,7 +92,7 @@ def control_evidence(source: str, statement: str, /, **values: Any) -> Evidence:
 
 
 def word_control(
-    source: str, what: str, left: float, proven: bool, otherwise: str = "another cause is left", **values: Any
+    source: str, what: str, left: float, proven: bool, otherwise: str = "another cause remains", **values: Any
 ) -> Evidence:
     """Returns the evidence of a control run that says which difference it leaves, and what that means.
 

@@ -38,7 +38,7 @@ def word_count_place(weights: AccumulationWindow) -> str:
     if place is None:
         return ""
     line = f": `{place.source}`" if place.source else ""
-    return f"; counted by {place}{line}" + (f" ({place.caller})" if place.caller else "")
+    return f"; averaged by {place}{line}" + (f" ({place.caller})" if place.caller else "")
 
 
 def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple[ParameterComparison, ...]] | None:
@@ -252,12 +252,13 @@ def word_factor(facts: Facts, factor: float, steps: int, *, ranks: int = 1, what
     divided, parts = (steps / ranks, "(K · R)" if ranks > 1 else "K") if is_run else (float(steps), "K")
     may_be_ranks = not is_run and ranks == steps > 1
     verb = "was" if is_run else "is"
-    without = f"K{' = R' * may_be_ranks}: {what} {verb} not divided by K"
-    without += ", or a sum over the ranks where their mean was meant" * may_be_ranks
-    often = f"1/{parts}{' = 1/R' * may_be_ranks}: {what} {verb} divided by {parts} although it needs no division, "
-    often += f"or twice{', or over the ranks once more' * may_be_ranks}"
+    without = f" (= K{' = R' * may_be_ranks}): {what} {verb} not divided by K"
+    without += ", or gradients are summed over the ranks instead of averaged" * may_be_ranks
+    often = f" (= 1/{parts}{' = 1/R' * may_be_ranks}): {what} {verb} divided by {parts} once too often"
+    often += ", or by the number of ranks" * may_be_ranks
     meanings = [(divided, without), (1 / max(steps, 1), often)]
     if is_run:  # how many samples a script's loss is divided by is not known
-        meanings += [(steps / size, "K/B"), (size / steps, "B/K"), (1.0 / size, "1/B"), (float(size), "B")]
+        quotients = [(steps / size, "K/B"), (size / steps, "B/K"), (1.0 / size, "1/B"), (float(size), "B")]
+        meanings += [(value, f" (= {name})") for value, name in quotients]
     close = COMPUTED_FLOAT32 if facts.loop is None else facts.loop.tolerance
-    return next((f" = {text}" for value, text in meanings if math.isclose(factor, value, rel_tol=close)), "")
+    return next((text for value, text in meanings if math.isclose(factor, value, rel_tol=close)), "")

@@ -34,8 +34,8 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     named = join_texts([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
     summary = f"the forward changes {named}, which the next micro-batch reads"
     if is_set_once(state):
-        summary = f"the first forward sets {named} by the batch that it is given"
-        summary += ", and every later one moves it on" if _moves_on(state) else ""
+        summary = f"the first forward initialises {named} from its batch"
+        summary += ", and later forwards update it" if _moves_on(state) else ""
     yield _finding_of_state(facts, state, blamed, summary)
 
 
@@ -78,9 +78,9 @@ def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Ev
         article = "" if is_set_once(state) else "the "
         text = left_by(state.control, article)
         if state.alone > 0:
-            text += f"; alone, with the other causes neutralised, it makes {state.alone:.0e}: proven"
+            text += f"; with the other causes removed, it alone makes a difference of {state.alone:.0e}: proven"
         if state.beside > 0:
-            text += f"; restored alone, it moves the accumulated gradient by {state.beside:.0e}: proven"
+            text += f"; restoring it alone changes the accumulated gradient by {state.beside:.0e}: proven"
         evidence.append(control_evidence("state", text, left=state.control.left))
     return tuple(evidence)
 
@@ -98,24 +98,24 @@ def _moves_on(state: State) -> bool:
 
 def _remedy(state: State) -> str:
     """The repair that was run."""
-    first = "run one full batch through the model first, without a step"
+    first = "run one forward pass on a full batch first, without a step"
     if is_set_once(state) and _moves_on(state):
-        return f"{first}, and update the state once per window, after the optimizer step: tested with the state held"
+        return f"{first}, and update the state once per optimizer step, after it: tested with the state kept fixed"
     if is_set_once(state):
         return f"{first}: tested, equivalent"
     if state.alone > 0 or state.beside > 0:
         return (
-            "update the state once per window, after the optimizer step: tested with the state kept from moving, "
-            "together with the other repairs"
+            "update the state once per optimizer step, after it: tested with the state kept fixed, together with the "
+            "other repairs"
         )
     if state.remedies:
         return f"restore the state before each micro-batch: {word_trial(state.remedies[0])}"
-    text = "update the state once per window, after the optimizer step: tested with the state held, equivalent"
+    text = "update the state once per optimizer step, after it: tested with the state kept fixed, equivalent"
     if not state.elsewhere > SAME_IN_FLOAT32:
         return text
     return (
-        f"{text} to the gradient of a full batch that reads the state of before the window, {state.elsewhere:.1e} from "
-        "that of one that reads what it has just written"
+        f"{text} to a full batch that reads the state from before the update; one that reads its own new state differs "
+        f"by {state.elsewhere:.1e}"
     )
 
 
@@ -127,13 +127,13 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed and not is_set_once(state):  # what the first forward sets once is GAV401
         named = quote_names(change.name for change in blamed if change.place != "unnamed") or "state"
-        summary = f"the forward changes {named}, outside of parameters and buffers, and reads it again"
+        summary = f"the forward changes {named}, which is no parameter or buffer, and reads it again"
         yield _finding_of_state(facts, state, blamed, summary)
     elif twice is not None and twice.forward > facts.repeats:
         yield finding_of(
-            "the same batch gives another loss when it is run again with all known state restored",
+            "the same batch gives another loss in a second run, although all known state was restored",
             measured_evidence("repeatability", f"the loss differs by {twice.forward:.1e}", **vars(twice)),
-            remedy="look for state that lives outside the model (files, global objects, generators of its own, clocks)",
+            remedy="look for state outside the model (files, global objects, own random generators, clocks)",
             proven=False,
         )
 
@@ -151,14 +151,15 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
         is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
         after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
-        remedy = "scale the update rate (BatchNorm: momentum / K), if evaluation depends on these buffers"
+        remedy = "divide their update rate by K (BatchNorm: momentum / K), if evaluation depends on these buffers"
         if blamed and is_read:
             remedy = (
-                "update these buffers once per window, after the optimizer step: the next forward reads "
-                f"{quote_names(blamed)}, so that another rate is no repair"
+                "update these buffers once per optimizer step, after it: the next forward reads {quote_names(blamed)}, "
+                "so another update rate does not help"
             )
         yield finding_of(
-            f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per window and {end} up different{after}",
+            f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per optimizer step and {end} up "
+            f"different{after}",
             measured_evidence("state", differs, **dict(drift)),
             remedy=remedy,
             severity="note",
@@ -176,10 +177,10 @@ def _average(loop: Record) -> Iterator[Finding]:
     window = loop.window_of(number)
     often = len(window.of(AverageUpdate)) if window is not None else len(inside)
     yield finding_of(
-        f"the moving average of the weights is updated {times(often)} in the window of update {number}",
+        f"the moving average of the weights is updated {times(often)} in update {number}",
         measured_evidence(
             "events",
-            f"{len(inside)} updates before the last backward pass of their windows",
+            f"{len(inside)} of these calls before the last backward pass of an update",
             inside=len(inside),
         ),
         remedy="update the average once per optimizer step",
@@ -196,14 +197,15 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     if draws.dealt > 0:
         were = "was" if draws.count == 1 else "were"
         yield finding_of(
-            f"{count_text(draws.count, 'random draw')} of the full batch {were} replayed sample by sample",
+            f"{count_text(draws.count, 'random draw')} (such as dropout) {were} aligned: each sample got the same "
+            "values in both runs",
             measured_evidence(
                 "random-draws",
-                f"{count_text(draws.dealt, 'draw')} dealt out to micro-batches",
+                f"{count_text(draws.dealt, 'draw')} split over the micro-batches",
                 draws=draws.count,
                 dealt=draws.dealt,
             ),
-            remedy="nothing to do: in training the draws differ and the gradients agree in expectation",
+            remedy="no action needed: in training the draws differ, and the gradients agree on average",
             severity="note",
             proven=True,
         )
@@ -221,11 +223,11 @@ def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] |
         f"{join_texts(list(places.values()))} {verb} one value for the whole batch, not one per sample",
         measured_evidence(
             "random-draws",
-            f"all {steps} micro-batches were given the full batch's value; in training a window draws {steps} of them, "
-            "which has the same mean and another variance",
+            f"all {steps} micro-batches got the full batch's value; in training each draws its own, with the same mean "
+            "and another variance",
             shared=list(draws),
         ),
-        remedy="draw a value per sample, or once per window where one value is meant",
+        remedy="draw one value per sample, or one per optimizer step if a single value is meant",
         severity="note",
         location=_first(draws.values()),
         proven=True,
@@ -240,7 +242,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         return  # what was drawn made no difference that could be seen
     reasons = dict(facts.draws.unaligned)
     if facts.draws.foreign_differ:
-        reasons["Python or NumPy generator"] = "how much is drawn depends on the batch"
+        reasons["Python or NumPy generator"] = "the number of draws depends on the batch"
     if not reasons and decisive is None:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
@@ -250,21 +252,23 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     still = facts.draws.control
     if still is not None:
         without = facts.draws.alone == 0  # measured, with the causes that are named neutralised
-        remainder = "the causes named beside it are left, and without them the draws make none" if without else ""
+        remainder = "the other causes listed remain, and without them the draws make no difference" if without else ""
         text = left_by(still) + ("" if still.rounding else f": {remainder or rest_of(facts, still)}")
         if facts.draws.alone > 0:
-            text += f"; with the other causes neutralised the draws alone make {facts.draws.alone:.0e}: proven"
+            text += (
+                f"; with the other causes removed, the draws alone make a difference of {facts.draws.alone:.0e}: proven"
+            )
         evidence.append(control_evidence("random-draws", text, left=still.left))
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
     fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
     yield finding_of(
-        "random draws could not be dealt out per sample",
+        "random draws could not be aligned sample by sample between the two runs",
         *evidence,
         severity="fault" if fault else "note",
         location=decisive.suspect.operation.location if decisive is not None else _first(facts.draws.places.values()),
-        remedy="draw per sample (one value for each row of the batch), or once per forward"
-        + (", or switch it off here" if facts.loop is not None else ""),
+        remedy="draw one value for each sample (row of the batch), or one per forward"
+        + (", or switch the randomness off for the audit" if facts.loop is not None else ""),
         proven=(decisive is not None and proven(facts, decisive))
         or (still is not None and still.rounding)
         or facts.draws.alone > 0,
@@ -290,7 +294,7 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     updates = facts.loop.updates if facts.loop is not None else ()
     for update in [update for update in updates if update.unrepeatable][:1]:
         yield finding_of(
-            f"the full-batch run does not repeat itself: {update.unrepeatable}",
+            f"two full-batch runs differ from each other: {update.unrepeatable}",
             measured_evidence("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),
             remedy="seed every generator at the start of the script (torch, NumPy, random, workers), or pass it a seed",
             severity="note",
@@ -300,12 +304,12 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
         return
     yield finding_of(
-        "the full batch's gradient differs from itself when it is computed again",
+        "computing the full batch's gradient twice gives different results",
         measured_evidence(
             "repeatability",
-            f"same weights, same samples, same draws: loss agrees, gradient differs by {twice.backward:.1e}",
+            f"same weights, samples and random draws: the loss agrees, the gradient differs by {twice.backward:.1e}",
             **vars(twice),
         ),
-        remedy="look for a backward that draws anew or keeps state between calls",
+        remedy="look for a backward function that draws random numbers or keeps state between calls",
         proven=True,
     )

@@ -42,7 +42,8 @@ def is_ramp(loop: Record) -> bool:
 def _ramp(loop: Record) -> Finding:
     first, last = loop.complete[0], loop.complete[-1]
     return finding_of(
-        f"windows grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which is meant",
+        f"updates grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
+        "intended",
         count_calls(loop.complete),
         remedy="compare updates after the warm-up, or switch it off for the audit",
         severity="note",
@@ -131,10 +132,12 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
     what = f"update {window.number} steps after {window.backwards} of {passes(wanted)}"
     if inside:
-        what += ", inside the backward itself"
+        what += ", inside the backward pass itself"
         remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
     else:
-        remedy = "step only after the last backward pass of the window: `if (i + 1) % K == 0:` with i from 0"
+        remedy = (
+            "step only after the last backward pass of the accumulation window: `if (i + 1) % K == 0:` with i from 0"
+        )
     return finding_of(
         what + others,
         count_calls(loop.complete),
@@ -147,7 +150,7 @@ def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
 
 def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     """What all micro-batches give at the same weights."""
-    text = f"with every step undone {undone.residual:.1e} is left over as well"
+    text = f"with every step undone a difference of {undone.residual:.1e} remains"
     if undone.residual < loop.tolerance:
         one = abs(undone.factor - 1) < loop.tolerance
         residual_left = max(undone.residual, undone.factor_residual if one else 0.0)
@@ -175,10 +178,10 @@ def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
     in_window = sum(moved_window.number == number for moved_window, _ in moved)
     numbers = sorted({moved_window.number for moved_window, _ in moved})
     return finding_of(
-        f"the parameters change {times(in_window)} inside the window of update {number}, without a step",
+        f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step",
         count_calls(loop.complete),
         Evidence(
-            "events", "weights", f"moved between two backward passes {times(len(moved))} in all", {"updates": numbers}
+            "events", "weights", f"changed between two backward passes {times(len(moved))} in all", {"updates": numbers}
         ),
         remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
         location=first_place(event for _, event in moved),
@@ -200,11 +203,11 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     for window, wanted in _overfull(loop):
         yield finding_of(
-            f"update {window.number} uses {passes(window.backwards)} where {wanted} are meant: those that the window "
-            "before it left over are still in `.grad`",
+            f"update {window.number} uses {passes(window.backwards)} instead of {wanted}: gradients left over from the "
+            "previous update are still in `.grad`",
             count_calls(loop.complete),
-            remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; step also "
-            "where the last micro-batch of a window is skipped",
+            remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; also step if "
+            "the last micro-batch is skipped",
             location=place(window.steps[0]),
             proven=True,
         )
@@ -214,10 +217,10 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
 def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
     numbers = [entry.step.update for entry in stale]
     return finding_of(
-        f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier windows again",
+        f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier updates again",
         count_calls(loop.complete),
         Evidence("events", "used again", f"{times(len(stale))}, in {updates(numbers)}", {"updates": numbers}),
-        remedy="call `optimizer.zero_grad()` once per update, after the step or before the window's first backward",
+        remedy="call `optimizer.zero_grad()` once per update, after the step or before the first backward pass",
         location=place(stale[0].step),
         proven=True,
     )
@@ -228,18 +231,18 @@ def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     others = f" (and {updates(later)})" if later else ""
     if first.last is not None:
         count = len(first.window.of(Forward))
-        fed = f"{count} micro-batches were fed to the model where {first.steps} are meant: windows are joined"
+        fed = f"{count} micro-batches were given to the model instead of {first.steps}: two updates are joined"
         what = "the backward pass"
     else:
-        fed = f"the samples of one micro-batch of {first.steps} are fed to no update, and those of the next window "
-        fed += "to this one"
+        fed = f"the samples of one of {first.steps} micro-batches are used in no update, "
+        fed += "and this update uses some of the next"
         what = "the forward and the backward pass"
     return finding_of(
-        f"update {first.window.number}{others} goes on behind its last micro-batch, which is skipped and the step with "
-        f"it: {passes(first.window.backwards)}",
+        f"update {first.window.number}{others} continues past its last micro-batch, because that one is skipped and "
+        f"the step with it: {passes(first.window.backwards)}",
         count_calls(loop.complete),
         Evidence("events", "fed", fed),
-        remedy=f"skip {what} alone and step where the window ends: no `continue` before `if (i + 1) % K == 0:`",
+        remedy=f"skip {what} only, and not the step: no `continue` before `if (i + 1) % K == 0:`",
         location=place(first.last or first.window.steps[0]),
         proven=True,
     )

@@ -13,7 +13,7 @@ from gaverify.rules.rule import control_evidence
 from gaverify.rules.wording import word_trial
 
 NOT_ENOUGH = (
-    "other weights alone do not repair it: look for what else changes the gradients between the micro-batches "
+    "other micro-batch weights alone do not repair it: look for what else changes the gradients between micro-batches "
     "(cleared gradients, state, a step)"
 )
 """The remedy of weights that fit and whose control run came out otherwise."""
@@ -90,10 +90,10 @@ def _word_result(facts: Facts, run: ControlRun, *, means: bool) -> str:
     if run.rounding:
         return f"the difference is {run.left:.0e}" + (": proven" if means else "")
     if facts.loop is not None:
-        return f"the difference is {run.left:.0e}: another cause is left"
+        return f"the difference is {run.left:.0e}: another cause remains"
     text = f"a difference of {run.left:.0e} is left"
     if not facts.weights_first:
         return text
-    remainder = "the causes named beside it make that" if facts.cleared else "another cause is left"
+    remainder = "the other causes listed explain it" if facts.cleared else "another cause remains"
     share = run.left / facts.compared.total  # 0 where there was no number
     return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"

@@ -43,7 +43,7 @@ def quote_names(names: Iterable[str]) -> str:
 def word_trial(run: ControlRun, behind: str = "") -> str:
     """Says how a remedy that was run came out; `behind`: with what beside it."""
     if run.rounding and not run.holds:
-        return "tested, equivalent on this batch and not on another one: look for what makes the numbers of this one"
+        return "tested, equivalent on this batch but not on another one: find what these numbers are computed from"
     return f"tested{behind}, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
@@ -59,14 +59,14 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
         return ()
     values = {"sample": probe.sample, "others": probe.others, "strength": probe.strength}
     if probe.others == 0:
-        text = "the model's outputs for a sample have an exactly zero gradient with respect to all other samples"
+        text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
         if in_model:
-            text += ": they meet through choices (an order, a threshold, a branch), which have no gradient"
+            text += ": samples interact through choices (sorting, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "coupling", text, values),)
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
-        f"{where}the outputs for sample {probe.sample} depend on {probe.others} of {probe.batch - 1} other samples "
-        f"(gradient up to {probe.strength:.1e} of that to its own input)"
+        f"{where}the output for sample {probe.sample} depends on {probe.others} of {probe.batch - 1} other samples "
+        f"(its gradient to them is up to {probe.strength:.1e} times the one to its own input)"
     )
     return (Evidence("coupling", "coupling", text, values),)
 
@@ -78,9 +78,9 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     if fit is None or not fit.noise > 0 or not total < float("inf"):
         return ()
     ratio = total / fit.noise
-    word = "negligible" if ratio < NEGLIGIBLE else "visible" if ratio < 1.0 else "severe"
-    text = f"{word}: the difference is {ratio:.2g} times the gradient's sampling noise, by which batches differ anyway"
-    text += f" (as {fit.samples} samples tell it)" if fit.samples else ""
+    word = "negligible" if ratio < NEGLIGIBLE else "medium" if ratio < 1.0 else "high"
+    text = f"{word}: the difference is {ratio:.2g} times the normal variation of the gradient from batch to batch"
+    text += f" (estimated from {fit.samples} samples)" if fit.samples else ""
     return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
 
 
@@ -199,10 +199,10 @@ def difference(update: UpdateComparison) -> str:
     if row is None:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
-    text = f"in the change of the weights a {text}" if update.decided is Stage.CHANGE else text
-    text = f"with losses too small to be clipped, {text}" if update.decided is Stage.UNCLIPPED else text
+    text = f"in the weight change, a {text}" if update.decided is Stage.CHANGE else text
+    text = f"with losses too small to be clipped: {text}" if update.decided is Stage.UNCLIPPED else text
     if math.isfinite(update.relative_difference):
-        text += f"; all parameters together {update.relative_difference:.1e}"
+        text += f"; over all parameters {update.relative_difference:.1e}"
     return text + (f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else "")
 
 

@@ -91,16 +91,16 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 
 def _word_factor_fit(residual: float) -> str:
-    return f"one factor for all parameters leaves {residual:.0e} of the gradient over"
+    return f"a single factor explains all but {residual:.0e} of the gradient"
 
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
     counts = tuple(count for count in facts.window.counts if count.term is kind)
     source, trial = counts[0].operation.source, read_trial(facts)
-    what = "adds up over the samples and is weighted as a mean is"
+    what = "is a sum over samples, but is weighted like a mean"
     if kind is TermKind.PENALTY:
-        what = f"is the same in every micro-batch and counts {sum(facts.window.used):.6g} times"
+        what = f"is the same in every micro-batch and is counted {sum(facts.window.used):.6g} times"
     line = f": `{source}`" if source else ""
     return finding_of(
         f"a term of the loss, {places(counts)}, {what}",
@@ -148,16 +148,17 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
     remedy = NOT_ENOUGH
     if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
-        remedy += "; the factors of GAV202 hold this one" if all(shares.weights) else ""
+        remedy += "; the factors that GAV202 gives include this one" if all(shares.weights) else ""
         remedy = _repair_beside_skipped(loop, update) or remedy
     where, what = ("", "the loss") if term is None else (f" in term {term.number} of {term.count} of the loss", "it")
     meaning = _meaning_beside_skipped(loop, update, total, what)
     meaning = meaning or word_factor(facts, total, len(shares.weights), what=what)
     yield finding_of(
-        f"the micro-batches of update {update.number} count {total:.6g} times together{where}{meaning}",
+        f"the weights of the micro-batches in update {update.number} add up to {total:.6g} instead of "
+        f"1{where}{meaning}",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; beside it the shares are wrong, too",
+            f"{difference(update)}; their ratios are wrong, too",
             total=total,
             update=update.number,
         ),
@@ -178,7 +179,11 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
         alike = [fit for fit in fits if fit.factor_residual <= loop.tolerance and abs(fit.factor - 1) < loop.tolerance]
         which = "" if term.samples else ", which is the same in every micro-batch,"
         meaning = word_factor(facts, factor.value, update.window.steps, what="it")
-        others = f"; {count_text(len(alike), 'other term')} counted rightly" if alike else ""
+        others = (
+            f"; {count_text(len(alike), 'other term')} {'has' if len(alike) == 1 else 'have'} the right weight"
+            if alike
+            else ""
+        )
         rest = "and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need"
         yield finding_of(
             f"term {term.number} of {term.count} of the loss{which} counts {factor.value:.6g} times as much in update "
@@ -193,8 +198,8 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
             ),
             control_evidence(
                 "micro-batch-weights",
-                f"with this term alone one factor leaves {term.fit.factor_residual:.0e} of the gradient over; the "
-                "terms add up to the whole",
+                f"for this term alone, a single factor explains all but {term.fit.factor_residual:.0e} of the "
+                "gradient; the terms add up to the whole gradient",
                 residual=term.fit.factor_residual,
             ),
             remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {rest}",
@@ -212,15 +217,18 @@ def _judge_some_parameters(facts: Facts, loop: Record, update: UpdateComparison)
     other_count = len(update.parameters) - len(rows)
     names, meaning = [row.name for row in rows], "K"
     remedy = (
-        "what only these parameters feel is counted in every micro-batch: divide it by K, or let its gradient flow in "
-        "one of them"
+        "a loss term that reaches only these parameters is added in every micro-batch: divide it by K, or add it in "
+        "one micro-batch only"
     )
     if factor < 1:
         meaning = "1/K"
-        remedy = "what only these parameters feel is counted once in K micro-batches: do not divide it by K"
+        remedy = (
+            "a loss term that reaches only these parameters is added in one of K micro-batches: do not divide it by K"
+        )
+    others = f"{count_text(other_count, 'other parameter')} {'agrees' if other_count == 1 else 'agree'}"
     yield finding_of(
-        f"the gradient of {quote_names(names)} in update {update.number} is {factor:.6g} = {meaning} times the full "
-        f"batch's; {count_text(other_count, 'other parameter')} {'agrees' if other_count == 1 else 'agree'}",
+        f"the gradient of {quote_names(names)} in update {update.number} is {factor:.6g} times the full batch's "
+        f"(= {meaning}); {others}",
         measured_evidence("comparison", difference(update), factor=factor, update=update.number, parameters=names),
         remedy=remedy,
         location=backward_place(facts, update.number),
@@ -241,10 +249,10 @@ def _finding_of_factor(
     moving = _other_factor(loop, update, factor) if update is not None else None
     if update is not None and (repair := repair_scale(loop, update, factor)):
         of_update = "" if moving is None else f"in update {number} "
-        remedy = f"{repair} ({of_update}as good as a loss times {right}{trial.tested})"
+        remedy = f"{repair} ({of_update}equivalent to a loss times {right}{trial.tested})"
     elif moving is not None:
         later, later_factor = moving
-        remedy = "divide by what the whole window counts: no constant repairs "
+        remedy = "divide by the count over all micro-batches of the update: no constant repairs "
         remedy += f"{factor:.4g} in update {number} and {later_factor:.4g} in update {later.number}"
     else:
         remedy += trial.tested
@@ -253,7 +261,11 @@ def _finding_of_factor(
         remedy = _repair_beside_skipped(loop, update) or remedy
         meaning = _meaning_beside_skipped(loop, update, factor, "the loss")
     meaning = meaning or word_factor(facts, factor, count, ranks=facts.ranks.ranks if facts.ranks is not None else 1)
-    what = f"the gradient of update {number}" if update is not None else "the sum over the window's micro-batches"
+    what = (
+        f"the gradient of update {number}"
+        if update is not None
+        else "the gradient summed over the update's micro-batches"
+    )
     before = f"{difference(update)}; " if update is not None else "with every step undone, "
     return finding_of(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
@@ -289,7 +301,7 @@ def _meaning_beside_skipped(loop: Record, update: UpdateComparison, factor: floa
     skipped = find_skipped(loop, update)
     if skipped is None or not math.isclose(factor, skipped.window.backwards, rel_tol=loop.tolerance):
         return ""
-    divisor = f"the {skipped.window.backwards} micro-batches that are not skipped, of {skipped.count}"
+    divisor = f"the {skipped.window.backwards} micro-batches that are used, of {skipped.count}"
     return f": {what} is not divided by {divisor}"
 
 
@@ -315,14 +327,14 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
             f"{short / full_count:.4g} of the full batch's",
             measured_evidence(
                 "micro-batch-weights",
-                f"{difference(update)}; one factor r/K = {short}/{full_count} leaves {difference_left:.0e} of the "
-                "gradient over",
+                f"{difference(update)}; a single factor r/K = {short}/{full_count} explains all but "
+                f"{difference_left:.0e} of the gradient",
                 factor=short / full_count,
                 update=update.number,
             ),
             count_calls(loop.complete, "counts"),
             *trial.evidence(),
-            remedy=f"divide the losses of this window by {short}, the micro-batches that it has (weights "
+            remedy=f"divide the losses of this update by {short}, its number of micro-batches (weights "
             f"{1 / short:.4g} each)",
             location=backward_place(facts, update.number),
             proven=trial.proven,
@@ -351,13 +363,13 @@ def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
         weight = weights.pop()
         if weight is not None and math.isclose(weight * full_count, 1.0, rel_tol=THREE_DIGITS):
             yield finding_of(
-                f"update {window.number} sums {passes(short)} but divides by K = {full_count}: its losses count "
-                f"{short / full_count:.4g} together",
+                f"update {window.number} sums {passes(short)} but divides by K = {full_count}: the weights of its "
+                f"losses add up to {short / full_count:.4g}",
                 measured_evidence(
                     "events", f"every loss is multiplied by {weight:.4g} = 1/{full_count}", weight=weight
                 ),
                 count_calls(loop.complete, "counts"),
-                remedy=f"divide the losses of this window by {short}, the micro-batches that it has",
+                remedy=f"divide the losses of this update by {short}, its number of micro-batches",
                 location=backward_place(facts, window.number),
                 proven=False,
             )

@@ -50,34 +50,34 @@ from gaverify.rules.wording import (
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
 
 DIVIDE_ONCE = (
-    "add up the losses of the window and divide once by its valid targets: the right factor differs from update to "
-    "update, so that no constant repairs it"
+    "sum the losses of an update and divide once by its valid targets: the right factor differs from update to update, "
+    "so no constant repairs it"
 )
 """The repair of a factor where micro-batches are skipped."""
-_DIFFERENTIATE_ALL = "differentiate every micro-batch of the window, or leave the same samples out of the full batch"
+_DIFFERENTIATE_ALL = "run `backward()` on every micro-batch, or leave the same samples out of the full batch"
 
 _SUMMARIES = {
-    "running-sum": "each backward pass repeats the micro-batches before it",
-    "equal-sizes": "micro-batches of equal size are weighted unequally",
-    "moving": "micro-batches count otherwise than in the full batch",
+    "running-sum": "each backward pass repeats the earlier micro-batches",
+    "equal-sizes": "micro-batches of equal size get different weights",
+    "moving": "micro-batches have other weights than in the full batch",
 }
 """What is wrong with the weights of a loop, by kind; others are averaged equally or by wrong shares."""
 
 _MEANINGS = {
-    "samples": "; they are the shares of samples n_k/N",
-    "targets": "; they are the shares of valid targets",
-    "counted": "; they are the shares of what each micro-batch's loss is divided by",
-    "running-sum": "; the last one alone holds the whole window",
-    "weighted-means": "; the full batch's mean counts them so, by class weights or a mask, say",
-    "unseen": "; no loss was seen whose targets could be counted",
+    "samples": "; these are the micro-batches' shares of the samples, n_k/N",
+    "targets": "; these are the micro-batches' shares of valid targets",
+    "counted": "; these are the shares of the numbers that the losses are divided by",
+    "running-sum": "; the last loss alone already contains all micro-batches",
+    "weighted-means": "; the full batch's mean weights them so, for example by class weights or a mask",
+    "unseen": "; no loss function with countable targets was seen",
 }
 """What the right weights of a loop's micro-batches are, by kind."""
 
-_SHARE_OF_MEAN = "weight each micro-batch by its share of what the full batch's mean counts"
-_DIVIDE_BY_WINDOW = "sum the losses and divide by what the whole window counts"
+_SHARE_OF_MEAN = "weight each micro-batch by its share of what the full batch's mean averages over"
+_DIVIDE_BY_WINDOW = "sum the losses and divide by the count over all micro-batches"
 _LOOP_REMEDIES = {
     "samples": "weight each micro-batch by n_k/N",
-    "targets": "sum the losses and divide by the valid targets of the whole window",
+    "targets": "sum the losses and divide by the valid targets of all micro-batches",
     "counted": _DIVIDE_BY_WINDOW,
     "running-sum": "call `backward()` on each micro-batch's own loss, not on the running sum",
     "weighted-means": _DIVIDE_BY_WINDOW,
@@ -104,7 +104,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
     which = ", ".join(str(k + 1) for k in empty)
     window = f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}"
-    effect = "its mean loss is 0/0" if lost else "it takes a share of the mean and adds nothing"
+    effect = "its mean loss is 0/0" if lost else "it gets a share of the mean but adds nothing"
     seen = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
     yield finding_of(
         f"micro-batch {which} {window} has no valid target: {effect}",
@@ -114,7 +114,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
             valid_targets=list(map(float, counts)),
         ),
         *_weighing_evidence(facts),
-        remedy="divide the summed loss by the valid targets of the whole window, which is never zero",
+        remedy="sum the losses and divide by the valid targets of all micro-batches, which are never zero",
         location=backward_place(facts),
         proven=bool(rows) or (facts.weights_run is not None and facts.weights_run.rounding),
     )
@@ -165,12 +165,12 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
             continue
         window, steps = skipped.window, loop.expected_passes(skipped.window)
         if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
-            summary = f"{skipped.subject} no backward pass, and samples of the next update take the place"
+            summary = f"{skipped.subject} no backward pass, and samples of the next update are used instead"
             values: dict[str, Any] = {"update": update.number, "dropped": list(skipped.positions)}
             if not skipped.positions:
                 summary = (
                     f"update {update.number} leaves out {skipped.samples} of the full batch's {update.data.full} "
-                    "samples: no update is fed them"
+                    "samples: no update uses them"
                 )
                 del values["dropped"]
             seen = f"{skipped.number} of {skipped.count} micro-batches skipped"
@@ -193,7 +193,7 @@ def _judge_turns(facts: Facts) -> Iterator[Finding]:
     passes = window.of(Backward)
     missed, full = update.missed, update.missed.full
     yield finding_of(
-        f"update {update.number} uses {missed.accumulated} of the {full} samples that its turn has",
+        f"update {update.number} uses {missed.accumulated} of the {full} samples that are meant for it",
         measured_evidence(
             "events",
             f"{count_text(len(passes), 'backward pass')}; the other {count_text(full - missed.accumulated, 'sample')} "
@@ -202,7 +202,7 @@ def _judge_turns(facts: Facts) -> Iterator[Finding]:
             rows=missed.accumulated,
             full=full,
         ),
-        remedy="count turns in updates, not in micro-batches: `step // K` with `step` from 0",
+        remedy="alternate the networks by updates, not by micro-batches: `step // K` with `step` from 0",
         location=first_place(passes),
         proven=False,
     )
@@ -261,9 +261,9 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         remedy += trial.tested
     summary = _describe_average(facts)
     if facts.window.given_wrong:
-        summary = "the weights that were given are not the micro-batches' shares of the samples"
+        summary = "the given weights are not the micro-batches' shares of the samples"
     used, weights = list(facts.window.used), list(fit.weights)
-    difference_left = trial.result or f"a fit leaves {fit.residual:.0e} of the gradient over"
+    difference_left = trial.result or f"all but {fit.residual:.0e} of the gradient is explained"
     yield finding_of(
         summary,
         measured_evidence(
@@ -286,8 +286,9 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
 
 
 def _describe_average(facts: Facts) -> str:
-    how = "equally" if facts.window.weighting == "uniform" else "wrongly"
-    return f"micro-batches of unequal weight are averaged {how}"
+    if facts.window.weighting == "uniform":
+        return "micro-batches that should count differently get the same weight"
+    return "micro-batches get wrong weights"
 
 
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
@@ -326,10 +327,10 @@ def _describe_count(count: Count) -> str:
 def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
     """The rule behind weights that differ from window to window, and behind those of terms that nothing divides."""
     divided = [count for count in counts if count.term is None]
-    instead = "in place of its own" + (" and of 1/K" if any(count.adds_up for count in divided) else "")
+    instead = "instead of its own" + (" and of 1/K" if any(count.adds_up for count in divided) else "")
     if counts[0].added_up:
         instead = "and add the losses up, without 1/K"
-    steps = [f"take the number of {places(divided)} once over the window, for every micro-batch, {instead}"]
+    steps = [f"in {places(divided)} use the full batch's number in every micro-batch, {instead}"]
     for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
         if of_kind := [count for count in counts if count.term is kind]:
             steps.append(f"give {places(of_kind)} a weight of {weight}")
@@ -350,7 +351,7 @@ def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     window = facts.window
     if named := window.name_shares(fit.weights):
         amounts = window.sizes if named == "samples" else window.valid_targets
-        remedy = "weight each micro-batch by its share of the window's valid targets (--weighting tokens)"
+        remedy = "weight each micro-batch by its share of all valid targets (--weighting tokens)"
         if named == "samples":
             remedy = "weight each micro-batch by n_k/N (--weighting samples)"
         return f"{_MEANINGS[named]}: {share_texts(amounts)}", remedy
@@ -426,12 +427,12 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     remedy, doubt = _LOOP_REMEDIES.get(kind, _SHARE_OF_MEAN), _word_doubt(fit)
     if not adds_up:
         remedy = (
-            "look for what this loss is divided by: a norm of the samples at hand belongs to the whole window, and a "
-            "number that moves from forward to forward is moved once per update"
+            "look for what this loss is divided by: a norm over samples must cover all micro-batches, and a moving "
+            "average must be updated once per optimizer step"
         )
         doubt += (
-            "; they do not add up to one mean, so that a norm of the samples at hand, or a number that moves from "
-            "forward to forward (a moving average), fits as well: suspected, not proven"
+            "; they are not the weights of a mean, so a divisor that depends on the micro-batch or a moving average "
+            "fits as well: suspected, not proven"
         )
     remedy += _word_replaced_weights(script) if script is not None else ""
     multiply = ""
@@ -439,14 +440,14 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         multiply = _word_multipliers(loop, shares) + trial.tested
     if adds_up and (repair := repair_shares(loop, update, kind)):
         remedy, multiply = repair, f" (with the right weights{trial.tested})" if trial.tested else ""
-    summary = "micro-batches of unequal weight are averaged equally"
+    summary = "micro-batches that should count differently get the same weight"
     if not _is_equal(script):
-        summary = "micro-batches are weighted by shares that are not those of the full batch's mean"
+        summary = "micro-batches get weights that are not their shares of the full batch's mean"
     where = f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else ""
     meaning = _MEANINGS.get(kind, "")
     if kind == "equal-sizes":
-        script_weights = ", ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12])
-        meaning = f"; the script counts them {script_weights} to one another"
+        ratios = " : ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12])
+        meaning = f"; the script weights them {ratios}"
     right = weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}"
     yield finding_of(
         f"{_SUMMARIES.get(kind, summary)} in update {update.number}{where}",
@@ -454,7 +455,8 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         Evidence(
             "micro-batch-weights",
             "weights",
-            f"{right} give the full-batch gradient to {fit.residual:.0e}{meaning}{_say_script_weights(script)}{doubt}",
+            f"{right} reproduce the full-batch gradient to "
+            f"{fit.residual:.0e}{meaning}{_say_script_weights(script)}{doubt}",
             {
                 "weights": list(weights),
                 "multipliers": list(fit.multipliers),

@@ -268,17 +268,18 @@ def test_a_queue_is_told_apart_from_in_batch_negatives_and_named_as_the_losss_ow
     case = next(case for case in COMBINED if case.id == "queue-and-negatives")
     queue = next(finding for finding in case.verify().findings if finding.code == "GAV403")
     assert queue.location is not None and queue.location.module == "criterion" and queue.location.kind == "Queue"
-    assert any("restored alone, it moves" in evidence.statement for evidence in queue.evidence)
+    assert any("restoring it alone changes" in evidence.statement for evidence in queue.evidence)
 
 
 def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held() -> None:
     """A moving average divides every micro-batch by a number of its own: that of this window is no weight."""
     for case in (case for case in COMBINED if case.id.endswith("divisor-and-scale")):
         scale = next(finding for finding in case.verify().findings if finding.code == "GAV201")
-        assert "0.25 times the full-batch gradient = 1/K" in scale.summary
+        assert "0.25 times the full-batch gradient (= 1/K)" in scale.summary
         assert (
             scale.remedy
-            == "multiply each micro-batch's loss by 4 (weights 1, 1, 1, 1): tested with the state held, equivalent"
+            == "multiply each micro-batch's loss by 4 (weights 1, 1, 1, 1): tested with the state kept fixed, "
+            "equivalent"
         )
 
 
@@ -288,7 +289,7 @@ def test_behind_what_is_not_finite_the_other_causes_are_proven_by_numbers(id: st
     verdict = next(case for case in COMBINED if case.id == id).verify()
     faults = [finding for finding in verdict.findings if finding.severity == "fault"]
     controls = [next(e for e in finding.evidence if e.label == "control") for finding in faults]
-    assert "the causes named beside it make that" in controls[0].statement, story(verdict)
+    assert "the other causes listed explain it" in controls[0].statement, story(verdict)
     assert controls[1].values["left"] < 1e-6, story(verdict)
 
 
@@ -321,9 +322,9 @@ def test_weights_that_explain_nearly_everything_are_named_before_a_small_couplin
         ("GAV103", True),
     ], story(verdict)
     weights, coupling = verdict.findings[:2]
-    assert "the causes named beside it make that" in weights.evidence[1].statement
-    assert weights.remedy.startswith("repair 1 of 2") and coupling.remedy.startswith("repair 2 of 2")
-    assert any("alone, with the other causes neutralised" in each.statement for each in coupling.evidence)
+    assert "the other causes listed explain it" in weights.evidence[1].statement
+    assert weights.remedy.startswith("fix 1 of 2") and coupling.remedy.startswith("fix 2 of 2")
+    assert any("with the other causes removed, it alone" in each.statement for each in coupling.evidence)
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-3])

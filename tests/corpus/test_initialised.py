@@ -148,8 +148,8 @@ def test_one_full_batch_forward_first_is_the_repair(layer: type[nn.Module]) -> N
     verdict = gaverify.verify(model, loss, batch(), steps=4)
     assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV401"}, story(verdict)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
-    assert finding.proven and "run one full batch through the model first" in finding.remedy, finding.remedy
-    assert "tested, equivalent" in finding.remedy and finding.summary.startswith("the first forward sets")
+    assert finding.proven and "run one forward pass on a full batch first" in finding.remedy, finding.remedy
+    assert "tested, equivalent" in finding.remedy and finding.summary.startswith("the first forward initialises")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "all is restored"
     model(batch())  # what the remedy says
     assert gaverify.verify(model, loss, batch(), steps=4).outcome is Outcome.EQUIVALENT
@@ -166,7 +166,7 @@ def test_state_that_moves_with_every_forward_is_not_repaired_so(layer: type[nn.M
     """Not even where one forward before makes both runs agree: the level's whole number stays the same by chance."""
     verdict = gaverify.verify(network(layer(6)), loss, batch(), steps=4)
     assert fault_codes(verdict) == {"GAV401"}, story(verdict)
-    assert not any("through the model first" in finding.remedy for finding in verdict.findings), story(verdict)
+    assert not any("on a full batch first" in finding.remedy for finding in verdict.findings), story(verdict)
 
 
 def test_state_that_is_set_first_and_moves_later_is_set_and_then_held() -> None:
@@ -174,15 +174,15 @@ def test_state_that_is_set_first_and_moves_later_is_set_and_then_held() -> None:
     verdict = gaverify.verify(network(MovingCodebook(6)), loss, batch(), steps=4)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.code == "GAV401" and finding.proven and "codes" in finding.summary, story(verdict)
-    assert finding.summary.startswith("the first forward sets"), finding.summary
-    assert "one full batch through the model first" in finding.remedy and "once per window" in finding.remedy
+    assert finding.summary.startswith("the first forward initialises"), finding.summary
+    assert "one forward pass on a full batch first" in finding.remedy and "once per optimizer step" in finding.remedy
 
 
 def test_a_queue_is_not_set_first_although_something_else_is() -> None:
     verdict = gaverify.verify(network(Queue(6)), loss, batch(), steps=4)
     assert fault_codes(verdict) == {"GAV401"}, story(verdict)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
-    assert "keys" in finding.summary and "through the model first" not in finding.remedy, story(verdict)
+    assert "keys" in finding.summary and "on a full batch first" not in finding.remedy, story(verdict)
 
 
 STEPS = 4
@@ -236,7 +236,7 @@ def test_a_draw_for_the_whole_batch_is_named_with_its_line(draw: Callable[[torch
     (finding,) = shared(verdict)
     assert (finding.code, finding.severity) == ("GAV301", "note")
     assert finding.location is not None and finding.location.line == draw.__code__.co_firstlineno + 1
-    assert f"draws {STEPS} of them" in finding.evidence[0].statement
+    assert f"all {STEPS} micro-batches got the full batch's value" in finding.evidence[0].statement
 
 
 def per_sample(x: torch.Tensor) -> torch.Tensor:

@@ -108,16 +108,16 @@ def weighed(case: str) -> gaverify.Finding:
     ("case", "number", "instead"),
     [
         ("normalised-sum", "`div`", "and add the losses up, without 1/K: tested"),
-        ("normalised-mean", "`div`", "in place of its own: tested"),
-        ("hard-examples", "`mean`", "in place of its own and of 1/K: tested"),
-        ("kinds", "`div`", "in place of its own: tested"),
+        ("normalised-mean", "`div`", "instead of its own: tested"),
+        ("hard-examples", "`mean`", "instead of its own and of 1/K: tested"),
+        ("kinds", "`div`", "instead of its own: tested"),
     ],
 )
 def test_weights_that_differ_from_window_to_window_are_told_as_their_rule(case: str, number: str, instead: str) -> None:
     finding = weighed(case)
-    assert finding.proven and finding.remedy.startswith(f"take the number of {number} at ")
+    assert finding.proven and finding.remedy.startswith(f"in {number} at ")
     assert f"every micro-batch, {instead}, equivalent" in finding.remedy
-    assert not any(letter.isdigit() for letter in finding.remedy.partition(" once ")[2].replace("1/K", "")), (
+    assert not any(letter.isdigit() for letter in finding.remedy.partition(" use ")[2].replace("1/K", "")), (
         finding.remedy
     )
 
@@ -141,7 +141,9 @@ def test_a_micro_batch_that_holds_nothing_to_count_is_counted_as_that(loss) -> N
     verdict = gaverify.verify(model, loss, (0.1 * torch.randn(16, 6), targets))
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.code == "GAV202" and finding.proven and finding.location is not None, story(verdict)
-    assert "once over the window" in finding.remedy and "tested, equivalent" in finding.remedy, finding.remedy
+    assert (
+        "use the full batch's number in every micro-batch" in finding.remedy and "tested, equivalent" in finding.remedy
+    ), finding.remedy
 
 
 def test_a_number_that_is_zero_for_the_whole_batch_alone_is_no_count() -> None:
@@ -244,8 +246,8 @@ def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_tho
     verdict = gaverify.verify(Towers(), lambda model, batch: compared(model(*batch)), batch)
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert (first.code, last.code) == ("GAV101", "GAV103") and first.proven and last.proven, story(verdict)
-    assert first.remedy.startswith("repair 1 of 2, in this order: freeze its statistics")
-    assert last.remedy.startswith("repair 2 of 2, in this order: ") and "tested behind the repairs" in last.remedy
+    assert first.remedy.startswith("fix 1 of 2, in this order: freeze its statistics")
+    assert last.remedy.startswith("fix 2 of 2, in this order: ") and "tested together with the fixes" in last.remedy
 
 
 def _count_and_sum(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -282,10 +284,10 @@ def test_a_summed_term_is_not_hidden_by_a_control_that_holds_what_it_is_a_sum_of
 @pytest.mark.parametrize(
     ("term", "code", "repair"),
     [
-        (problems_weights.hard_examples, "GAV202", "take the number of"),
-        (problems_weights.normalised_sum, "GAV202", "take the number of"),
+        (problems_weights.hard_examples, "GAV202", "in `"),
+        (problems_weights.normalised_sum, "GAV202", "in `"),
         (problems_weights.summed_beside_mean, "GAV201", "give `mul`"),
-        (_count_and_sum, "GAV202", "take the number of"),
+        (_count_and_sum, "GAV202", "in `"),
     ],
 )
 def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(
@@ -297,9 +299,9 @@ def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(
     verdict = gaverify.verify(model, lambda model, batch: term(model(batch[0]), *batch[1:]), batch)
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert (first.code, last.code) == ("GAV101", code) and first.proven and last.proven, story(verdict)
-    assert last.remedy.startswith(f"repair 2 of 2, in this order: {repair}"), last.remedy
+    assert last.remedy.startswith(f"fix 2 of 2, in this order: {repair}"), last.remedy
     assert ("a weight of 1" in last.remedy) == (term in (_count_and_sum, problems_weights.summed_beside_mean))
-    assert "tested behind the repairs before it, equivalent" in last.remedy
+    assert "tested together with the fixes before it, equivalent" in last.remedy
 
 
 @pytest.mark.parametrize(("frozen", "left"), [(False, 0.5), (True, 0.0)])
@@ -341,7 +343,7 @@ def test_state_that_is_held_says_which_gradient_that_reaches() -> None:
     written, before = (torch.autograd.grad(F.cross_entropy(out, classes), list(layer.parameters())) for out in reads)
     apart = sum(float((a - b).square().sum()) for a, b in zip(written, before, strict=True)) ** 0.5
     apart /= sum(float(a.square().sum()) for a in written) ** 0.5
-    assert f"reads the state of before the window, {apart:.1e} from that of one that reads what it has just" in (
+    assert f"reads the state from before the update; one that reads its own new state differs by {apart:.1e}" in (
         finding.remedy
     )
 

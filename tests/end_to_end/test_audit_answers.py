@@ -75,12 +75,12 @@ SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
 BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
-JOINED = "which is skipped and the step with it"
-TIMES_4 = "the gradient of update 1 is 4 times the full batch's = K"
-CACHED = "a two-pass cached gradient (`gaverify.remedies.CachedGradients`): tested"
+JOINED = "because that one is skipped and the step with it"
+TIMES_4 = "the gradient of update 1 is 4 times the full batch's (= K)"
+CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`): tested"
 SMALL = "with losses too small to be clipped"
-ADDED = "add to the gradients that are there"
-COUNTED = "sum the losses and divide by what the whole window counts"
+ADDED = "add to the existing gradients"
+COUNTED = "sum the losses and divide by the count over all micro-batches"
 INSTEAD_OF_SAMPLES = f"{COUNTED}, in place of their shares of samples n_k/N: here, multiply the losses by"
 USUAL = "--shuffle --workers 2 --dropout 0.2"
 CLIPS = (
@@ -115,7 +115,7 @@ ROWS = [
     looped(SCALE, "ragged_batches", "GAV202", quick=True, words="by 1.125, 1.125, 0.75", **RAGGED),  # B13: 6, 6, 4
     looped(SCALE, "marked_means", "GAV202", quick=True, proven=True, words=INSTEAD_OF_SAMPLES, **RAGGED),
     looped(SCALE, "marked_means", "GAV202", "--by columns", proven=True, words=COUNTED, **RAGGED),
-    looped(SCALE, "marked_means", "GAV202", "--by average", words="count otherwise than in the full batch", **RAGGED),
+    looped(SCALE, "marked_means", "GAV202", "--by average", words="other weights than in the full batch", **RAGGED),
     looped(SCALE, "marked_means", common="--by marked", **RAGGED),
     looped(SCALE, "matched_targets", "GAV202"),  # B11
     looped(SCALE, "class_weights", "GAV202", quick=True, proven=True, words=f"{COUNTED}: here, multiply"),
@@ -175,7 +175,7 @@ ROWS = [
     skipping("--bad 2 --equal --divide nothing", "GAV201", "backward", "by the 3 micro-batches", quick=True),
     skipping("--bad 2 --divide nothing", "GAV201 GAV202", "backward", "by the 3 micro-batches that are not"),
     # sums that a script keeps itself: what the optimizer sees is controlled
-    looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="= K"),
+    looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="(= K)"),
     looped(RARE, "functional", quick=True),
     looped(RARE, "dropout_in_the_loss", common="--dropout 0.3", notes="GAV301"),
     # A01, D01: the gradients differ, the running statistics drift, and no line of the loop is blamed
@@ -207,7 +207,7 @@ ROWS = [
     looped(UNUSUAL, "rates", "GAV609", "--counter micro_batches --what momentum"),
     looped(UNUSUAL, "rates"),
     # GAV202 where no loss of torch's counts the targets: 16, 12, 14 and 16 of 58 tokens
-    looped(UNUSUAL, "tokens", "GAV202", words="what each micro-batch's loss is divided by"),
+    looped(UNUSUAL, "tokens", "GAV202", words="the numbers that the losses are divided by"),
     looped(UNUSUAL, "tokens", common="--by window"),
     # S11: several optimizers have windows of their own
     *(Row("loops_partners.py", f"--loop {loop}", options=UPDATES_4) for loop in ("interleaved", "shifted", "against")),
@@ -219,7 +219,7 @@ ROWS = [
         "--loop turns_of_micro_batches",
         "GAV203",
         "turns",
-        "uses 4 of the 16 samples that its turn has",
+        "uses 4 of the 16 samples that are meant for it",
         options=UPDATES_4,
         quick=True,
     ),
@@ -229,7 +229,7 @@ ROWS = [
         "--loop last_micro_batch_after_the_critic",
         "GAV203",
         "last turn",
-        "uses 4 of the 16 samples that its turn has",
+        "uses 4 of the 16 samples that are meant for it",
         options=UPDATES_4,
         quick=True,
     ),
@@ -256,14 +256,14 @@ ROWS = [
     looped(MAIN, "hooked", quick=True, options=ONE),
     looped(MAIN, "hooked", "GAV202", "--rising", mark="", quick=True, proven=True, words="by 1.6, 1.2", options=ONE),
     looped(MAIN, "hooked", common="--through node --clip 0.01", options=ONE),
-    looped(MAIN, "hooked", "GAV201", "--through node --undivided", mark="", proven=True, words="= K", options=ONE),
+    looped(MAIN, "hooked", "GAV201", "--through node --undivided", mark="", proven=True, words="(= K)", options=ONE),
     looped(MAIN, "taken", common="--clip 0.01", options=ONE),
     # what a script makes of each micro-batch's gradient is not linear, or is, or is made of their sum
     looped(MAIN, "taken", "GAV606", "--when pass --transform clip", mark="", proven=True, options=ONE),
     looped(MAIN, "hooked", "GAV606", "--when pass", mark="", proven=True, words="0.weight", options=ONE),
     looped(MAIN, "taken", common="--when pass --transform centralise", options=ONE),
     looped(MAIN, "taken", common="--when window", quick=True, options=ONE),
-    looped(MAIN, "taken", "GAV201", "--undivided --clip 0.01", mark="", proven=True, words="= K", options=ONE),
+    looped(MAIN, "taken", "GAV201", "--undivided --clip 0.01", mark="", proven=True, words="(= K)", options=ONE),
     # single parameters: a factor of one alone (S06), terms that cancel (S13), float32 master copies
     looped(UNUSUAL, "two_towers", "GAV201", mark="cached", words="`logit_scale`"),
     looped(UNUSUAL, "two_towers", common="--scale once"),
@@ -271,7 +271,7 @@ ROWS = [
     looped(UNUSUAL, "cancelling", "GAV201", "--undivided", options=UPDATES_4),
     looped(UNUSUAL, "masters"),
     looped(UNUSUAL, "masters", "GAV201", "--undivided"),
-    looped(UNUSUAL, "wrapped", "GAV202", "--running", words="repeats the micro-batches before it", options=ONE),
+    looped(UNUSUAL, "wrapped", "GAV202", "--running", words="repeats the earlier micro-batches", options=ONE),
     # S15: what a loop draws and its loaders give is dealt to the accumulated run; a planted factor is still found
     *(Row(DRAWING, f"--loop {loop}") for loop in DRAWN.split()),
     Row(DRAWING, "--loop diffusion --undivided", "GAV201", "backward"),
@@ -310,7 +310,7 @@ ROWS = [
     looped(UNUSUAL, "masters", "GAV603", "--hook set", mark="set", words=ADDED, proven=True),
     # the step of an optimizer inside another is a part of that one
     looped(UNUSUAL, "wrapped", words="updates 1 to 4: 4 of 4 gradients agree", options=UPDATES_4),
-    looped(UNUSUAL, "wrapped", "GAV201", "--undivided", words="= K", options=UPDATES_4),
+    looped(UNUSUAL, "wrapped", "GAV201", "--undivided", words="(= K)", options=UPDATES_4),
     # a frozen bfloat16 teacher of a float32 student: of each full batch's 15 points 7 and 8 fall to its micro-batches
     looped(UNUSUAL, "distilled", "GAV202", method="noise-floor", **HALF),
     looped(UNUSUAL, "distilled", common="--by window", method="noise-floor", **HALF),
@@ -348,7 +348,7 @@ ROWS = [
     styled("own --rule adam --clip 0.5", words="4 of 4 gradients agree"),
     styled("own --rule adam --middle batch-norm", "GAV101", proven=True),
     styled("gradients --middle batch-norm", "GAV101", proven=True),
-    styled("own --middle batch-norm --undivided", "GAV201 GAV101", words="4 times the full batch's = K", proven=True),
+    styled("own --middle batch-norm --undivided", "GAV201 GAV101", words="4 times the full batch's (= K)", proven=True),
     styled("own --rate-by-k", "GAV609"),
 ]
 

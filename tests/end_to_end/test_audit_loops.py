@@ -26,7 +26,9 @@ def test_a_loss_that_compares_the_samples_of_each_rank_is_named() -> None:
     result = audit("loops_ranks.py", "--batch-size 8", "--batch-size 4", "--loop gathers_nothing", options)
     assert (result.code, result.faults) == (1, {"GAV103"}), str(result)
     assert result.line("GAV103") == marked("loops_ranks.py", "gathers_nothing")
-    assert result.finding("GAV103")["proven"] and "outputs of all ranks" in result.text("GAV103"), str(result)
+    assert result.finding("GAV103")["proven"] and "outputs of all micro-batches and ranks" in result.text("GAV103"), (
+        str(result)
+    )
 
 
 def test_gradients_that_a_script_transforms_per_micro_batch_are_named_and_not_called_lost() -> None:

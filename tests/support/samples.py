@@ -61,7 +61,7 @@ def batchnorm() -> Finding:
         "GAV101",
         "batch-statistics",
         "fault",
-        "normalises over the micro-batch",
+        "normalises with the statistics of the micro-batch",
         Location("1", "BatchNorm1d", "train.py", 12),
         (
             Evidence(

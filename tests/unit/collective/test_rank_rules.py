@@ -144,10 +144,15 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
 @pytest.mark.parametrize(
     ("factor", "steps", "ranks", "text"),
     [
-        (4.0, 4, 1, " = K: the loss is not divided by K"),
-        (4.0, 4, 2, " = K: the loss is not divided by K"),
-        (2.0, 2, 2, " = K = R: the loss is not divided by K, or a sum over the ranks where their mean was meant"),
-        (0.25, 4, 2, " = 1/K: the loss is divided by K although it needs no division, or twice"),
+        (4.0, 4, 1, " (= K): the loss is not divided by K"),
+        (4.0, 4, 2, " (= K): the loss is not divided by K"),
+        (
+            2.0,
+            2,
+            2,
+            " (= K = R): the loss is not divided by K, or gradients are summed over the ranks instead of averaged",
+        ),
+        (0.25, 4, 2, " (= 1/K): the loss is divided by K once too often"),
         (3.0, 4, 2, ""),
     ],
 )
@@ -323,7 +328,7 @@ def test_a_parameter_that_was_forgotten_is_named_and_no_repair_that_failed() -> 
     ("facts", "words"),
     [
         (ranks(None, engine=None, apart=1.4), "outside `no_sync`"),
-        (ranks(None, engine=Engine.FSDP2, apart=1.4), "do not let `fully_shard` ignore it"),
+        (ranks(None, engine=Engine.FSDP2, apart=1.4), "do not let `fully_shard` ignore these"),
         (ranks(None, engine=None, apart=1.4, tensor_parallel=True), "the same rows"),
     ],
 )

@@ -319,10 +319,8 @@ def test_long_tables_are_cut_and_say_so() -> None:
 def test_annotations_are_commands_at_lines() -> None:
     lines = render([samples.divergent()], "github", errors=[("b.toml", "100% wrong\nhere")]).splitlines()
     assert lines[0].startswith("::error file=")
-    assert (
-        "train.py,line=12,title=GAV101 batch-statistics (mlp-batchnorm)::normalises over the micro-batch%0Aremedy"
-        in lines[0]
-    )
+    title = "title=GAV101 batch-statistics (mlp-batchnorm)"
+    assert f"train.py,line=12,{title}::normalises with the statistics of the micro-batch%0Aremedy" in lines[0]
     assert lines[1].startswith("::notice title=GAV402")
     replayed = Finding("GAV301", "aligned-randomness", "note", "draws were replayed", Location(None, None, "a.py", 1))
     assert "GAV301" not in render([samples.divergent(findings=(replayed,))], "github")

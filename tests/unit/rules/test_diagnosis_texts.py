@@ -42,9 +42,9 @@ def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
         ControlRun("LayerNorm", 0.3, False, kind=ControlKind.REPLACED),
     )
     finding = only(divergent(causes=(norm(remedies=(group, failed)),)))
-    assert finding.summary == "`1` (BatchNorm1d) normalises over the micro-batch"
+    assert finding.summary == "`1` (BatchNorm1d) normalises with the statistics of the micro-batch"
     assert finding.location == Location("1", "BatchNorm1d")
-    assert finding.remedy.startswith("GroupNorm(2, 8) in its place: tested, equivalent; or freeze its statistics")
+    assert finding.remedy.startswith("replace it by GroupNorm(2, 8): tested, equivalent; or freeze its statistics")
     assert "LayerNorm" not in finding.remedy
     assert finding.proven
     assert evidence(finding, "control") == "with `1` frozen in both runs the difference is 1e-16: proven"
@@ -61,9 +61,9 @@ def test_proven_only_where_a_control_run_shows_it(control: ControlRun | None, cl
 
 def test_one_of_several_causes_says_how_much_it_explains() -> None:
     alone = findings_for(divergent(causes=(norm(control=HALVED),)))[0]
-    assert evidence(alone, "control").endswith("this explains 75%, another cause is left")
+    assert evidence(alone, "control").endswith("this explains 75%, another cause remains")
     beside = findings_for(divergent(causes=(norm(control=HALVED),), cleared=True))[0]
-    assert evidence(beside, "control").endswith("the causes named beside it explain the rest")
+    assert evidence(beside, "control").endswith("the other causes listed explain the rest")
 
 
 def test_a_coupled_loss_points_to_its_line() -> None:
@@ -71,7 +71,10 @@ def test_a_coupled_loss_points_to_its_line() -> None:
     assert finding.summary == "the loss compares the samples of a batch with each other"
     assert (finding.location.file, finding.location.line) == ("train.py", 12)
     assert "`logits = a @ b.T`" in evidence(finding, "measured")
-    assert evidence(finding, "fit") == "the best micro-batch weights leave 4.0e-01 of the gradient over"
+    assert (
+        evidence(finding, "fit")
+        == "no micro-batch weights reproduce the gradient: the best leave a difference of 4.0e-01"
+    )
     assert "gaverify.remedies.CachedGradients" in finding.remedy
 
 
@@ -81,7 +84,7 @@ def test_the_cached_gradient_is_promised_only_where_it_was_run() -> None:
     failed = ControlRun("cached gradients", 0.2, False, kind=ControlKind.CACHED_GRADIENTS)
     for control in (held, failed):
         remedy = only(divergent(causes=(coupled(control=control),))).remedy
-        assert remedy == "compute the loss once over all outputs of the window"
+        assert remedy == "compute the loss once over the outputs of all micro-batches"
 
 
 @pytest.mark.parametrize(("left", "told"), [(1e-16, True), (0.17, False)])
@@ -91,7 +94,7 @@ def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: f
     tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.HELD_IN_WINDOW)
     for make in (coupled, cause):
         finding = only(divergent(causes=(make(control=held, remedies=(tried,)),)))
-        assert ("hold it constant in every micro-batch: tested, equivalent" in finding.remedy) is told
+        assert ("use this constant in every micro-batch: tested, equivalent" in finding.remedy) is told
 
 
 def test_partners_are_paired_before_the_window_is_cut() -> None:
@@ -99,7 +102,7 @@ def test_partners_are_paired_before_the_window_is_cut() -> None:
     held = ControlRun("the result of `flip` held constant", 1e-16, True)
     for name, told in (("flip", True), ("index", True), ("mm", False)):
         finding = only(divergent(causes=(cause(Operation(name, "0"), control=held),)))
-        assert ("pair the samples before the window is cut" in finding.remedy) is told
+        assert ("pair the samples before the batch is split" in finding.remedy) is told
 
 
 def test_a_choice_of_rows_is_no_pairing() -> None:
@@ -112,18 +115,18 @@ def test_a_choice_of_rows_is_no_pairing() -> None:
 @pytest.mark.parametrize(
     ("control", "text"),
     [
-        (HALVED, "another cause is left"),
-        (ControlRun("held", 0.1, False), "the control is not exact, because it holds values"),
+        (HALVED, "another cause remains"),
+        (ControlRun("held", 0.1, False), "the control is not exact, because it fixes values"),
         (
             ControlRun("cached", 0.1, False, kind=ControlKind.CACHED_GRADIENTS),
-            "the control is not exact, because what the loss itself",
+            "the control is not exact, because modules that the loss itself",
         ),
     ],
 )
 def test_another_cause_is_left_only_where_a_control_could_remove_it(control: ControlRun, text: str) -> None:
     assert text in evidence(findings_for(divergent(causes=(coupled(control=control),)))[0], "control")
     several = findings_for(divergent(causes=(norm(), coupled(control=control))))
-    assert "another cause is left" in "".join(evidence(finding, "control") for finding in several)
+    assert "another cause remains" in "".join(evidence(finding, "control") for finding in several)
 
 
 def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> None:
@@ -135,7 +138,7 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
     assert "a smaller batch" in finding.remedy
     apart, met = SampleCoupling(0, 0, 0.0, 8), SampleCoupling(0, 5, 0.1, 8)
     assert "look at the loss" in only(divergent(coupling=apart)).remedy
-    assert "samples meet inside the model" in only(divergent(coupling=met)).remedy
+    assert "samples interact inside the model" in only(divergent(coupling=met)).remedy
     assert only(divergent()).remedy.startswith("bisect")
 
 
@@ -143,23 +146,25 @@ def test_a_coupling_of_a_part_says_among_which_samples() -> None:
     facts = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, 4))
     said = evidence(only(facts), "coupling")
     assert facts.batch_size > 4
-    assert said.startswith("among the first 4 samples, the outputs for sample 1 depend on 3 of 3"), said
+    assert said.startswith("among the first 4 samples, the output for sample 1 depends on 3 of 3"), said
     whole = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, facts.batch_size))
-    assert evidence(only(whole), "coupling").startswith("the outputs for sample 1 depend on 3 of ")
+    assert evidence(only(whole), "coupling").startswith("the output for sample 1 depends on 3 of ")
 
 
 def test_the_reduction_is_the_culprit_of_what_reads_it() -> None:
     mean = Operation("mean", "2", "Centred", file="model.py", line=7, source="x - x.mean(0)")
     finding = only(divergent(causes=(cause(source=mean),)))
     assert finding.location == mean.location
-    assert "`mean` at model.py:7 reduces over the batch, and `native_batch_norm` gives it back" in evidence(
+    assert "`mean` at model.py:7 reduces over the batch, and `native_batch_norm` applies the result" in evidence(
         finding, "measured"
     )
 
 
 def test_backward_names_parameters_hooks_and_module() -> None:
     finding = only(divergent(forwards_agree=True, loss_gap=1e-16, hooked=("0.weight",)))
-    assert finding.summary == ("the backward of `0.weight`, `0.bias` depends on the batch, although all forwards agree")
+    assert finding.summary == (
+        "the backward of `0.weight`, `0.bias` depends on the batch, although all forward values agree"
+    )
     assert finding.location == Location("0") and not finding.proven
     assert "hooks are registered on `0.weight`" in evidence(finding, "measured")
     known = only(divergent(forwards_agree=True, loss_gap=1e-16, backward_culprit=LINE))
@@ -169,10 +174,10 @@ def test_backward_names_parameters_hooks_and_module() -> None:
 @pytest.mark.parametrize(
     ("factor", "meaning"),
     [
-        (4.0, "K: the loss was not divided by K"),
-        (0.25, "1/K: the loss was divided by K"),
-        (16.0, "B"),
-        (1 / 16, "1/B"),
+        (4.0, "K): the loss was not divided by K"),
+        (0.25, "1/K): the loss was divided by K once too often"),
+        (16.0, "B)"),
+        (1 / 16, "1/B)"),
         (0.8, None),
         (4.1, None),
     ],
@@ -180,7 +185,7 @@ def test_backward_names_parameters_hooks_and_module() -> None:
 def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) -> None:
     finding = only(divergent(weights=(0.25 * factor,) * 4, **fitted(*QUARTERS)))
     assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
-    assert (f" = {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
+    assert (f" (= {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
     assert finding.evidence[0].values["factor"] == pytest.approx(factor)
     assert finding.remedy.endswith("(weights 0.25, 0.25, 0.25, 0.25): tested, equivalent")
     assert finding.proven
@@ -201,7 +206,7 @@ def test_mean_of_means_says_what_the_weights_are() -> None:
     samples = only(divergent(sizes=(6, 6, 2, 2), **fitted(6 / 16, 6 / 16, 2 / 16, 2 / 16)))
     assert "--weighting samples" in samples.remedy
     unknown = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5)))
-    assert unknown.remedy == "weight each micro-batch by its share of what the full batch's mean counts"
+    assert unknown.remedy == "weight each micro-batch by its share of what the full batch's mean averages over"
     assert "0.1, 0.2, 0.3, 0.5" in evidence(unknown, "control"), "numbers of this batch are a measurement, no repair"
 
 
@@ -253,13 +258,13 @@ def test_empty_micro_batches_are_counted_from_one() -> None:
     finding = only(divergent(micro_losses=(1.0, NAN, 1.0, 1.0), rows=(BROKEN,), **empty | {"fit": None}))
     assert finding.summary == "micro-batch 2 of 4 has no valid target: its mean loss is 0/0"
     assert "valid targets per micro-batch: 8, 0, 8, 8" in evidence(finding, "measured")
-    assert only(divergent(**empty)).summary.endswith("it takes a share of the mean and adds nothing")
+    assert only(divergent(**empty)).summary.endswith("it gets a share of the mean but adds nothing")
 
 
 def test_unalignable_randomness_lists_its_reasons() -> None:
     finding = only(divergent(draws_unaligned={"randperm": "no rows"}, foreign_draws_differ=True))
     assert evidence(finding, "measured") == (
-        "`randperm`: no rows; `Python or NumPy generator`: how much is drawn depends on the batch"
+        "`randperm`: no rows; `Python or NumPy generator`: the number of draws depends on the batch"
     )
     assert not finding.proven
     constant = ControlRun("all draws constant", 1e-16, True)
@@ -275,7 +280,7 @@ def test_state_names_what_changed_and_who_wrote_it() -> None:
     assert finding.remedy.startswith("restore the state before each micro-batch: tested, equivalent")
     assert finding.proven
     held = only(divergent(state=changed("buffer")))
-    assert held.location is None and held.remedy.startswith("update the state once per window")
+    assert held.location is None and held.remedy.startswith("update the state once per optimizer step")
 
 
 def test_hidden_state_out_of_reach_is_suspected() -> None:
@@ -300,18 +305,18 @@ def test_unexplained_prints_what_was_ruled_out() -> None:
     )
     text = evidence(only(measured), "ruled out")
     for part in (
-        "the best ones leave 4.0e-01 over",
-        "what was run twice agrees with itself",
+        "the best ones leave a difference of 4.0e-01",
+        "running the same twice gives the same result",
         "none is changed and read",
-        "all forwards agree",
-        "`mm` at train.py:12: neutralised",
+        "all forward values agree",
+        "`mm` at train.py:12: without it",
         "state could not run: no",
     ):
         assert part in text
     assert evidence(only(divergent(fit=None, repeatability=None, state=None)), "ruled out") == "nothing"
 
 
-@pytest.mark.parametrize(("noise", "word"), [(5.0, "negligible"), (0.8, "visible"), (0.1, "severe")])
+@pytest.mark.parametrize(("noise", "word"), [(5.0, "negligible"), (0.8, "medium"), (0.1, "high")])
 def test_harm_is_told_once_against_the_sampling_noise(noise: float, word: str) -> None:
     measured = divergent(causes=(norm(), coupled()), fit=WeightFit(QUARTERS, 0.4, True, noise=noise))
     first, second = findings_for(measured)
@@ -324,8 +329,8 @@ def test_harm_is_told_once_against_the_sampling_noise(noise: float, word: str) -
 def test_what_a_part_of_the_batch_tells_says_so(samples: int | None) -> None:
     fit = WeightFit((), 0.4, noise=0.5, samples=samples)
     found = only(divergent(fit=fit, causes=(coupled(),)))
-    assert ("(as 4 samples tell it)" in evidence(found, "harm")) is (samples is not None)
-    assert ("of the gradient of the first 4 samples over" in evidence(found, "fit")) is (samples is not None)
+    assert ("(estimated from 4 samples)" in evidence(found, "harm")) is (samples is not None)
+    assert ("reproduce the gradient of the first 4 samples" in evidence(found, "fit")) is (samples is not None)
 
 
 def test_harm_is_not_told_where_it_is_unknown() -> None:
@@ -368,16 +373,16 @@ def test_state_is_proven_by_its_control_only(place: str) -> None:
     ("measured", "words"),
     [
         (divergent(causes=(cause(),)), "`1` (BatchNorm1d) mixes the samples of a batch"),
-        (divergent(causes=(cause(kind="control-flow"),)), "`1` (BatchNorm1d) takes another way for another batch"),
-        (divergent(**fitted(0.1, 0.2, 0.3, 0.5)), "micro-batches of unequal weight are averaged equally"),
+        (divergent(causes=(cause(kind="control-flow"),)), "`1` (BatchNorm1d) takes a branch that depends on the batch"),
+        (divergent(**fitted(0.1, 0.2, 0.3, 0.5)), "micro-batches that should count differently get the same weight"),
         (
             divergent(weighting="samples", **fitted(0.1, 0.2, 0.3, 0.5)),
-            "micro-batches of unequal weight are averaged wrongly",
+            "micro-batches get wrong weights",
         ),
-        (record(drift={"a": 0.1}), "`a` is updated 4 times per window and ends up different"),
+        (record(drift={"a": 0.1}), "`a` is updated 4 times per optimizer step and ends up different"),
         (
             record(drift=dict.fromkeys("abcd", 0.1)),
-            "`a`, `b`, `c` and 1 more are updated 4 times per window and end up different",
+            "`a`, `b`, `c` and 1 more are updated 4 times per optimizer step and end up different",
         ),
         (divergent(rows=(MISSING,), fit=None), "`0.bias` has no gradient (None) in the accumulated run only"),
         (

@@ -172,7 +172,7 @@ def test_the_verdict_comes_when_no_time_is_left_for_its_cause(stopped_at: Callab
 def test_what_was_found_in_time_stays_with_what_it_ruled_out(stopped_at: Callable[..., Verdict]) -> None:
     late = stopped_at("control:", 3)
     (note,) = [finding for finding in late.findings if finding.code == "GAV000"]
-    assert ended(late) and not note.proven and "agrees with itself" in note.evidence[0].statement, note
+    assert ended(late) and not note.proven and "gives the same result" in note.evidence[0].statement, note
 
 
 def test_a_cause_that_was_found_in_time_is_told_beside_the_end_of_the_search(

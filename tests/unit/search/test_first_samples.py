@@ -748,7 +748,7 @@ def found(ignored: bool, weighting: Any) -> Finding:
 def test_weights_given_for_micro_batches_that_are_alike_are_no_matter_of_the_model() -> None:
     finding = found(False, GIVEN)
     assert finding.location is None
-    assert "the weights that were given" in finding.summary
+    assert "the given weights" in finding.summary
 
 
 def test_the_loss_counts_whatever_the_weights_add_up_to() -> None:
