@@ -20,6 +20,7 @@ from gaverify.records.events import (
     WeightsMoved,
 )
 from gaverify.records.findings import Acceptance, Conclusion, Finding
+from gaverify.records.numbers import Number
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 
@@ -59,7 +60,7 @@ class RunSummary:
     role: str
     command: str
     updates: int
-    seconds: float
+    seconds: Number
     disk_bytes: int
     ended: str
     how: str = ""

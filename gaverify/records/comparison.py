@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from gaverify.records.numbers import Number
 from gaverify.thresholds import TENTH
 
 
@@ -269,13 +270,13 @@ class FewSamples:
     """
 
     samples: int
-    structure: float
-    rounding: float
-    error: float
-    rest: float = math.nan
-    weights: float = math.nan
-    lost: float = math.nan
-    allowed: float = math.nan
+    structure: Number
+    rounding: Number
+    error: Number
+    rest: Number = math.nan
+    weights: Number = math.nan
+    lost: Number = math.nan
+    allowed: Number = math.nan
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Literal
 
 from gaverify.records.findings import Location
+from gaverify.records.numbers import Number
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
 
 FunctionKey = tuple[str, tuple[str, int] | None, int]
@@ -58,7 +59,7 @@ class ModuleDifference:
 
     module: str
     """Path of the module."""
-    difference: float
+    difference: Number
     """Relative to the largest value of an output; 0 where they agree to rounding."""
 
 

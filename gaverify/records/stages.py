@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gaverify.records.comparison import Outcome
+from gaverify.records.numbers import Number
 
 
 class Stage(str, Enum):
@@ -31,8 +32,8 @@ class StageComparison:
 
     stage: Stage
     outcome: Outcome
-    relative_difference: float
-    norm_ratio: float
+    relative_difference: Number
+    norm_ratio: Number
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Clip:
 
     call: str
     active: bool
-    norm: float = math.nan
-    limit: float = math.nan
+    norm: Number = math.nan
+    limit: Number = math.nan
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison
 from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Conclusion, Finding
+from gaverify.records.numbers import Number
 from gaverify.records.ranks import RankFacts
 
 
@@ -80,8 +81,8 @@ class TraceRow:
     """The state after one micro-batch: accumulated gradient, movement of the weights, running event counts."""
 
     micro_batch: int
-    gradient: float
-    movement: float
+    gradient: Number
+    movement: Number
     backward: int
     step: int
     zero_grad: int
@@ -92,11 +93,11 @@ class TraceStep:
     """The optimizer step after the window, and the weights after it (norm, or value of a one-element model)."""
 
     optimizer: str
-    lr: float
-    before: float
-    after_full: float
-    after_accumulated: float
-    weights_difference: float
+    lr: Number
+    before: Number
+    after_full: Number
+    after_accumulated: Number
+    weights_difference: Number
     scalar: bool
 
 

@@ -13,8 +13,7 @@ from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
 from gaverify.report.blocks import Block, FindingBlock, Page, Parameters, Section, Table, TextBars
-from gaverify.report.documents import answer_item
-from gaverify.report.documents.encoding import plain
+from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.layout import clean
 from gaverify.report.pages import Answer, Report, page_of
@@ -60,7 +59,7 @@ def card_html(answer: Answer) -> str:
 
 
 def _round_trip(answer: Answer) -> Answer:
-    return answer_of(json.loads(json.dumps(plain(answer_item(answer)))))
+    return answer_of(json.loads(answer_text(answer)))
 
 
 def _printable(value: object) -> object:

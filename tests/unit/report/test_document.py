@@ -16,6 +16,7 @@ import pydantic
 import pytest
 import samples
 
+import gaverify.report.documents.schema
 from gaverify.errors import SpecError
 from gaverify.records.audit import RowCheck
 from gaverify.records.comparison import Outcome
@@ -115,6 +116,14 @@ def test_schema_is_json_and_names_both_forms() -> None:
     schema = json.loads(schema_text("run"))
     assert {"VerdictDocument", "RunDocument"} <= set(schema["$defs"])
     assert "null" in json.dumps(schema["$defs"]["Parameter"]["properties"]["difference_norm"])
+
+
+@pytest.mark.skipif(pydantic.version.version_short() != "2.14", reason="other versions word the same schema otherwise")
+def test_the_schema_that_is_checked_in_is_that_of_the_records() -> None:
+    stored = Path(gaverify.report.documents.schema.__file__).with_name("documents.json")
+    assert json.loads(stored.read_text(encoding="utf-8")) == json.loads(schema_text("run")), (
+        f"write it again with `gaverify schema > {stored}`"
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed")

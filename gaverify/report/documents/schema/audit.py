@@ -2,112 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, RunSummary, TrainedModels, WindowCount
+from gaverify.records.comparison import Method, Outcome
+from gaverify.records.environment import Environment
 from gaverify.records.experiment import WeightFit
-from gaverify.records.stages import Clip, SettingDifference, StageComparison
-from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
-from gaverify.report.documents.schema.verdict import AcceptanceItem, Environment
+from gaverify.records.numbers import Number
+from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
+from gaverify.report.documents.schema.shape import Of, Shape
+from gaverify.report.documents.schema.verdict import AcceptanceItem, FindingItem, Parameter, RanksItem, Version
 
 
-@derive_shape(TrainedModels)
-class ModelItem(Shape):
-    """The outermost modules that trained, the optimizers, and how many elements they train."""
-
-
-@derive_shape(Arithmetic)
-class WhereItem(Shape):
-    """Where the script trained, and in which precision."""
-
-
-@derive_shape(RunSummary)
-class RunItem(Shape):
-    """One process of the audit."""
-
-    role: Literal[
-        "full",
-        "perturbed",
-        "accumulated",
-        "frozen",
-        "unclipped",
-        "terms",
-        "weights",
-        "ranks",
-        "float32",
-        "coupling",
-        "state",
-        "events",
-    ]
-
-
-@derive_shape(WindowCount)
-class CountItem(Shape):
-    """backward : step : zero_grad of one window."""
-
-
-@derive_shape(Moment)
-class MomentItem(Shape):
-    """One call of the script that matters to accumulation."""
-
-
-@derive_shape(RowCheck, "full accumulated differing path padded checked same")
-class DataItem(Shape):
+class DataItem(Shape, record=RowCheck):
     """Rows that fed the window in both runs, and how many have no counterpart."""
 
+    full: int
+    accumulated: int
+    differing: int
+    path: str
+    padded: bool
+    checked: bool
+    same: bool
 
-@derive_shape(WeightFit, "factor factor_residual used used_residual right=weights residual determined multipliers")
-class WeightsItem(Shape):
+
+class WeightsItem(Shape, record=WeightFit):
     """Least squares over sampled gradient elements; residuals are relative."""
 
+    factor: Number
+    factor_residual: Number
+    used: tuple[Number, ...]
+    used_residual: Number
+    right: Annotated[tuple[Number, ...], Of("weights")]
+    residual: Number
+    determined: bool
+    multipliers: tuple[Number, ...]
 
-@derive_shape(StageComparison)
-class StageItem(Shape):
-    """How far both runs are apart at one stage of an update, relative to the full batch."""
 
-
-@derive_shape(Clip)
-class ClipItem(Shape):
-    """One clipping after the last backward pass of a window."""
-
-
-@derive_shape(SettingDifference, "optimizer group name full accumulated")
-class SettingItem(Shape):
+class SettingItem(Shape, record=SettingDifference):
     """A number of an optimizer that differs between the runs at the same update."""
 
+    optimizer: int
+    group: int
+    name: str
+    full: Number
+    accumulated: Number
 
-@derive_shape(
-    UpdateComparison,
-    "number outcome judged relative_difference norm_ratio resolution backwards=window.steps "
-    "rows_per_forward=window.sizes valid_targets data weights=window.fit ignored_targets=window.ignored_targets "
-    "learning_rates=step.learning_rates learning_rates_full=step.learning_rates_full "
-    "weights_difference=step.weights_difference noise started_apart drifted_buffers=step.drifted unrepeatable decided "
-    "unclear stages clips=step.clips clips_full=step.clips_full settings=step.settings missed parameters",
-    older="ignored_targets decided unclear stages clips clips_full settings missed",
-)
-class UpdateItem(Shape):
+
+class UpdateItem(Shape, record=UpdateComparison):
     """One optimizer update of both runs."""
 
-    valid_targets: Annotated[list[int], Of("window.valid_targets")]  # a script's are whole; a run's need not be
+    number: int
+    outcome: Outcome
+    judged: bool
+    relative_difference: Number
+    norm_ratio: Number
+    resolution: Number
+    backwards: Annotated[int, Of("window.steps")]
+    rows_per_forward: Annotated[tuple[int, ...], Of("window.sizes")]
+    valid_targets: Annotated[tuple[int, ...], Of("window.valid_targets")]  # whole in a script, not always in a run
+    data: DataItem
+    weights: Annotated[WeightsItem | None, Of("window.fit")]
+    ignored_targets: Annotated[bool, Of("window.ignored_targets")] = False
+    learning_rates: Annotated[tuple[Number, ...], Of("step.learning_rates")]
+    learning_rates_full: Annotated[tuple[Number, ...], Of("step.learning_rates_full")]
+    weights_difference: Annotated[Number, Of("step.weights_difference")]
+    noise: Number
+    started_apart: Number
+    drifted_buffers: Annotated[tuple[str, ...], Of("step.drifted")]
+    unrepeatable: str
+    decided: Stage = Stage.USED
+    unclear: bool = False
+    stages: tuple[StageComparison, ...] = ()
+    clips: Annotated[tuple[Clip, ...], Of("step.clips")] = ()
+    clips_full: Annotated[tuple[Clip, ...], Of("step.clips_full")] = ()
+    settings: Annotated[tuple[SettingItem, ...], Of("step.settings")] = ()
+    missed: DataItem | None = None
+    parameters: tuple[Parameter, ...]
 
 
-@derive_shape(
-    AuditReport,
-    "version kind source name outcome exit_code command acceptance reason method script events_only calls_in_order "
-    "model where environment runs timeline=calls.timeline counts=calls.counts updates findings "
-    "left_out=calls.left_out ranks timings",
-    older="source command calls_in_order timeline left_out ranks",
-)
-class AuditDocument(Shape):
+class AuditDocument(Shape, record=AuditReport):
     """One audit."""
 
-    version: Literal[1]
-    kind: Literal["audit"]
+    version: Version
+    kind: Annotated[Literal["audit"], Of(lambda _: "audit")]
+    source: str = ""
     name: str = ""
+    outcome: Outcome
     exit_code: Literal[0, 1, 3]
-    acceptance: Annotated[AcceptanceItem | None, Of("")] = None
-    method: Literal["noise-floor", "events", "not-compared"]
-    model: Annotated[ModelItem, Of("trained")]
-    where: Annotated[WhereItem, Of("arithmetic")]
+    command: str = ""
+    acceptance: Annotated[AcceptanceItem | None, Of(AcceptanceItem.of)] = None
+    reason: str
+    method: Method
+    script: str
+    events_only: bool
+    calls_in_order: bool = False
+    model: Annotated[TrainedModels, Of("trained")]
+    where: Annotated[Arithmetic, Of("arithmetic")]
     environment: Environment
+    runs: tuple[RunSummary, ...]
+    timeline: Annotated[tuple[Moment, ...], Of("calls.timeline")] = ()
+    counts: Annotated[tuple[WindowCount, ...], Of("calls.counts")]
+    updates: tuple[UpdateItem, ...]
+    findings: tuple[FindingItem, ...]
+    left_out: Annotated[Mapping[str, int], Of("calls.left_out")] = {}
+    ranks: RanksItem | None = None
+    timings: Mapping[str, Number]

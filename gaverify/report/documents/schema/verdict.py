@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
-from gaverify.records.comparison import Element, FewSamples, ParameterComparison
+from gaverify.records.comparison import (
+    Element,
+    FewSamples,
+    Method,
+    NotCompared,
+    Outcome,
+    ParameterComparison,
+    Reference,
+)
+from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
-from gaverify.records.findings import Evidence, Excerpt, Finding, Location
+from gaverify.records.findings import Acceptance, Conclusion, Evidence, Finding, Location, Severity
+from gaverify.records.numbers import Number
 from gaverify.records.profile import (
     Line,
     Memory,
@@ -16,196 +25,219 @@ from gaverify.records.profile import (
     Row,
     Seconds,
     Setting,
+    Status,
+    Strategy,
     activation_line,
     peak_line,
 )
-from gaverify.records.ranks import RankFacts, Traffic
-from gaverify.records.verdict import RunInfo, Trace, TraceRow, TraceStep, Verdict
+from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
+from gaverify.records.verdict import RunInfo, Trace, Verdict
 from gaverify.report import verdict_page
-from gaverify.report.documents.schema.deriving import Of, Shape, derive_shape
+from gaverify.report.documents import VERSION
+from gaverify.report.documents.schema.shape import Of, Shape
 
-OutcomeName = Literal["equivalent", "divergent", "inconclusive"]
+_REASONS = {why.text: why for why in NotCompared}
+"""A document has the words of a reason."""
+Version = Annotated[Literal[1], Of(lambda _: VERSION)]
 
 
-@derive_shape(Element)
-class Worst(Shape):
+class Worst(Shape, record=Element):
     """The element of a gradient with the largest difference."""
 
+    index: tuple[int, ...]
+    reference: Number
+    accumulated: Number
 
-@derive_shape(
-    ParameterComparison,
-    "name shape outcome method reference_norm accumulated_norm difference_norm relative_difference allowed "
-    "working_difference_norm worst reason",
-)
-class Parameter(Shape):
+
+class Parameter(Shape, record=ParameterComparison):
     """One parameter's gradients from both strategies; norms are Euclidean."""
 
+    name: str
+    shape: tuple[int, ...]
+    outcome: Outcome
     method: str
+    reference_norm: Number
+    accumulated_norm: Number
+    difference_norm: Number
+    relative_difference: Number
+    allowed: Number
+    working_difference_norm: Number
+    worst: Worst | None
+    reason: str
+
+    def to_record(self) -> ParameterComparison:
+        """Returns the comparison."""
+        row: ParameterComparison = super().to_record()
+        return row._replace(method=Method(self.method), why=_REASONS.get(self.reason))
 
 
-class Environment(Shape):
-    """The versions that the run used, when it was made, and the commit of git in its working folder."""
-
-    torch: str
-    gaverify: str
-    python: str
-    platform: str
-    started: str = ""
-    commit: str = ""
-
-
-@derive_shape(Excerpt)
-class ExcerptItem(Shape):
-    """Lines of the user's file around a finding, as they stood when it was made."""
-
-
-class AcceptanceItem(Shape):
+class AcceptanceItem(Shape, record=Acceptance):
     """What the user accepts or expects, and which of the entries match nothing any more."""
 
     accepted: bool
-    expected: Annotated[OutcomeName | None, Of("acceptance.expected")]
-    stale: Annotated[list[str], Of("acceptance.stale")]
-    strict: Annotated[bool, Of("acceptance.strict")]
-    refused: Annotated[list[str], Of("acceptance.refused")] = Field(default_factory=list)
+    expected: Outcome | None
+    stale: tuple[str, ...]
+    strict: bool
+    refused: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(answer: Conclusion) -> dict[str, Any]:
+        """Returns the object: whether a divergence is accepted depends on the findings, too."""
+        return {"accepted": answer.accepted, **vars(answer.acceptance)}
 
 
-@derive_shape(Location, older="excerpt")
-class Place(Shape):
-    """Where a finding lies; null where unknown."""
-
-
-@derive_shape(Evidence)
-class EvidenceItem(Shape):
-    """What one probe saw."""
-
-
-@derive_shape(Finding, "code name severity location summary evidence remedy proven accepted", older="accepted")
-class FindingItem(Shape):
+class FindingItem(Shape, record=Finding):
     """A named cause or a remark."""
 
+    code: str
+    name: str
+    severity: Severity
+    location: Location | None
+    summary: str
+    evidence: tuple[Evidence, ...]
+    remedy: str
+    proven: bool
+    accepted: str = ""
 
-@derive_shape(Traffic, "collectives bytes=bytes_moved")
-class TrafficItem(Shape):
+
+class TrafficItem(Shape, record=Traffic):
     """Collectives of one rank in one window, by kind, and the bytes of their tensors."""
 
-    collectives: Annotated[dict[str, int], Of("counts")]
+    collectives: Annotated[Mapping[Collective, int], Of("counts")]
+    bytes: Annotated[int, Of("bytes_moved")]
 
 
-@derive_shape(
-    RankFacts,
-    "ranks engine replicas_apart=replicas.difference window=traffic.window own=traffic.own difference "
-    "from_one_process right_weights=shares.fit.weights used_weights=shares.fit.used residual=shares.fit.residual "
-    "buffers_apart=replicas.buffers",
-)
-class RanksItem(Shape):
+class RanksItem(Shape, record=RankFacts):
     """What was measured on R ranks; `own` are the collectives of the model and the loss, without the engine's."""
 
-    engine: str | None
+    ranks: int
+    engine: Engine | None
+    replicas_apart: Annotated[Number, Of("replicas.difference")]
+    window: Annotated[TrafficItem, Of("traffic.window")]
+    own: Annotated[TrafficItem, Of("traffic.own")]
+    difference: Number
+    from_one_process: Number
+    right_weights: Annotated[tuple[Number, ...] | None, Of("shares.fit.weights")]
+    used_weights: Annotated[tuple[Number, ...] | None, Of("shares.fit.used")]
+    residual: Annotated[float | None, Of("shares.fit.residual")]
+    buffers_apart: Annotated[tuple[str, ...], Of("replicas.buffers")]
 
 
-@derive_shape(
-    RunInfo,
-    "model parameters trainable batch_size steps micro_batches weights weighting strategy device dtype autocast seed "
-    "mode loss_full=losses.full loss_accumulated=losses.accumulated reference reference_failed rounded part guesses "
-    "environment",
-    older="rounded part guesses",
-)
-class Run(Shape):
+class Run(Shape, record=RunInfo):
     """What was run: enough to run it again."""
 
-    reference: Literal["full", "offload"] = "full"
-    reference_failed: list[Literal["full"]] = Field(default_factory=list)
+    model: str
+    parameters: int
+    trainable: int
+    batch_size: int
+    steps: int
+    micro_batches: tuple[int, ...]
+    weights: tuple[Number, ...]
+    weighting: str
+    strategy: str
+    device: str
+    dtype: str
+    autocast: str | None
+    seed: int
+    mode: str
+    loss_full: Annotated[Number, Of("losses.full")]
+    loss_accumulated: Annotated[Number, Of("losses.accumulated")]
+    reference: Reference = Reference.FULL
+    reference_failed: tuple[Reference, ...] = ()
+    rounded: tuple[str, ...] = ()
+    part: tuple[int, ...] = ()
+    guesses: tuple[str, ...] = ()
     environment: Environment
 
 
-@derive_shape(TraceRow)
-class TraceRowItem(Shape):
-    """The state after one micro-batch."""
-
-
-@derive_shape(TraceStep)
-class TraceStepItem(Shape):
-    """The optimizer step after the window."""
-
-
-@derive_shape(Trace)
-class TraceItem(Shape):
-    """One row per micro-batch, then the optimizer step."""
-
-
-@derive_shape(ModuleDifference)
-class ModuleItem(Shape):
-    """How far a module's outputs for the same samples are apart in the forward, relative to its largest value."""
-
-
-@derive_shape(FewSamples)
-class FewSamplesItem(Shape):
-    """What decided a window below float32: its weights by fit, and what a few of its samples showed."""
-
-
-@derive_shape(
-    Verdict,
-    "version kind source name outcome exit_code command acceptance sentence method control_failure resolution run spec "
-    "parameters findings modules ranks few_samples timings trace",
-    older="source command control_failure modules ranks few_samples",
-)
-class VerdictDocument(Shape):
+class VerdictDocument(Shape, record=Verdict):
     """One verdict."""
 
-    version: Literal[1]
-    kind: Literal["verdict"] = "verdict"
+    version: Version
+    kind: Annotated[Literal["verdict"], Of(lambda _: "verdict")] = "verdict"
+    source: str = ""
     name: str = ""
+    outcome: Outcome
     exit_code: Literal[0, 1, 3]
-    acceptance: Annotated[AcceptanceItem | None, Of("")] = None
+    command: str = ""
+    acceptance: Annotated[AcceptanceItem | None, Of(AcceptanceItem.of)] = None
     sentence: Annotated[str, Of(verdict_page.sentence)] = ""
+    method: str
+    control_failure: str = ""
+    resolution: Number
+    run: Run
+    spec: Mapping[str, Any] | None
+    parameters: tuple[Parameter, ...]
+    findings: tuple[FindingItem, ...]
+    modules: tuple[ModuleDifference, ...] = ()
+    ranks: RanksItem | None = None
+    few_samples: FewSamples | None = None
+    timings: Mapping[str, Number]
+    trace: Trace | None
 
 
-@derive_shape(Setting)
-class SettingItem(Shape):
-    """What was profiled and where."""
-
-
-@derive_shape(Memory, "kind baseline peak reserved increment")
-class MemoryItem(Shape):
+class MemoryItem(Shape, record=Memory):
     """Device memory around one update, bytes."""
 
+    kind: Literal["cuda-allocated", "resident"]
+    baseline: int
+    peak: int
+    reserved: int | None
+    increment: int
 
-@derive_shape(Seconds, finite=True)
-class SecondsItem(Shape):
-    """Time per update; `low` and `high` are quartiles."""
 
-
-@derive_shape(
-    Row,
-    "strategy steps micro_batches status message activation_bytes memory seconds samples_per_second outcome "
-    "relative_difference method",
-)
-class RowItem(Shape):
+class RowItem(Shape, record=Row):
     """One strategy with one K; figures are null where the row did not get so far."""
 
+    strategy: Strategy
+    steps: int
+    micro_batches: tuple[int, ...]
+    status: Status
+    message: str
+    activation_bytes: int | None
+    memory: MemoryItem | None
+    seconds: Seconds | None
+    samples_per_second: float | None
+    outcome: Outcome | None
+    relative_difference: float | None
+    method: str | None
 
-@derive_shape(Line, "intercept slope residual points usable", finite=True)
-class LineItem(Shape):
+
+class LineItem(Shape, record=Line):
     """A least-squares line through (samples of the largest micro-batch, bytes)."""
+
+    intercept: float
+    slope: float
+    residual: float | None
+    points: tuple[tuple[int, int], ...]
+    usable: bool
 
 
 class LinesItem(Shape):
     """The lines through accumulation and the full batch; null where fewer than two sizes were measured."""
 
-    activations: Annotated[LineItem | None, Of(lambda profile: activation_line(profile.rows))]
-    peak: Annotated[LineItem | None, Of(lambda profile: peak_line(profile.rows))]
+    activations: LineItem | None
+    peak: LineItem | None
+
+    @staticmethod
+    def of(profile: Profile) -> dict[str, Any]:
+        """Returns the object: a line is made of all rows."""
+        return {"activations": activation_line(profile.rows), "peak": peak_line(profile.rows)}
 
 
-@derive_shape(
-    Profile,
-    "version kind source name outcome exit_code command interrupted setting spec steps rows lines",
-    older="source command",
-)
-class ProfileDocument(Shape):
+class ProfileDocument(Shape, record=Profile):
     """One profile."""
 
-    version: Literal[1]
-    kind: Literal["profile"]
+    version: Version
+    kind: Annotated[Literal["profile"], Of(lambda _: "profile")]
+    source: str = ""
     name: str = ""
+    outcome: Outcome
     exit_code: Literal[0, 1, 2, 3]
-    lines: Annotated[LinesItem, Of("")]
+    command: str = ""
+    interrupted: bool
+    setting: Setting | None
+    spec: dict[str, Any]
+    steps: tuple[int, ...]
+    rows: tuple[RowItem, ...]
+    lines: Annotated[LinesItem, Of(LinesItem.of)]
