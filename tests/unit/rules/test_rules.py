@@ -110,7 +110,7 @@ def source_of(rule: Any) -> str:
         taken |= {word: inspect.getsource(function) for word, function in more.items()}
 
 
-HEADINGS = ["What it finds", "Why gradients diverge", "Signature in the numbers", "Example", "Use instead"]
+HEADINGS = ["What it finds", "Why gradients diverge", "How to recognise it", "Example", "Use instead"]
 HEADINGS += ["When it is harmless", "References"]
 A_MODEL, A_LOOP = "A model:", "A training loop:"
 """Lines above the two examples of a code that arises in both."""
