@@ -32,7 +32,6 @@ __all__ = [
     "render",
     "short_text",
     "write_all",
-    "write_reports",
 ]
 
 Errors = Iterable[tuple[str, str]]
@@ -76,19 +75,12 @@ def render(answers: Iterable[Answer], form: str, show_all: bool = False, errors:
     return format_named(form).render(Report(tuple(answers), tuple(errors), show_all))
 
 
-def write_reports(
-    answers: Iterable[Answer], paths: Iterable[str | os.PathLike[str]], show_all: bool = False, errors: Errors = ()
-) -> None:
+def write_all(report: Report, paths: Iterable[str | os.PathLike[str]]) -> None:
     """Writes a report to each path in the format of its ending; every file is written whole or not at all.
 
     Raises:
         SpecError: An unknown ending, or files that cannot be written; the others are there all the same.
     """
-    write_all(Report(tuple(answers), tuple(errors), show_all), paths)
-
-
-def write_all(report: Report, paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Writes a report as `write_reports` does."""
     texts = [(path, format_for(path).render(report)) for path in paths]
     problems: list[str] = []
     for path, text in texts:

@@ -11,15 +11,9 @@ from gaverify.records.audit import UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, Moment, WindowCount
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.stages import Clip, Stage
-from gaverify.report.blocks import Call, Facts, Headline, Page, Parameters, Repeated, Section, Table, Timeline
+from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
-from gaverify.report.common_blocks import (
-    acceptance_sentences,
-    acceptance_states,
-    blamed_modules,
-    comparison_section,
-    finding_blocks,
-)
+from gaverify.report.common_blocks import blamed_modules, comparison_section, finding_blocks, headline_of
 from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line
 
 _INDENT = 14
@@ -38,19 +32,15 @@ _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 def audit_page(report: AuditReport) -> Page:
     """Returns the page of an audit."""
-    states = [*acceptance_states(report), *["calls in order"] * report.calls_in_order]
     return Page(
         "audit",
-        Headline(
+        headline_of(
+            report,
             join_title(report.source, report.name or report.script),
-            report.outcome,
             report.reason,
             _method(report),
             f"gaverify {report.environment.gaverify} audit",
-            tuple(states),
-            tuple(acceptance_sentences(report)),
-            report.accepted,
-            report.exit_code == 0,
+            ["calls in order"] if report.calls_in_order else (),
         ),
         finding_blocks(report.findings, [row for update in report.updates for row in update.parameters]),
         Facts(tuple(_facts(report)), _INDENT),
@@ -130,7 +120,7 @@ def _counts(counts: Sequence[WindowCount]) -> Table:
         text = f"({counts[-1].update}) has no step: the script ended or was stopped inside it"
         notes.append((len(rows), text))
     head = ("update", "backward : step : zero_grad")
-    return Table((head, *rows), (0,), tuple(notes), caption="Calls of each update")
+    return Table((head, *rows), (0,), tuple(notes), caption="How often the script made each call")
 
 
 def _describe_update(update: UpdateComparison) -> Iterable[str]:

@@ -130,12 +130,8 @@ class TextBars:
     """Bars made of characters, on a linear axis from zero; formats with pictures have a `Plot` of the same rows."""
 
     title: str
-    names: Sequence[Sequence[str]]
-    """Cells in front of each bar."""
-    values: Sequence[float]
-    """Length of each bar, in any unit."""
-    sizes: Sequence[Sequence[str]]
-    """Cells behind each bar."""
+    bars: Sequence[tuple[Sequence[str], float, Sequence[str]]]
+    """Of each bar: the cells in front of it, its length in any unit, and the cells behind it."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from gaverify.amounts import count_text
 from gaverify.records.comparison import Outcome, ParameterComparison
@@ -13,8 +12,6 @@ from gaverify.records.experiment import ModuleDifference
 from gaverify.report.blocks import Bar, Chart
 from gaverify.report.layout import clean
 from gaverify.report.wording import modules_of, number, sort_rows
-
-T = TypeVar("T")
 
 _MOST_PARAMETERS = 40
 """Bars of parameters in a chart; of a larger model the worst ones are shown, and the table below lists all."""
@@ -147,36 +144,34 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
         rows: All parameters.
         causes: The names of the modules that a finding names.
     """
-    worst_of = [(name, sort_rows(members)[0]) for name, members in modules_of(rows)]
-    scale = scale_of(row.relative_difference for _, row in worst_of if not row.vanishing)
-    bars = []
-    for piece in _neighbours(worst_of):
-        row = sort_rows(each for _, each in piece)[0]
-        name = next(name for name, each in piece if each is row)
-        has_size = not row.vanishing and not math.isnan(row.relative_difference)
-        bars.append(
+    worst_of = {name: sort_rows(members)[0] for name, members in modules_of(rows)}
+    scale = scale_of(row.relative_difference for row in worst_of.values() if not row.vanishing)
+    bars = _merge_neighbours(
+        [
             Bar(
                 clean(name or "(root)"),
                 row.outcome.value,
-                scale.at(row.relative_difference) if has_size else 0.0,
+                0.0 if row.vanishing else scale.at(row.relative_difference),
                 "rounding of a zero" if row.vanishing else number(row.relative_difference),
-                any(module in causes for module, _ in piece),
+                name in causes,
             )
-        )
-    if len(bars) < 2 or _are_all_divergent(bars):
-        return Chart()
-    first = [bar.name for bar in bars if bar.kind == Outcome.DIVERGENT.value][:1]
-    caption = "; ".join(
-        [
-            "Gradients by module, in the model's order",
-            *(f"the first that differs is that of `{name}`" for name in first),
-            *(
-                f"the cause `{clean(name)}` has no parameters of its own"
-                for name in sorted(causes - {name for name, _ in worst_of})
-            ),
+            for name, row in worst_of.items()
         ]
     )
-    return Chart("Gradients by module", bars, scale.ticks, caption=caption, is_foldable=True, names_outcomes=True)
+    if len(bars) < 2 or _are_all_divergent(bars):
+        return Chart()
+    caption = ["Gradients by module, in the model's order"]
+    first = next((bar.name for bar in bars if bar.kind == Outcome.DIVERGENT.value), None)
+    caption += [f"the first that differs is that of `{first}`"] if first is not None else []
+    caption += [f"the cause `{clean(name)}` has no parameters of its own" for name in sorted(causes - worst_of.keys())]
+    return Chart(
+        "Gradients by module",
+        bars,
+        scale.ticks,
+        caption="; ".join(caption),
+        is_foldable=True,
+        names_outcomes=True,
+    )
 
 
 def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samples: int = 0) -> Chart:
@@ -191,23 +186,21 @@ def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samp
     """
     holders = _holders_of_differing(modules) - causes
     drawn_modules = [module for module in modules if module.module not in holders]
-    if all(module.difference == 0 for module in drawn_modules):
-        return Chart()
     scale = scale_of(module.difference for module in drawn_modules)
-    bars = []
-    for piece in _neighbours(drawn_modules):
-        most = max(piece, key=lambda module: module.difference)
-        differs = most.difference > 0
-        bars.append(
+    bars = _merge_neighbours(
+        [
             Bar(
-                clean(most.module or "(root)"),
-                (Outcome.DIVERGENT if differs else Outcome.EQUIVALENT).value,
-                scale.at(most.difference),
-                number(most.difference) if differs else "the same values",
-                any(module.module in causes for module in piece),
+                clean(module.module or "(root)"),
+                (Outcome.DIVERGENT if module.difference > 0 else Outcome.EQUIVALENT).value,
+                scale.at(module.difference),
+                number(module.difference) if module.difference > 0 else "the same values",
+                module.module in causes,
             )
-        )
-    if _are_all_divergent(bars) and not any(bar.is_cause for bar in bars):
+            for module in drawn_modules
+        ]
+    )
+    all_agree = all(module.difference == 0 for module in drawn_modules)
+    if all_agree or (_are_all_divergent(bars) and not any(bar.is_cause for bar in bars)):
         return Chart()
     part = f" (the batch's first {samples})" if samples else ""
     caption = (
@@ -217,10 +210,15 @@ def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samp
     return Chart("Outputs by module", bars, scale.ticks, caption=caption, is_foldable=True)
 
 
-def _neighbours(modules: Sequence[T]) -> list[Sequence[T]]:
-    """The modules in groups of neighbouring ones, as many as there may be bars."""
-    size = max(math.ceil(len(modules) / _MOST_MODULES), 1)
-    return [modules[at : at + size] for at in range(0, len(modules), size)]
+def _merge_neighbours(bars: Sequence[Bar]) -> list[Bar]:
+    """The bars, or where there are too many the worst of neighbouring ones, which is a cause if one of them is."""
+    size = max(math.ceil(len(bars) / _MOST_MODULES), 1)
+    groups = (bars[at : at + size] for at in range(0, len(bars), size))
+    return [replace(max(group, key=_badness), is_cause=any(bar.is_cause for bar in group)) for group in groups]
+
+
+def _badness(bar: Bar) -> tuple[int, float]:
+    return [kind for kind, _ in reversed(_OUTCOMES)].index(bar.kind), bar.percent
 
 
 def _holders_of_differing(modules: Sequence[ModuleDifference]) -> set[str]:

@@ -10,7 +10,7 @@ from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.verdict import Verdict
-from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, Section
+from gaverify.report.blocks import Block, Chart, FindingBlock, Headline, Parameters, Section
 from gaverify.report.charts import chart_by_parameters, parameters_chart, repairs_chart
 from gaverify.report.layout import clean
 
@@ -88,23 +88,46 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def acceptance_states(answer: Verdict | AuditReport) -> list[str]:
-    """Returns what the user's entries and expectation make of the outcome, a word or two each."""
-    expected = answer.acceptance.expected
-    states = ["accepted"] if answer.accepted else []
-    if expected is not None:
-        states.append("expected" if expected is answer.outcome else f"{expected.value} was expected")
-    return [*states, "stale entries"] if answer.acceptance.stale else states
+def headline_of(
+    answer: Verdict | AuditReport,
+    title: str,
+    sentence: str,
+    method: str,
+    version: str,
+    states: Sequence[str] = (),
+    remarks: Sequence[str] = (),
+) -> Headline:
+    """Returns the headline with what the user's entries and expectation make of the outcome.
 
-
-def acceptance_sentences(answer: Verdict | AuditReport) -> list[str]:
-    """Returns what follows from the user's entries and expectation, for the end of a report; nothing without any."""
-    acceptance = answer.acceptance
-    sentences = ["accepted: every cause of the divergence is one that is known and wanted"] if answer.accepted else []
+    Args:
+        answer: Has the outcome.
+        title: What was run.
+        sentence: Why the outcome is what it is.
+        method: How it was decided.
+        version: What made the answer.
+        states: More words about the answer, behind those about acceptance.
+        remarks: More sentences, in front of those about acceptance.
+    """
+    acceptance, met = answer.acceptance, answer.acceptance.expected is answer.outcome
+    words: list[str] = []
+    sentences = list(remarks)
+    if answer.accepted:
+        words.append("accepted")
+        sentences.append("accepted: every cause of the divergence is one that is known and wanted")
     if acceptance.expected is not None:
-        comparison = (
-            "as expected" if acceptance.expected is answer.outcome else f"{acceptance.expected.value} was expected"
-        )
-        sentences.append(comparison)
+        words.append("expected" if met else f"{acceptance.expected.value} was expected")
+        sentences.append("as expected" if met else f"{acceptance.expected.value} was expected")
+    words += ["stale entries"] if acceptance.stale else []
     sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
-    return [*sentences, *(f"not accepted: {sentence}" for sentence in acceptance.refused)]
+    sentences += [f"not accepted: {sentence}" for sentence in acceptance.refused]
+    return Headline(
+        title,
+        answer.outcome,
+        sentence,
+        method,
+        version,
+        (*words, *states),
+        tuple(sentences),
+        answer.accepted,
+        answer.exit_code == 0,
+    )

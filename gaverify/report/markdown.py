@@ -60,9 +60,8 @@ def _finding(block: FindingBlock) -> Iterator[str]:
     finding = block.finding
     yield f"**{text(f'{finding.code} {finding.name}')}** ({block.kind}): {text(block.summary)}"
     yield ""
-    for label, statement in [("where", block.place), ("accepted", finding.accepted), *block.rows]:
-        if statement or (label, statement) in block.rows:
-            yield f"- {text(label)}: {text(statement)}"
+    heads = [row for row in (("where", block.place), ("accepted", finding.accepted)) if row[1]]
+    yield from _list([*heads, *block.rows])
     yield f"- {text(f'`gaverify explain {finding.code}`')}"
 
 
@@ -82,7 +81,11 @@ def _block(block: Block, show_all: bool) -> Iterator[str]:
     elif isinstance(block, Table):
         yield from _rows(block)
     elif isinstance(block, Facts):
-        yield from (f"- {text(label)}: {text(statement)}" for label, statement in block.rows)
+        yield from _list(block.rows)
+
+
+def _list(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    return (f"- {text(label)}: {text(statement)}" for label, statement in rows)
 
 
 def _parameters(parameters: Parameters, show_all: bool) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +85,8 @@ def place_of(finding: Finding | None, page: Page) -> Place | None:
     if location is not None and location.file:
         text = location.excerpt.line(location.line) if location.excerpt is not None else ""
         return _place(location.file, location.line or 1, text)
-    return next((_place(file, 1, "") for file in _files(page) if os.path.isfile(file)), None)
-
-
-def _files(page: Page) -> Iterator[str]:
-    yield from filter(None, (page.source, page.model.rpartition(":")[0]))
+    files = (page.source, page.model.rpartition(":")[0])  # a model may be given as `file.py:factory`
+    return next((_place(file, 1, "") for file in files if os.path.isfile(file)), None)
 
 
 def _place(file: str, line: int, text: str) -> Place:

@@ -82,10 +82,10 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool)
         middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
         text = _GAP + pad(name, room) + _GAP + _GAP.join(middle) + _GAP
         lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
-        if at and with_worst and not wide:
-            lines += _below(rows[at - 1], worst(rows[at - 1]), layout)
         if at:
-            lines += _below(rows[at - 1], rows[at - 1].reason, layout, head="")
+            below = [_worst_element(rows[at - 1])] if with_worst and not wide else []
+            for text in filter(None, [*below, rows[at - 1].reason]):
+                lines += layout.wrap(text, indent=6, style="dim")
     return lines
 
 
@@ -111,10 +111,8 @@ def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int
     return padded if cells(padded[0]) <= room else None
 
 
-def _below(row: ParameterComparison, text: str, layout: Layout, head: str = "worst ") -> list[Line]:
-    if not text:
-        return []
-    if head and row.worst is not None:
-        at = text.partition(":")[0]
-        text = f"worst element {at}: full {value(row.worst.reference)}, accumulated {value(row.worst.accumulated)}"
-    return layout.wrap(text, indent=6, style="dim")
+def _worst_element(row: ParameterComparison) -> str:
+    if row.worst is None or not worst(row):
+        return ""
+    index = worst(row).partition(":")[0]
+    return f"worst element {index}: full {value(row.worst.reference)}, accumulated {value(row.worst.accumulated)}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from gaverify.amounts import bytes_text, count_text, seconds_text
 from gaverify.records.comparison import Outcome
-from gaverify.records.profile import LABELS, Line, Memory, Profile, Row, activation_line, peak_line
+from gaverify.records.profile import LABELS, Line, Memory, Profile, Row, Seconds, activation_line, peak_line
 from gaverify.report.blocks import Facts, Headline, Page, Plot, Section, Table, TextBars
 from gaverify.report.wording import join_title, made_by, number, percent
 
@@ -44,9 +43,8 @@ def _sections(profile: Profile) -> Iterator[Section]:
         title = f"{setting.model} · B = {setting.batch_size} · {setting.device}, {setting.dtype}"
     plot = Plot(title, rows)
     yield Section("Memory and time against K", (plot, _table(rows)))
-    for kind in _BARS:
-        if drawn_rows := [row for row in rows if kind.value(row) is not None]:
-            yield Section("", (_bars(kind, drawn_rows),))
+    for bars in _bars(rows):
+        yield Section("", (bars,))
     fits = (("activations", activation_line(rows)), ("peak", peak_line(rows)))
     lines = tuple((label, _line_text(fit)) for label, fit in fits if fit is not None and len(set(profile.steps)) > 1)
     if lines:
@@ -103,56 +101,33 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _Bars:
-    """One set of bars: what is drawn, and what is written behind each."""
+def _bars(rows: Sequence[Row]) -> Iterator[TextBars]:
+    """Saved activations, peaks and times, each of the rows that got so far."""
+    saved = [(_cells(row)[:2], size, [bytes_text(size)]) for row in rows if (size := row.activation_bytes) is not None]
+    if saved:
+        yield TextBars("saved activations: what autograd keeps for the backward, parameters left out", saved)
+    peaks = [(row, row.memory) for row in rows if row.memory is not None]
+    if peaks:
+        sizes = [(_cells(row)[:2], peak.increment, [f"+{bytes_text(peak.increment)}"]) for row, peak in peaks]
+        yield TextBars(_peak_title([peak for _, peak in peaks]), sizes)
+    times = [(row, row.seconds) for row in rows if row.seconds is not None]
+    if times:
+        repeats = max(seconds.repeats for _, seconds in times)
+        title = f"time per update: median of {repeats} after warm-up (quartiles), samples per second"
+        yield TextBars(title, [(_cells(row)[:2], seconds.median, _time_cells(row, seconds)) for row, seconds in times])
 
-    title: Callable[[Sequence[Row]], str]
-    value: Callable[[Row], float | None]
-    sizes: Callable[[Row], Sequence[str]]
 
-
-def _bars(kind: _Bars, rows: Sequence[Row]) -> TextBars:
-    values = [kind.value(row) or 0.0 for row in rows]
-    return TextBars(kind.title(rows), [_cells(row)[:2] for row in rows], values, [kind.sizes(row) for row in rows])
-
-
-def _peak_title(rows: Sequence[Row]) -> str:
-    memories = [row.memory for row in rows if row.memory is not None]
+def _peak_title(memories: Sequence[Memory]) -> str:
     low, high = min(memory.baseline for memory in memories), max(memory.baseline for memory in memories)
     base = bytes_text(low) if bytes_text(low) == bytes_text(high) else f"{bytes_text(low)} to {bytes_text(high)}"
     kind = "allocated on the GPU" if memories[0].kind == "cuda-allocated" else "resident memory of the process"
     return f"peak memory above the {base} that model, batch and libraries take ({kind})"
 
 
-def _increment(memory: Memory | None) -> float | None:
-    return None if memory is None else float(memory.increment)
-
-
-def _time_cells(row: Row) -> Sequence[str]:
-    if row.seconds is None:
-        return ()
+def _time_cells(row: Row, seconds: Seconds) -> Sequence[str]:
     rate = row.samples_per_second
-    spread = f"{seconds_text(row.seconds.low)} to {seconds_text(row.seconds.high)}"
-    return seconds_text(row.seconds.median), f"({spread})", f"{rate:,.0f}/s" if rate else ""
-
-
-_BARS = (
-    _Bars(
-        lambda _: "saved activations: what autograd keeps for the backward, parameters left out",
-        lambda row: row.activation_bytes,
-        lambda row: [bytes_text(row.activation_bytes or 0)],
-    ),
-    _Bars(_peak_title, lambda row: _increment(row.memory), lambda row: [f"+{bytes_text(_increment(row.memory) or 0)}"]),
-    _Bars(
-        lambda rows: (
-            f"time per update: median of {max(r.seconds.repeats for r in rows if r.seconds)} after "
-            "warm-up (quartiles), samples per second"
-        ),
-        lambda row: row.seconds.median if row.seconds else None,
-        _time_cells,
-    ),
-)
+    spread = f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
+    return seconds_text(seconds.median), f"({spread})", f"{rate:,.0f}/s" if rate else ""
 
 
 def _line_text(fit: Line) -> str:

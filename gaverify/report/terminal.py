@@ -7,17 +7,13 @@ import io
 import os
 import shutil
 from collections.abc import Iterable
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from gaverify.records.verdict import Verdict
 from gaverify.report.layout import Layout, Line, plain
 from gaverify.report.pages import Report
 from gaverify.report.text import page_lines, report_lines
 from gaverify.report.verdict_page import verdict_page
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 _WIDEST = 140
 """Longer lines are hard to follow with the eye."""
@@ -45,7 +41,7 @@ def write_lines(lines: list[Line], layout: Layout, stream: IO[str]) -> None:
     """Writes the lines, with colours where the stream shows them."""
     is_visible = _is_terminal(stream) and os.environ.get("TERM") != "dumb"
     if not os.environ.get("NO_COLOR") and (is_visible or os.environ.get("FORCE_COLOR")):
-        print_lines(lines, stream, layout.width)
+        _print_colours(lines, stream, layout.width)
     else:
         stream.write(plain(lines))
 
@@ -62,25 +58,22 @@ def _is_unicode(stream: IO[str]) -> bool:
         return False
 
 
-def print_lines(lines: Iterable[Line], file: IO[str], width: int) -> None:
-    """Prints the lines with their colours to a terminal."""
+def _print_colours(lines: Iterable[Line], stream: IO[str], width: int) -> None:
+    # rich takes a while to load, and most reports go to pipes and files
     from rich.console import Console
+    from rich.text import Text
 
-    _print(lines, Console(file=file, width=width, force_terminal=True, highlight=False))
+    console = Console(file=stream, width=width, force_terminal=True, highlight=False)
+    for line in lines:
+        assembled = Text.assemble(*line)
+        assembled.rstrip()
+        # a name may hold what rich would read as markup or an emoji
+        console.print(assembled, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def text(report: Report) -> str:
     """Returns the report as plain text: sentences of 80 columns, names as they are."""
     return plain(report_lines(report, Layout(whole=True)))
-
-
-def _print(lines: Iterable[Line], console: Console) -> None:
-    from rich.text import Text
-
-    for line in lines:
-        assembled = Text.assemble(*line)
-        assembled.rstrip()
-        console.print(assembled, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class _Crash(NamedTuple):

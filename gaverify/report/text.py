@@ -92,19 +92,21 @@ def _table(table: Table, layout: Layout) -> list[Line]:
 
 
 def _bars(bars: TextBars, layout: Layout) -> list[Line]:
-    names, sizes = (
-        ["  ".join(row) for row in columns([[layout.text(cell) for cell in row] for row in rows], right)]
-        for rows, right in ((bars.names, (1,)), (bars.sizes, (0, 1)))
-    )
+    names = _columns([name for name, _, _ in bars.bars], (1,), layout)
+    sizes = _columns([size for _, _, size in bars.bars], (0, 1), layout)
     room = max(layout.width - cells(names[0]) - max(map(cells, sizes)) - 6, 8)  # two spaces around and between them
-    largest = max(bars.values)
+    largest = max(length for _, length, _ in bars.bars)
     lines = layout.wrap(bars.title, indent=2, style="bold")
-    for name, value, size in zip(names, bars.values, sizes, strict=True):
+    for name, (_, value, _), size in zip(names, bars.bars, sizes, strict=True):
         length = round(room * value / largest) if largest > 0 else 0
         # what is small against the largest is still more than nothing
         bar = ("#" if layout.ascii_only else "█") * max(length, 1 if value > 0 else 0)
         lines.append([(f"  {name}  ", ""), (pad(bar, room), "cyan"), (f"  {size}", "")])
     return lines
+
+
+def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...], layout: Layout) -> list[str]:
+    return ["  ".join(row) for row in columns([[layout.text(cell) for cell in row] for row in rows], right)]
 
 
 def page_line(page: Page) -> str:

@@ -9,37 +9,26 @@ from collections.abc import Iterator
 from gaverify.amounts import count_text
 from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
 from gaverify.records.verdict import RunInfo, Trace, Verdict
-from gaverify.report.blocks import Facts, Headline, Page, Parameters, Section, Table
+from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
-from gaverify.report.common_blocks import (
-    acceptance_sentences,
-    acceptance_states,
-    blamed_modules,
-    comparison_section,
-    finding_blocks,
-)
+from gaverify.report.common_blocks import blamed_modules, comparison_section, finding_blocks, headline_of
 from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value
 from gaverify.thresholds import TENTH
 
 
 def verdict_page(verdict: Verdict) -> Page:
     """Returns the page of a verdict."""
-    run, states = verdict.run, acceptance_states(verdict)
-    if "the loss" in run.guesses:
-        states.append("guessed loss")
+    run = verdict.run
     return Page(
         "run",
-        Headline(
+        headline_of(
+            verdict,
             join_title(verdict.source, verdict.name) or run.model,
-            verdict.outcome,
             sentence(verdict),
             method(verdict),
             f"gaverify {run.environment.gaverify}",
-            tuple(states),
-            # a guess comes first: what the user said of the outcome is about the guess
-            (*_guess_sentences(run), *acceptance_sentences(verdict)),
-            verdict.accepted,
-            verdict.exit_code == 0,
+            ["guessed loss"] if "the loss" in run.guesses else (),
+            _guess_sentences(run),
         ),
         finding_blocks(verdict.findings, verdict.parameters),
         Facts(tuple(_facts(verdict))),

@@ -27,7 +27,7 @@ from gaverify.report import (
     format_named,
     print_summary,
     render,
-    write_reports,
+    write_all,
 )
 from gaverify.report.documents.schema import validate_document
 from gaverify.report.markdown import text
@@ -63,7 +63,7 @@ def test_every_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_every_format_is_written(tmp_path: Path) -> None:
     paths = [tmp_path / f"report{ending}" for ending in (".txt", ".json", ".xml", ".svg", ".html")]
-    write_reports([samples.divergent()], paths)
+    write_all(Report((samples.divergent(),)), paths)
     assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in paths)
     validate_document(paths[1].read_text())
     assert "DIVERGENT" in paths[0].read_text()
@@ -82,7 +82,7 @@ def test_an_interruption_leaves_the_old_file_whole(
 
     monkeypatch.setattr("os.replace", interrupted)
     with pytest.raises((KeyboardInterrupt, SpecError)):
-        write_reports([samples.equivalent()], [path])
+        write_all(Report((samples.equivalent(),)), [path])
     assert os.listdir(tmp_path) == ["report.json"]
     assert path.read_text() == "old"
 
@@ -90,7 +90,7 @@ def test_an_interruption_leaves_the_old_file_whole(
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real.txt").write_text("old")
     (tmp_path / "link.txt").symlink_to(tmp_path / "real.txt")
-    write_reports([samples.equivalent()], [tmp_path / "link.txt"])
+    write_all(Report((samples.equivalent(),)), [tmp_path / "link.txt"])
     assert (tmp_path / "link.txt").is_symlink()
     assert "EQUIVALENT" in (tmp_path / "real.txt").read_text()
 
@@ -99,13 +99,13 @@ def test_links_that_lead_to_each_other_are_a_problem_and_no_fault(tmp_path: Path
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
     with pytest.raises(SpecError, match="could not be written"):
         check_writable([tmp_path / "loop.json"])
-        write_reports([samples.equivalent()], [tmp_path / "gone" / "loop.json"])
+        write_all(Report((samples.equivalent(),)), [tmp_path / "gone" / "loop.json"])
 
 
 def test_a_report_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
     paths = [tmp_path / "gone" / "a.json", tmp_path / "b.md", tmp_path / "gone" / "c.xml"]
     with pytest.raises(SpecError) as caught:
-        write_reports([samples.equivalent()], paths)
+        write_all(Report((samples.equivalent(),)), paths)
     assert len(caught.value.problems) == 2 and "equivalent" in paths[1].read_text()
 
 
@@ -133,12 +133,12 @@ def test_the_mode_is_kept_and_a_new_file_gets_the_umask(tmp_path: Path) -> None:
     old.chmod(0o640)
     mask = os.umask(0o027)
     try:
-        write_reports([samples.equivalent()], [old, new])
+        write_all(Report((samples.equivalent(),)), [old, new])
     finally:
         os.umask(mask)
     assert (old.stat().st_mode & 0o777, new.stat().st_mode & 0o777) == (0o640, 0o640)
     old.chmod(0o604)
-    write_reports([samples.equivalent()], [old])
+    write_all(Report((samples.equivalent(),)), [old])
     assert old.stat().st_mode & 0o777 == 0o604
 
 
@@ -151,7 +151,7 @@ def test_a_link_planted_where_the_report_is_written_first_is_not_followed(
     monkeypatch.setattr("tempfile._get_candidate_names", lambda: names)
     (tmp_path / ".gaverify-planted.tmp").symlink_to(victim)
     (tmp_path / f".gaverify-{os.getpid()}.tmp").symlink_to(victim)
-    write_reports([samples.equivalent()], [tmp_path / "report.txt"])
+    write_all(Report((samples.equivalent(),)), [tmp_path / "report.txt"])
     assert victim.read_text() == "precious"
     assert "EQUIVALENT" in (tmp_path / "report.txt").read_text()
     assert next(names, None) is None  # the planted name was tried and refused
