@@ -12,8 +12,9 @@ from typing import IO
 
 from gaverify.errors import SpecError
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
-from gaverify.report.layout import Layout, Line
+from gaverify.report.layout import Layout, Line, plain
 from gaverify.report.pages import Answer, Report, page_of
+from gaverify.report.text import page_line, page_lines, report_lines, short_lines, summary_lines, time_text
 
 __all__ = [
     "FORMATS",
@@ -46,16 +47,11 @@ def document_text(answer: Answer) -> str:
 
 def short_text(answer: Answer) -> str:
     """Returns the outcome of one answer and its findings as plain text, without what was run and the numbers."""
-    from gaverify.report.layout import plain
-    from gaverify.report.text import short_lines
-
     return plain(short_lines(page_of(answer), Layout(whole=True))).rstrip("\n")
 
 
 def line_text(answer: Answer) -> str:
     """Returns one answer as one line: outcome, name, why, and where the first cause lies."""
-    from gaverify.report.text import page_line
-
     return page_line(page_of(answer))
 
 
@@ -100,29 +96,21 @@ def print_answer(answer: Answer, *, show_all: bool = False, file: IO[str] | None
         show_all: Every parameter; else long tables are folded to the ones that are not equivalent.
         file: Default is the present `sys.stdout`.
     """
-    from gaverify.report.text import page_lines
-
     _print(lambda layout: page_lines(page_of(answer), layout, show_all), file)
 
 
 def print_report(report: Report, file: IO[str] | None = None) -> None:
     """Prints a whole report, as `render(…, "text")` writes it but for colours and width."""
-    from gaverify.report.text import report_lines
-
     _print(lambda layout: report_lines(report, layout), file)
 
 
 def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
     """Prints a line per answer and per (source, message) of `errors`, with a heading and the count of outcomes."""
-    from gaverify.report.text import summary_lines
-
     _print(lambda layout: summary_lines([page_of(answer) for answer in answers], tuple(errors), layout), file)
 
 
 def print_line(answer: Answer, file: IO[str] | None = None) -> None:
     """Prints one answer as one line, however long, so that a program can read it."""
-    from gaverify.report.text import page_line, time_text
-
     page = page_of(answer)
     _print(lambda layout: [[(layout.text(page_line(page) + time_text(page)), "")]], file)
 
