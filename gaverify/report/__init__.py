@@ -77,6 +77,7 @@ def write_all(report: Report, paths: Iterable[str | os.PathLike[str]]) -> None:
     Raises:
         SpecError: An unknown ending, or files that cannot be written; the others are there all the same.
     """
+    # every text is made before the first file is touched: a fault of one leaves all files as they are
     texts = [(path, format_for(path).render(report)) for path in paths]
     problems: list[str] = []
     for path, text in texts:
@@ -118,6 +119,7 @@ def print_line(answer: Answer, file: IO[str] | None = None) -> None:
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:
     from gaverify.report.terminal import layout_for, write_lines
 
+    # looked up at each call: tests and notebooks replace `sys.stdout`
     stream = file or sys.stdout
     layout = layout_for(stream)
     write_lines(lines(layout), layout, stream)

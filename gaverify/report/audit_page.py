@@ -87,6 +87,7 @@ def _facts(report: AuditReport) -> list[tuple[str, str]]:
     seconds: dict[str, float] = {}
     for run in report.runs:
         if run.role in _CONTROLS:
+            # a control may take several runs, which are one entry
             seconds[run.role] = seconds.get(run.role, 0.0) + run.seconds
     if seconds:
         rows.append(("controls", "; ".join(f"{TITLES[role]} ({spent:.1f} s)" for role, spent in seconds.items())))
@@ -97,6 +98,7 @@ def _facts(report: AuditReport) -> list[tuple[str, str]]:
         autocast = f"autocast {where.autocast or 'off'}"
         rows.append(("where", f"{where.device}, {where.dtype}, {autocast}, torch {report.environment.torch}"))
     if report.ranks is not None:
+        # 0: how often a script accumulates is seen in each update, not set for the run
         rows.append(("ranks", ranks_line(report.ranks, 0)))
     if report.calls.left_out:
         parts = [f"{count} × {why}" for why, count in sorted(report.calls.left_out.items())]
@@ -127,6 +129,7 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
     sizes = update.window.sizes
     yield count_text(update.window.steps, "backward pass")
     if sizes:
+        # a dozen sizes show the pattern, and more would fill the screen
         is_equal_size = len(set(sizes)) == 1
         yield f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
     if update.window.valid_targets and update.window.ignored_targets:
@@ -148,10 +151,12 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
 
 def _stages(update: UpdateComparison) -> str:
     """How far the runs are apart at each stage, where there is more than one to tell apart."""
+    # stages that agree say nothing more than the table of parameters
     if len({stage.outcome for stage in update.stages}) < 2 and Stage.SUMMED not in {s.stage for s in update.stages}:
         return ""
     parts = []
     for stage in update.stages:
+        # relative to a gradient of zero there is no percentage
         far = f"{percent(stage.relative_difference)} apart"
         text = (
             f"{_STAGES[stage.stage]} {'zero in the full-batch run' if math.isinf(stage.relative_difference) else far}"
@@ -169,6 +174,7 @@ def _clipping(update: UpdateComparison) -> str:
 
 
 def _clip(clip: Clip) -> str:
+    # a clip by value measures no norm
     sizes = [
         f"{label} {value:.4g}" for label, value in (("norm", clip.norm), ("limit", clip.limit)) if math.isfinite(value)
     ]
@@ -179,6 +185,7 @@ def _after(update: UpdateComparison) -> str:
     facts = []
     if math.isfinite(update.step.weights_difference):
         facts.append(f"weights differ by {percent(update.step.weights_difference)}")
+    # parameter groups mostly share one rate: each is named once
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
         for side in (update.step.learning_rates, update.step.learning_rates_full)
@@ -197,6 +204,7 @@ def _method(report: AuditReport) -> str:
     """How the audit was decided and what it could have seen; empty where nothing was judged."""
     decisive = report.decisive
     if decisive is not None and decisive.judged:
+        # every other method of an audit rests on the run with moved weights
         how = "by the noise floor of the full-batch run"
         how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"

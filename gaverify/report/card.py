@@ -26,6 +26,7 @@ def svg(report: Report) -> str:
     """Returns the picture: a profile's plots, or a card for each answer and error, one below the other."""
     pages = [page_of(answer) for answer in report.answers]
     plots = [block for page in pages for block in page.blocks if isinstance(block, Plot)]
+    # a profile alone is its plot, which says more than a card
     if plots and len(pages) == 1 and not report.errors:
         return plot_svg(plots[0])
     card = _Card()
@@ -95,8 +96,10 @@ class _Card:
             return
         self.add_text("Relative difference of each parameter (logarithmic; | is the allowed difference)", "soft")
         for bar in chart.bars[:_MOST_BARS]:
+            # the end of a path tells more than its beginning
             name = bar.name if len(bar.name) <= 36 else "…" + bar.name[-35:]
             self._add_line(name, "", _MARGIN)
+            # a bar of no length could not be seen
             y, long = self.y + 5, max(bar.percent * _BARS_WIDE / 100, 2)
             place = f'x="{_BARS_LEFT}" y="{y:.0f}" width="{long:.1f}" height="13"'
             self.elements.append(f'<rect class="{bar.kind}" {place}/>')

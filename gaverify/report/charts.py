@@ -59,6 +59,7 @@ def scale_of(values: Iterable[float]) -> Scale:
     powers = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
     low = math.floor(min(powers, default=-1.0))
     high = math.ceil(max(powers, default=0.0))
+    # one value alone would give an axis without a length
     return Scale(low, max(high, low + 1))
 
 
@@ -73,6 +74,7 @@ def parameters_chart(rows: Sequence[ParameterComparison]) -> Chart:
     A parameter whose gradient is zero or rounding has no relative difference and is left out.
     """
     relative = [row for row in rows if not row.vanishing and not math.isnan(row.difference_norm)]
+    # names may repeat where parameters are unnamed: a row is known by its identity
     worst = {id(row) for row in sort_rows(relative)[:_MOST_PARAMETERS]}
     drawn_rows = [row for row in relative if id(row) in worst]
     working = [row.working_difference_norm / row.reference_norm for row in drawn_rows]
@@ -119,6 +121,7 @@ def repairs_chart(sizes: Sequence[tuple[str, float, str]]) -> Chart:
 def weights_charts(fits: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> tuple[Chart, ...]:
     """Returns a chart for each (caption, weights that were used, weights that fit), on linear axes from zero."""
     charts = [_weights_chart(*fit) for fit in fits]
+    # one legend explains all charts of the section
     legend = (("used", "used"), ("right", "fits the full batch"))
     return tuple(replace(chart, legend=() if at else legend) for at, chart in enumerate(charts))
 
@@ -130,7 +133,9 @@ def _weights_chart(caption: str, used: Sequence[float], right: Sequence[float]) 
     for at in drawn_weights:
         pair = (("used", used[at] if at < len(used) else 0.0), ("right", right[at]))
         for kind, value in pair:
+            # an axis from zero has no place for a sign; the number beside the bar shows it
             percent = 100 * abs(value) / largest if math.isfinite(value) else 0.0
+            # the second bar of a pair stands below the first, under the same name
             name = f"micro-batch {at + 1}" if kind == "used" else ""
             bars.append(Bar(name, kind, round(percent, 1), f"{value:.4g}"))
     label = f"Weights of {len(right)} micro-batches: used, and those that fit"
@@ -158,6 +163,7 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
             for name, row in worst_of.items()
         ]
     )
+    # a model with one module has nothing to tell apart
     if len(bars) < 2 or _are_all_divergent(bars):
         return Chart()
     caption = ["Gradients by module, in the model's order"]
@@ -212,6 +218,7 @@ def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samp
 
 def _merge_neighbours(bars: Sequence[Bar]) -> list[Bar]:
     """The bars, or where there are too many the worst of neighbouring ones, which is a cause if one of them is."""
+    # a chart of thousands of bars is slow to draw, and nobody reads it
     size = max(math.ceil(len(bars) / _MOST_MODULES), 1)
     groups = (bars[at : at + size] for at in range(0, len(bars), size))
     return [replace(max(group, key=_badness), is_cause=any(bar.is_cause for bar in group)) for group in groups]

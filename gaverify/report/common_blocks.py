@@ -31,6 +31,7 @@ def comparison_section(
     parameters: Parameters, causes: set[str], summary: str = "", facts: Sequence[Block] = ()
 ) -> Section:
     """Returns the compared parameters with their charts; `causes` are the modules that findings name."""
+    # empty charts are false
     charts = (chart_by_parameters(parameters.rows, causes), parameters_chart(parameters.rows))
     count = count_text(len(parameters.rows), "parameter")
     heading = f"{parameters.name}: {count}" if parameters.name else count
@@ -64,6 +65,7 @@ def _before_and_after(finding: Finding, largest: float) -> Chart:
     All are differences of the whole gradient, or for want of one `largest`, the largest of a parameter.
     """
     values = [evidence.values for evidence in finding.evidence]
+    # a control says what is left of the difference, a fit of weights what it does not explain
     difference_left = next(
         (_number(v.get("left", v.get("residual"))) for v in values if "left" in v or "residual" in v), math.nan
     )
@@ -76,10 +78,12 @@ def _before_and_after(finding: Finding, largest: float) -> Chart:
     label = "as it is" if full_difference is largest else "whole gradient, as it is"
     bars = [
         (label, full_difference, "divergent"),
+        # what was not proven is not shown as repaired
         ("control run", difference_left, "equivalent" if finding.proven else "inconclusive"),
     ]
     for repair in next((v["repairs"] for v in values if "repairs" in v), ()):
         kind = "equivalent" if repair["rounding"] else "inconclusive"
+        # a user's class may have any name
         bars.append((f"repair: {clean(str(repair['what']))}", _number(repair["left"]), kind))
     return repairs_chart(bars)
 

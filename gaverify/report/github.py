@@ -27,6 +27,7 @@ def _annotations(page: Page) -> Iterator[str]:
         has_annotation = has_annotation or finding.severity == "fault"
         level = _level(finding, headline.passed)
         yield _annotation(level, f"{finding.code} {finding.name} ({headline.title})", _message(finding), finding, page)
+    # a finding that is only a note does not say why the job fails
     if headline.outcome is not Outcome.EQUIVALENT and not has_annotation and not headline.passed:
         level = "error" if headline.outcome is Outcome.DIVERGENT else "warning"
         title = f"gaverify: {headline.outcome.value} ({headline.title})"
@@ -37,6 +38,7 @@ def _annotations(page: Page) -> Iterator[str]:
 
 
 def _level(finding: Finding, passed: bool) -> str:
+    # what the user accepts or expects must not make a job look broken
     if finding.severity == "note" or finding.accepted or passed:
         return "notice"
     return "error" if finding.proven else "warning"

@@ -44,6 +44,7 @@ def html_text(report: Report) -> str:
         errors=report.errors,
         style=Markup(_file("page.css")),
         script=Markup(script),
+        # nothing may be loaded, and no script may run but the one whose hash stands here
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'; base-uri 'none'",
     )
     return text + "\n"
@@ -91,6 +92,7 @@ def _source_lines(block: FindingBlock) -> list[tuple[int, str, bool]]:
     if place is None or place.excerpt is None:
         return []
     numbered = enumerate(place.excerpt.lines, place.excerpt.first)
+    # a browser makes tabs eight columns wide
     return [(at, text.expandtabs(4), at == place.line) for at, text in numbered]
 
 
@@ -109,6 +111,7 @@ def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, .
 
 
 def _rows_with_notes(table: Table) -> list[tuple[str, ...]]:
+    # a column of its own keeps the rows sortable
     notes = dict(table.notes)
     return [(*row, notes.get(at, "")) for at, row in enumerate(table.rows[1:], 1)]
 
@@ -126,6 +129,7 @@ def _template(name: str) -> Template:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
+        # a misspelt name in a template must fail, and not print nothing
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -26,6 +26,7 @@ def junit_text(report: Report) -> str:
     suite = ElementTree.SubElement(root, "testsuite", name="gaverify")
     pages = [page_of(answer) for answer in report.answers]
     suite.extend(map(_test, pages))
+    # a spec with several errors was asked for once, and is one test
     for source in dict.fromkeys(source for source, _ in report.errors):
         messages = [message for error_source, message in report.errors if error_source == source]
         test = ElementTree.SubElement(suite, "testcase", classname="gaverify", name=clean(source), time="0.000")
@@ -72,6 +73,7 @@ def _module_text(table: Parameters, module: str, rows: list[ParameterComparison]
         return ""
     name = f"{table.name}: {module or '(root)'}" if table.name else module or "(root)"
     alike = [row for row in worst_first if row.outcome is outcome]
+    # an undecided parameter has a reason where others have a difference
     if outcome is Outcome.INCONCLUSIVE:
         reason = alike[0].reason or "could not be decided"
         return f"{name}: {reason}: {', '.join(row.name for row in alike)}"

@@ -50,6 +50,7 @@ class Layout:
         if self.whole or cells(text) <= width:
             return text
         mark = "..." if self.ascii_only else "…"
+        # what is cut off is at the left: the text is turned around, cut, and turned back
         return _cut(mark + _cut(text[::-1], max(width - len(mark), 0))[::-1], width)
 
     def wrap(self, value: object, first: str = "", indent: int = 0, style: str = "") -> list[Line]:
@@ -61,6 +62,7 @@ class Layout:
         room = max(self.width - indent, 10)
         rows: list[str] = []
         for word in _BREAK.split(self.text(" ".join(str(value).split()))):
+            # editors and terminals open a path only as it stands
             word = word if "/" in word else self.shorten(word, room)
             if rows and cells(rows[-1]) + 1 + cells(word) <= room:
                 rows[-1] += " " + word

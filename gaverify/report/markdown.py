@@ -70,6 +70,7 @@ def _section(section: Section, show_all: bool) -> list[str]:
     parts = ["", text(section.summary)] if section.summary else []
     for lines in (list(_block(block, show_all)) for block in section.blocks):
         parts += ["", *lines] if lines else []
+    # GitHub reads Markdown inside a tag only after an empty line
     if any(isinstance(block, Parameters) for block in section.blocks):
         return ["", f"<details><summary>{section.heading}</summary>", *parts, "</details>"]
     return parts

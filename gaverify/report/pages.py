@@ -43,6 +43,7 @@ class Report:
         """The exit code of the command that made the report, or that it would have; never 0 without an answer."""
         if self.exit_code is not None:
             return self.exit_code
+        # a command that found nothing to run must not look like a success
         failed = [USAGE] if self.errors or not self.answers else []
         return worst_exit_code([answer.exit_code for answer in self.answers] + failed)
 
@@ -91,6 +92,7 @@ def place_of(finding: Finding | None, page: Page) -> Place | None:
 
 def _place(file: str, line: int, text: str) -> Place:
     path = Path(os.path.abspath(file))
+    # outside a repository a path is relative to where the command runs
     root = repository_of(path.parent) or Path.cwd()
     if path.is_relative_to(root):
         return Place(path.relative_to(root).as_posix(), line, True, text)

@@ -65,11 +65,13 @@ def _rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool)
     table = [[layout.text(cell) for cell in _HEADER], *body]
     other_cells = columns([row[1:] for row in table], right=(1, 2, 3))
     taken = _cells_width(other_cells)
+    # a narrow terminal keeps the name, the difference and the outcome longest
     for at in _LEFT_OUT:
         if taken + _SHORTEST > layout.width and not layout.whole:
             other_cells = [[*row[:at], *row[at + 1 :]] for row in other_cells]
             taken = _cells_width(other_cells)
     widest = max(cells(row[0]) for row in table)
+    # a column of worst elements fits only beside whole names
     wide = _worst_column(rows, layout, layout.width - taken - widest - len(_GAP)) if with_worst else None
     room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
     lines: list[Line] = []
@@ -97,6 +99,7 @@ def _cells_width(rest: Sequence[Sequence[str]]) -> int:
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
     sized, norm, *sizes = measures(row)
     if row.method == Method.NOT_COMPARED:
+        # where nothing was compared nothing was allowed
         sizes = [number(row.relative_difference), "-"]
     return row.name or "(unnamed)", sized, norm, *sizes, row.outcome.value
 

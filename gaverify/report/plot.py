@@ -27,6 +27,7 @@ Curve = Callable[[Row], Spread | None]
 
 def plot_svg(plot: Plot) -> str:
     """Returns the picture; it follows the reader's choice of light or dark."""
+    # a row that failed early has no K to stand at
     rows = [row for row in plot.rows if row.micro_batches]
     name = clean(plot.title)
     fit = peak_line(rows)

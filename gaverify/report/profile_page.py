@@ -46,6 +46,7 @@ def _sections(profile: Profile) -> Iterator[Section]:
     for bars in _bars(rows):
         yield Section("", (bars,))
     fits = (("activations", activation_line(rows)), ("peak", peak_line(rows)))
+    # one K gives no line
     lines = tuple((label, _line_text(fit)) for label, fit in fits if fit is not None and len(set(profile.steps)) > 1)
     if lines:
         yield Section("Memory against the samples of a micro-batch", (Facts(lines, 15),))
@@ -57,7 +58,9 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
     if setting is None:
         return []
     trainable = "all" if setting.trainable == setting.parameters else f"{setting.trainable:,}"
+    # torch does not count a CPU's memory
     memory = f" with {bytes_text(setting.device_memory)}" if setting.device_memory else ""
+    # the threads of a GPU's host do not matter to it
     threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
     step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
     rows = [
@@ -88,6 +91,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     outcome, difference = "-" if row.outcome is None else row.outcome.value, row.relative_difference
     if row.status != "measured":
         outcome, difference = _STATUS[row.status], None
+    # every other row is compared with this one
     elif row.strategy == "full-batch":
         outcome, difference = "reference", None
     return (

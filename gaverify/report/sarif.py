@@ -53,6 +53,7 @@ def sarif_text(report: Report) -> str:
     run = {
         "tool": {"driver": driver},
         "invocations": [_invocation(report)],
+        # Python counts characters, not UTF-16 units
         "columnKind": "unicodeCodePoints",
         "results": results,
         "properties": {"answers": [_name_and_outcome("title", page) for page in answer_pages]},

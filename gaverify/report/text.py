@@ -93,6 +93,7 @@ def _table(table: Table, layout: Layout) -> list[Line]:
 
 def _bars(bars: TextBars, layout: Layout) -> list[Line]:
     names = _columns([name for name, _, _ in bars.bars], (1,), layout)
+    # a time and its spread are columns of their own
     sizes = _columns([size for _, _, size in bars.bars], (0, 1), layout)
     room = max(layout.width - cells(names[0]) - max(map(cells, sizes)) - 6, 8)  # two spaces around and between them
     largest = max(length for _, length, _ in bars.bars)

@@ -47,6 +47,7 @@ def _sections(verdict: Verdict) -> Iterator[Section]:
     if chart := chart_by_outputs(verdict.modules, causes, sum(verdict.run.part)):
         yield Section("Forward pass: first difference", (chart,))
     fits = (evidence.values.get("weights") for finding in verdict.findings for evidence in finding.evidence)
+    # of several findings the first with fitted weights is the one that the chart explains
     fitted = next((fit for fit in fits if isinstance(fit, (list, tuple)) and fit), None)
     if fitted is not None:
         # a document may hold null for a weight that is not finite
@@ -64,6 +65,8 @@ def _facts(verdict: Verdict) -> list[tuple[str, str]]:
     count = f"{run.parameters:,} {'parameter' if run.parameters == 1 else 'parameters'}"
     trainable = "all trainable" if run.trainable == run.parameters else f"{run.trainable:,} trainable"
     autocast = f"autocast {run.autocast or 'off'}"
+    # torch's switches let products round float32: that is part of how the run was computed
+    rounded = f" ({', '.join(run.rounded)})" if run.rounded else ""
     rows = [
         ("spec", join_title(verdict.source, verdict.name)),
         ("model", f"{run.model}: {count}, {trainable}"),
@@ -72,7 +75,7 @@ def _facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
-        ("where", f"{run.device}, {run.dtype}{_describe_rounding(run)}, {autocast}, torch {run.environment.torch}"),
+        ("where", f"{run.device}, {run.dtype}{rounded}, {autocast}, torch {run.environment.torch}"),
         ("loss", f"full batch {value(run.losses.full)}, accumulated {value(run.losses.accumulated)}"),
     ]
     return [(label, text) for label, text in rows if text]
@@ -88,19 +91,12 @@ def _batch(run: RunInfo) -> str:
     return f"B = {run.batch_size} = {'+'.join(parts) or '?'} ({run.steps} micro-batches)"
 
 
-_WAYS = {
-    Reference.FULL: "full: activations on the device",
-    Reference.OFFLOAD: "offload: activations on the host",
-}
-
-
 def _reference(run: RunInfo) -> str:
     """How the full batch was made to fit; nothing where it fitted."""
     if run.reference is Reference.FULL:
         return ""
     failed = " and ".join(run.reference_failed)
-    why = f" ({failed} did not fit)" if failed else ""
-    return _WAYS[run.reference] + why
+    return "offload: activations on the host" + (f" ({failed} did not fit)" if failed else "")
 
 
 def _weights(run: RunInfo) -> str:
@@ -109,17 +105,13 @@ def _weights(run: RunInfo) -> str:
     if len(set(run.weights)) == 1:
         return f"{run.weighting}, {run.weights[0]:.4g} each"
     parts = [f"{weight:.4g}" for weight in run.weights]
-    if len(parts) > 8:
+    if len(parts) > 8:  # equal weights were one number above; what differs shows at both ends
         parts = [*parts[:3], "…", *parts[-3:]]
     return f"{run.weighting}: {', '.join(parts)}"
 
 
-def _describe_rounding(run: RunInfo) -> str:
-    """What the switches of torch let products round float32 to: part of how the run was computed."""
-    return f" ({', '.join(run.rounded)})" if run.rounded else ""
-
-
 def _trace_table(trace: Trace) -> Table:
+    # a model of one number shows the number itself, with its sign
     gradient = "accumulated gradient" if trace.step.scalar else "accumulated ‖gradient‖"
     head = ("micro-batch", gradient, "movement", "backward : step : zero_grad")
     rows = [
@@ -171,6 +163,7 @@ def _equivalent(verdict: Verdict, total: int) -> str:
     if total == 0:
         return "nothing was compared"
     unused = sum(row.why is not None for row in verdict.parameters)
+    # a parameter that both runs leave without a gradient agrees, and nothing of it was compared
     agree = sum(row.outcome is Outcome.EQUIVALENT for row in verdict.parameters) - unused
     asked = verdict.method == Method.TOLERANCE
     how = "agree within the tolerances that were asked for" if asked else "agree to rounding"
@@ -183,9 +176,8 @@ def _divergent(verdict: Verdict, total: int) -> str:
     if not rows:
         return "no single gradient differs; the findings say what does"
     text = f"{len(rows)} of {total} {_parameters(total)} {_verb('differ', len(rows))}"
-    vanishing_rows = [
-        row for row in rows if row.vanishing
-    ]  # relative to a zero, or to its rounding, any difference is enormous
+    # relative to a zero, or to its rounding, any difference is enormous
+    vanishing_rows = [row for row in rows if row.vanishing]
     sizes = [row.relative_difference for row in rows if not row.vanishing]
     finite = [size for size in sizes if math.isfinite(size)]
     if finite:
@@ -204,11 +196,13 @@ def _inconclusive(verdict: Verdict, total: int) -> str:
     reasons = Counter(row.reason for row in open_rows if row.reason)
     if reasons:
         text = f"{len(open_rows)} of {total} {_parameters(total)} undecided: {reasons.most_common(1)[0][0]}"
+        # the most frequent reason stands for the others
         return text + (f" (and {count_text(len(reasons) - 1, 'other reason')})" if len(reasons) > 1 else "")
     if verdict.findings:
         # what the batch lacks, where every parameter agrees
         blind = [finding for finding in verdict.findings if finding.code == "GAV901" and not open_rows]
         return (blind or verdict.findings)[0].summary
+    # nothing differs and nothing is open: rounding alone may hide a fault
     if not open_rows and (hidden := hidden_share(verdict.parameters)) > TENTH:
         return (
             f"rounding may hide up to {percent(hidden)} of the whole gradient: a float64 control, or fewer samples, "
@@ -231,11 +225,13 @@ def method(verdict: Verdict) -> str:
     verb = "compared" if verdict.outcome is Outcome.INCONCLUSIVE else "decided"
     counts = Counter(row.method for row in verdict.parameters if row.method != Method.NOT_COMPARED)
     uncompared = len(verdict.parameters) - counts.total()
+    # where methods are mixed, each says for how many parameters it decided
     if len(counts) > 1:
         text = f"{verb} " + ", ".join(f"{METHODS[name]} ({count})" for name, count in counts.most_common())
     elif verdict.method == Method.NOT_COMPARED:
         return "nothing was compared"
     else:
+        # a document may name a method that this version does not know
         text = f"{verb} {METHODS.get(verdict.method, f'by {verdict.method}')}"
     if verdict.outcome is not Outcome.EQUIVALENT:  # the sentence of an equivalent verdict says it already
         text += f"; {uncompared} not compared" if uncompared else ""

@@ -39,14 +39,17 @@ def number(value: float) -> str:
 def value(amount: float) -> str:
     """Returns a value with six digits, integers with their point: `-16.0`, `0.0123457`."""
     text = f"{amount:.6g}"
+    # a trained scalar is read as a float, not as a count
     return text + ".0" if text.lstrip("-").isdigit() else text
 
 
 def percent(fraction: float) -> str:
     """Returns a relative difference for a sentence: `88 %`, `0.006 %`, `31 times`."""
+    # a percentage of five digits is harder to read than a factor
     if fraction >= 10:
         return f"{fraction:.0f} times" if fraction < 1e6 else f"{fraction:.1e} times"
     share = fraction * 100
+    # two significant digits would write 100 % as 1e+02 %
     if share >= 99.5:
         return f"{share:.0f} %"
     return f"{share:.2g} %" if share >= 1e-4 or share == 0 else f"{share:.0e} %"
@@ -58,6 +61,7 @@ def ranks_line(facts: RankFacts, micro_batches: int) -> str:
     traffic, difference = facts.traffic.window, facts.replicas.difference
     kinds = ", ".join(f"{count} {kind.value}" for kind, count in traffic.counts.items()) or "no collective"
     replicas = "" if math.isnan(difference) else f"; replicas {'identical' if difference == 0.0 else 'apart'}"
+    # the ranks of a script have no K that could be divided among them
     each = f", K = {micro_batches // facts.ranks} each" if micro_batches else ""
     return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(traffic.bytes_moved)}{replicas}"
 
@@ -93,6 +97,7 @@ def sort_rows(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
     """Returns the parameters worst first; equivalent ones, which rounding alone tells apart, keep the model's order."""
 
     def rank(row: ParameterComparison) -> tuple[float, ...]:
+        # by their size they would stand in another order on every processor
         return badness(row) if row.outcome is not Outcome.EQUIVALENT else badness(row)[:1]
 
     return sorted(rows, key=rank, reverse=True)
@@ -111,8 +116,8 @@ def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[Para
     return list(groups.items())
 
 
-def made_by(environment: Environment | Setting) -> str:
+def made_by(made: Environment | Setting) -> str:
     """Returns the versions, the platform and the git commit that an answer was made with."""
-    made = environment
     versions = f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+    # a profile's setting has no commit
     return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
