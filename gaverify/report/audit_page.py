@@ -65,12 +65,11 @@ def _sections(report: AuditReport) -> Iterator[Section]:
     for update in report.updates:
         # where the runs had different data or weights, the update's own outcome means nothing
         outcome = update.outcome if update.judged else Outcome.INCONCLUSIVE
-        parameters = Parameters(update.parameters, outcome, f"update {update.number}", update.judged)
+        summary = ", ".join(_describe_update(update))
+        parameters = Parameters(update.parameters, outcome, f"update {update.number}", summary, update.judged)
         facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
         rows = tuple((label, text) for label, text in facts if text)
-        yield comparison_section(
-            parameters, causes, ", ".join(_describe_update(update)), (Facts(rows, _INDENT),) if rows else ()
-        )
+        yield comparison_section(parameters, causes, [Facts(rows, _INDENT)] if rows else [])
 
 
 def _facts(report: AuditReport) -> list[tuple[str, str]]:
@@ -122,7 +121,7 @@ def _counts(counts: Sequence[WindowCount]) -> Table:
         text = f"({counts[-1].update}) has no step: the script ended or was stopped inside it"
         notes.append((len(rows), text))
     head = ("update", "backward : step : zero_grad")
-    return Table((head, *rows), (0,), tuple(notes), caption="How often the script made each call")
+    return Table((head, *rows), (0,), tuple(notes))
 
 
 def _describe_update(update: UpdateComparison) -> Iterable[str]:

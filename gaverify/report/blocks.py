@@ -67,8 +67,6 @@ class Table:
     """(row, text): what stands below a row; below the last one it may concern the whole table."""
     outcome: int | None = None
     """Column whose words give a row its colour; None: no row has one."""
-    caption: str = ""
-    """What the table shows, for those who cannot see it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,8 @@ class Parameters:
     """Outcome of all of them."""
     name: str = ""
     """The update of an audit; empty: a verdict's only comparison."""
+    summary: str = ""
+    """What was compared in that update."""
     judged: bool = True
     """Whether differences mean anything; not where the runs had different data or weights."""
 
@@ -160,10 +160,6 @@ class Section:
     heading: str
     """Title of the section where a format has titles; empty: the blocks say it themselves."""
     blocks: Sequence[Block]
-    name: str = ""
-    """Name of the update that the section is about; empty: it is about the whole answer."""
-    summary: str = ""
-    """What was compared in that update."""
 
 
 @dataclass(frozen=True)

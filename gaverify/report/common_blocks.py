@@ -27,15 +27,13 @@ def blamed_modules(findings: Iterable[Finding]) -> set[str]:
     return {finding.location.module for finding in findings if finding.location and finding.location.module}
 
 
-def comparison_section(
-    parameters: Parameters, causes: set[str], summary: str = "", facts: Sequence[Block] = ()
-) -> Section:
+def comparison_section(parameters: Parameters, causes: set[str], facts: Sequence[Block] = ()) -> Section:
     """Returns the compared parameters with their charts; `causes` are the modules that findings name."""
     # empty charts are false
     charts = (chart_by_parameters(parameters.rows, causes), parameters_chart(parameters.rows))
     count = count_text(len(parameters.rows), "parameter")
     heading = f"{parameters.name}: {count}" if parameters.name else count
-    return Section(heading, (*filter(None, charts), parameters, *facts), parameters.name, summary)
+    return Section(heading, (*filter(None, charts), parameters, *facts))
 
 
 def _block(finding: Finding, largest: float) -> FindingBlock:

@@ -67,7 +67,7 @@ def _finding(block: FindingBlock) -> Iterator[str]:
 
 def _section(section: Section, show_all: bool) -> list[str]:
     """Its blocks after empty lines; pictures have no place in Markdown, and parameters are folded away."""
-    parts = ["", text(section.summary)] if section.summary else []
+    parts: list[str] = []
     for lines in (list(_block(block, show_all)) for block in section.blocks):
         parts += ["", *lines] if lines else []
     # GitHub reads Markdown inside a tag only after an empty line
@@ -90,6 +90,8 @@ def _list(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _parameters(parameters: Parameters, show_all: bool) -> Iterator[str]:
+    if parameters.summary:
+        yield f"{text(parameters.summary)}\n"
     rows = sort_rows(parameters.rows)
     first_rows = rows if show_all else rows[:_ROWS]
     yield from _table(

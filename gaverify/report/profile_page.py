@@ -83,7 +83,7 @@ _STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "fa
 
 def _table(rows: Sequence[Row]) -> Table:
     notes = tuple((at, row.message) for at, row in enumerate(rows, 1) if row.message)
-    return Table((_HEADS, *map(_cells, rows)), (1, 2, 3, 4, 6), notes, outcome=5, caption="Rows of the profile")
+    return Table((_HEADS, *map(_cells, rows)), (1, 2, 3, 4, 6), notes, outcome=5)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

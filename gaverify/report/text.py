@@ -54,13 +54,9 @@ def _finding(block: FindingBlock, layout: Layout) -> list[Line]:
 
 def _section(section: Section, layout: Layout, show_all: bool) -> list[Line]:
     lines: list[Line] = []
-    if section.name:
-        lines = layout.wrap(section.summary, first=section.name, indent=14)
-        lines[0][0] = (lines[0][0][0], "bold")
     for block in section.blocks:
         if isinstance(block, Parameters):
-            # numbers of runs that had different data would only mislead
-            lines += table_lines(block.rows, layout, show_all) if block.judged or show_all else []
+            lines += _parameters(block, layout, show_all)
         elif isinstance(block, Facts):
             lines += _facts(block, layout)
         elif isinstance(block, Table):
@@ -68,6 +64,15 @@ def _section(section: Section, layout: Layout, show_all: bool) -> list[Line]:
         elif isinstance(block, TextBars):
             lines += _bars(block, layout)
     return lines
+
+
+def _parameters(parameters: Parameters, layout: Layout, show_all: bool) -> list[Line]:
+    lines: list[Line] = []
+    if parameters.name:
+        lines = layout.wrap(parameters.summary, first=parameters.name, indent=14)
+        lines[0][0] = (lines[0][0][0], "bold")
+    # numbers of runs that had different data would only mislead
+    return lines + (table_lines(parameters.rows, layout, show_all) if parameters.judged or show_all else [])
 
 
 def _facts(facts: Facts, layout: Layout) -> list[Line]:

@@ -123,7 +123,7 @@ def _trace_table(trace: Trace) -> Table:
         )
         for row in trace.rows
     ]
-    return Table((head, *rows), right=(1, 2), caption="Gradient and weights after each micro-batch")
+    return Table((head, *rows), right=(1, 2))
 
 
 def _trace_step(trace: Trace) -> Facts:
