@@ -118,8 +118,6 @@ class Chart:
     """(class, text) of each colour and mark that needs an explanation."""
     is_foldable: bool = False
     """Whether a reader may fold it away: it has a bar for each module."""
-    names_outcomes: bool = False
-    """Whether each bar says its outcome in words."""
 
     def __bool__(self) -> bool:
         return bool(self.bars)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -118,13 +117,11 @@ class _Card:
 
     def text(self) -> str:
         """Returns the picture."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         high = f"{self.y:.0f}"
-        yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {high}" role="img" class="card">'
         style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-        yield f"<title>gaverify</title><style>\n{style}</style>"
-        yield f'<rect class="back" width="{_WIDTH}" height="{high}"/>'
-        yield from self.elements
-        yield "</svg>\n"
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {high}" role="img" class="card">',
+            f"<title>gaverify</title><style>\n{style}</style>",
+            f'<rect class="back" width="{_WIDTH}" height="{high}"/>',
+        ]
+        return "\n".join([*head, *self.elements, "</svg>\n"])

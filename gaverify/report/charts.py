@@ -157,7 +157,7 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
                 clean(name or "(root)"),
                 row.outcome.value,
                 0.0 if row.vanishing else scale.at(row.relative_difference),
-                "rounding of a zero" if row.vanishing else number(row.relative_difference),
+                f"{'rounding of a zero' if row.vanishing else number(row.relative_difference)} {row.outcome.value}",
                 name in causes,
             )
             for name, row in worst_of.items()
@@ -170,14 +170,7 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
     first = next((bar.name for bar in bars if bar.kind == Outcome.DIVERGENT.value), None)
     caption += [f"the first that differs is that of `{first}`"] if first is not None else []
     caption += [f"the cause `{clean(name)}` has no parameters of its own" for name in sorted(causes - worst_of.keys())]
-    return Chart(
-        "Gradients by module",
-        bars,
-        scale.ticks,
-        caption="; ".join(caption),
-        is_foldable=True,
-        names_outcomes=True,
-    )
+    return Chart("Gradients by module", bars, scale.ticks, caption="; ".join(caption), is_foldable=True)
 
 
 def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samples: int = 0) -> Chart:

@@ -115,8 +115,7 @@ def _describe_page(page: Page) -> str:
     lines = [*filter(None, [page.headline.method]), *page.headline.remarks]
     for block in page.findings:
         finding = block.finding
-        place = f" {finding.location}:" if finding.location and str(finding.location) else ""
-        lines.append(f"{finding.code} {finding.name}:{place} {finding.summary}")
+        lines.append(f"{finding.code} {finding.name}: {block.summary}" + (f" ({block.place})" if block.place else ""))
         lines += [f"    {label}: {statement}" for label, statement in block.rows]
     modules = [_module_text(table, *module) for table in page.comparisons for module in modules_of(table.rows)]
     rows = "\n".join(filter(None, map(_row_text, page.profile_rows)))

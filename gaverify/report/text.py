@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gaverify.amounts import count_text, seconds_text
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table, TextBars
 from gaverify.report.layout import Layout, Line, cells, clean, columns, join_paragraphs, pad
 from gaverify.report.pages import Report, page_of
-from gaverify.report.parameter_table import STYLES, table_lines
+from gaverify.report.wording import NOT_RELATIVE, measures, number, sort_rows, value, worst
 
 _WIDEST = 28
 """Columns of a name; a spec's path is told apart by its end, which shortening keeps."""
+
+_SMALL = 10
+"""A table of at most so many parameters is never folded."""
+
+_FOLDED = 10
+"""A folded table shows at most so many rows: with their worst elements they fill a screen, and the worst are first."""
+
+_STYLES = {
+    "equivalent": "green",
+    "divergent": "bold red",
+    "inconclusive": "bold yellow",
+    "out of memory": "bold red",
+    "failed": "bold red",
+}
+"""How the words of an outcome look; every other word is plain."""
+
+_HEADER = ("parameter", "shape", "‖full‖", "rel. diff", "allowed", "verdict")
+_SHORTEST = 9
+"""Cells that a name gets at least: where they are not left, columns are left out instead."""
+_LEFT_OUT = (0, 0, 1)
+"""Columns behind the name that a narrow terminal goes without, one after the other: shape, ‖full‖, allowed."""
 
 
 def page_lines(page: Page, layout: Layout, show_all: bool = False) -> list[Line]:
@@ -28,7 +49,7 @@ def short_lines(page: Page, layout: Layout) -> list[Line]:
     lines = layout.wrap(f"{headline.version}: {headline.title}", style="bold") if headline.version else []
     word = headline.outcome.name
     first = layout.wrap(headline.sentence, first=word, indent=len(word) + 2, style="bold")
-    first[0][0] = (first[0][0][0], STYLES[word.lower()])
+    first[0][0] = (first[0][0][0], _STYLES[word.lower()])
     for sentence in [*filter(None, [headline.method]), *headline.remarks]:
         first += layout.wrap(sentence, indent=len(word) + 2)
     return join_paragraphs([lines + first, *(_finding(finding, layout) for finding in page.findings)])
@@ -43,7 +64,7 @@ def _finding(block: FindingBlock, layout: Layout) -> list[Line]:
     if finding.accepted:
         head += " (accepted)"
     lines = layout.wrap(f"{head}: {block.summary}", indent=4)
-    style = STYLES["divergent"] if finding.severity == "fault" else "bold"
+    style = _STYLES["divergent"] if finding.severity == "fault" else "bold"
     lines[0] = [(lines[0][1][0], style)]  # the heading starts at the margin, what follows hangs
     heads = [("where", block.place), ("accepted", finding.accepted)]
     for label, statement in [*heads, *block.rows, ("see", f"gaverify explain {finding.code}")]:
@@ -72,7 +93,97 @@ def _parameters(parameters: Parameters, layout: Layout, show_all: bool) -> list[
         lines = layout.wrap(parameters.summary, first=parameters.name, indent=14)
         lines[0][0] = (lines[0][0][0], "bold")
     # numbers of runs that had different data would only mislead
-    return lines + (table_lines(parameters.rows, layout, show_all) if parameters.judged or show_all else [])
+    return lines + (_parameter_table(parameters.rows, layout, show_all) if parameters.judged or show_all else [])
+
+
+def _parameter_table(parameters: Iterable[ParameterComparison], layout: Layout, show_all: bool) -> list[Line]:
+    """The table with its header, the folded count and the footnote; nothing where there is no parameter."""
+    rows = sort_rows(parameters)
+    if not rows:
+        return []
+    visible_rows = rows if show_all or len(rows) <= _SMALL else _failing(rows)
+    lines = _parameter_rows(visible_rows, layout, with_worst=show_all) if visible_rows else []
+    lines += _lines_of_fold(rows[len(visible_rows) :], layout, "… and {} more" if visible_rows else "{}")
+    if any(row.vanishing for row in visible_rows):
+        lines += layout.wrap(NOT_RELATIVE, indent=2, style="dim")
+    return lines
+
+
+def _failing(rows: Sequence[ParameterComparison]) -> list[ParameterComparison]:
+    return [row for row in rows if row.outcome is not Outcome.EQUIVALENT][:_FOLDED]
+
+
+def _lines_of_fold(rows: Sequence[ParameterComparison], layout: Layout, counted: str) -> list[Line]:
+    """A line for each outcome that the fold hides."""
+    lines: list[Line] = []
+    for outcome in (Outcome.DIVERGENT, Outcome.INCONCLUSIVE, Outcome.EQUIVALENT):
+        count = sum(row.outcome is outcome for row in rows)
+        if count:
+            noun = "parameter" if count == 1 else "parameters"
+            text = f"{counted.format(f'{count:,}')} {noun}: {outcome.value} (use --all)"
+            lines += layout.wrap(text, indent=2, style="dim")
+    return lines
+
+
+def _parameter_rows(rows: Sequence[ParameterComparison], layout: Layout, with_worst: bool) -> list[Line]:
+    body = [[layout.text(cell) for cell in _parameter_cells(row)] for row in rows]
+    table = [[layout.text(cell) for cell in _HEADER], *body]
+    other_cells = columns([row[1:] for row in table], right=(1, 2, 3))
+    taken = _cells_width(other_cells)
+    # a narrow terminal keeps the name, the difference and the outcome longest
+    for at in _LEFT_OUT:
+        if taken + _SHORTEST > layout.width and not layout.whole:
+            other_cells = [[*row[:at], *row[at + 1 :]] for row in other_cells]
+            taken = _cells_width(other_cells)
+    widest = max(cells(row[0]) for row in table)
+    # a column of worst elements fits only beside whole names
+    wide = _worst_column(rows, layout, layout.width - taken - widest - 2) if with_worst else None
+    room = widest if wide or layout.whole else max(min(widest, layout.width - taken), _SHORTEST)
+    lines: list[Line] = []
+    for at, tail in enumerate(other_cells):
+        name = table[at][0]
+        if cells(name) > room:  # what is cut off might be what tells two parameters apart: it has a line of its own
+            lines += layout.wrap(name, indent=2)
+            name = ""
+        style = "bold" if at == 0 else _STYLES[rows[at - 1].outcome.value]
+        middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
+        text = f"  {pad(name, room)}  {'  '.join(middle)}  "
+        lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
+        if at:
+            below = [_worst_element(rows[at - 1])] if with_worst and not wide else []
+            for text in filter(None, [*below, rows[at - 1].reason]):
+                lines += layout.wrap(text, indent=6, style="dim")
+    return lines
+
+
+def _cells_width(rest: Sequence[Sequence[str]]) -> int:
+    """The cells of a line that are not the name's."""
+    return sum(cells(cell) + 2 for cell in rest[0]) + 2
+
+
+def _parameter_cells(row: ParameterComparison) -> tuple[str, ...]:
+    sized, norm, *sizes = measures(row)
+    if row.method == Method.NOT_COMPARED:
+        # where nothing was compared nothing was allowed
+        sizes = [number(row.relative_difference), "-"]
+    return row.name or "(unnamed)", sized, norm, *sizes, row.outcome.value
+
+
+def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int) -> list[str] | None:
+    """The worst elements as a column, or None where they need a line of their own."""
+    texts = [worst(row) for row in rows]
+    if not any(texts):
+        return None
+    column = ["worst element: full vs accumulated", *texts]
+    padded = [cell for (cell,) in columns([[layout.text(cell)] for cell in column])]
+    return padded if cells(padded[0]) <= room else None
+
+
+def _worst_element(row: ParameterComparison) -> str:
+    if row.worst is None or not worst(row):
+        return ""
+    index = worst(row).partition(":")[0]
+    return f"worst element {index}: full {value(row.worst.reference)}, accumulated {value(row.worst.accumulated)}"
 
 
 def _facts(facts: Facts, layout: Layout) -> list[Line]:
@@ -86,7 +197,7 @@ def _table(table: Table, layout: Layout) -> list[Line]:
         if table.outcome is None:
             lines.append([("  " + "  ".join(row), head)])
         else:
-            style = STYLES.get(table.rows[at][table.outcome], "") if at else head
+            style = _STYLES.get(table.rows[at][table.outcome], "") if at else head
             before, word, after = row[: table.outcome], row[table.outcome], row[table.outcome + 1 :]
             lines.append([("  " + "  ".join(before) + "  ", head), (word, style), ("  " + "  ".join(after), head)])
         # the message of a row hangs below it; where rows have no outcome a note is about the rows together
@@ -103,10 +214,10 @@ def _bars(bars: TextBars, layout: Layout) -> list[Line]:
     room = max(layout.width - cells(names[0]) - max(map(cells, sizes)) - 6, 8)  # two spaces around and between them
     largest = max(length for _, length, _ in bars.bars)
     lines = layout.wrap(bars.title, indent=2, style="bold")
-    for name, (_, value, _), size in zip(names, bars.bars, sizes, strict=True):
-        length = round(room * value / largest) if largest > 0 else 0
+    for name, (_, length, _), size in zip(names, bars.bars, sizes, strict=True):
+        full = round(room * length / largest) if largest > 0 else 0
         # what is small against the largest is still more than nothing
-        bar = ("#" if layout.ascii_only else "█") * max(length, 1 if value > 0 else 0)
+        bar = ("#" if layout.ascii_only else "█") * max(full, 1 if length > 0 else 0)
         lines.append([(f"  {name}  ", ""), (pad(bar, room), "cyan"), (f"  {size}", "")])
     return lines
 
@@ -161,7 +272,7 @@ def summary_lines(pages: Sequence[Page], errors: Sequence[tuple[str, str]], layo
         lead = f"  {headline.outcome.value:<14}"
         summary = f"{headline.sentence} (accepted)" if headline.accepted else headline.sentence
         body = layout.wrap(summary + time_text(page), indent=len(lead) + cells(name) + 2)
-        body[0][:1] = [(lead, STYLES[headline.outcome.value]), (name + "  ", "")]
+        body[0][:1] = [(lead, _STYLES[headline.outcome.value]), (name + "  ", "")]
         lines += body
     for source, message in errors:
         body = layout.wrap(f"{source}: {message}", indent=2 + 14)
