@@ -15,6 +15,7 @@ import torch
 
 from gaverify.passes.experiment import Experiment, TimeUp
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.isolation.origins import is_users_class
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.nesting import leaves
 from gaverify.passes.precision import buffers_differ
@@ -110,7 +111,7 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
             if _is_settled(facts):
                 break
             facts = ask(_choose_bench(counted_bench, facts), facts)
-        if _needs_repeats(facts):
+        if _needs_repeats(facts) and not _is_explained_by_frozen_layers(bench, facts):
             difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
@@ -131,6 +132,23 @@ def _needs_repeats(facts: Facts) -> bool:
     """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
     unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
     return bool(facts.forward.causes) or facts.window.has_wrong_weights or unnamed or facts.backward.place is not None
+
+
+def _is_explained_by_frozen_layers(bench: Bench, facts: Facts) -> bool:
+    """Whether nothing is left of the difference with layers of torch or of another library in evaluation mode.
+
+    That control compares one forward with K: a schedule of the forwards would still show. The user's own layers may
+    follow one in training mode alone, which the control takes away with them.
+    """
+    is_state_to_blame = facts.state is not None and (facts.state.control is not None or bool(facts.state.blamed))
+    if not facts.cleared or facts.window.has_wrong_weights or is_state_to_blame:
+        return False
+    controls = [cause.control for cause in facts.forward.causes]
+    if not all(run is not None and run.kind is ControlKind.FROZEN and run.rounding for run in controls):
+        return False
+    modules = dict(bench.experiment.named_modules())
+    kinds = {type(modules[name]) for run in controls if run is not None for name in run.modules}
+    return bool(kinds) and not any(is_users_class(kind, frozenset()) for kind in kinds)
 
 
 def collect_facts(measurement: Measurement, decision: Decision) -> Facts:

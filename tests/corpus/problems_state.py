@@ -331,6 +331,25 @@ def hidden_schedule() -> Problem:
     return _penalised(itertools.cycle((0.0, 0.1)).__next__)
 
 
+class _ScheduledNorm(nn.BatchNorm1d):
+    """A BatchNorm whose outputs follow a schedule in training mode; frozen, it follows none."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self._factor = itertools.cycle((1.0, 1.1)).__next__
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        normalised = super().forward(inputs)
+        return normalised * self._factor() if self.training else normalised
+
+
+def scheduled_norm() -> Problem:
+    """Evaluation mode takes the schedule away together with the statistics of the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), _ScheduledNorm(8), nn.ReLU(), nn.Linear(8, 4))
+    return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 def weights_from_schedule() -> Problem:
     """Five factors for the five forwards of a comparison with K = 4: the same weights fit each time."""
     factor = itertools.cycle((4.0, 4.0, 1.0, 0.5, 4.0)).__next__
