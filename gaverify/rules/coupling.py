@@ -209,9 +209,8 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
         f"the backward of {names} depends on the batch, although the losses add up to the full batch's",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; the losses of update {update.number} add up to {losses:.4g}, the full batch's is "
-            f"{update.window.full_loss:.4g}; with the weights that fit the gradients they would add up to "
-            f"{losses_fitted:.4g}",
+            f"{difference(update)}; the losses of update {update.number} add up to {losses:.4g} (full batch: "
+            f"{update.window.full_loss:.4g}), and to {losses_fitted:.4g} with the weights that fit the gradients",
             losses=losses,
             full_loss=update.window.full_loss,
             losses_fitted=losses_fitted,

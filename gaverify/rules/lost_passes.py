@@ -162,7 +162,7 @@ def _overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
         control_evidence(
             "control",
             "with the gradients cleared before every backward pass, the step gets the same gradient to "
-            "{setting.difference_left:.0e}: proven",
+            f"{setting.difference_left:.0e}: proven",
             left=setting.difference_left,
         ),
         remedy="add to the existing gradients (`g if main.grad is None else main.grad + g`), and clear them once "

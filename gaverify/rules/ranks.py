@@ -225,7 +225,7 @@ def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Fin
         f"{ranks.ranks - 1} are {fitting}",
         measured_evidence("rank-weights", f"{beside_one_process(ranks)}; {what}", **values),
         *rank_trial(ranks, f"each rank's loss multiplied by its right weight ({fitting}) divided by the used one"),
-        remedy="divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
+        remedy="divide each rank's summed loss by the count over all ranks (one all-reduce), then multiply by the "
         "number of ranks, because the engine averages",
         proven=ranks.is_rounding(ranks.weights_control),
     )
@@ -257,8 +257,8 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         meaning = f": it is divided by the {counts[counting_rank]} valid targets of rank {counting_rank} alone"
         meaning += f", not by the {sum(counts)} of all ranks"
         remedy = (
-            "divide each rank's summed loss by the count over all ranks (one all-reduce) and multiply it by the "
-            f"number of ranks, because the engine averages: here, {remedy}"
+            "divide each rank's summed loss by the count over all ranks (one all-reduce), then multiply by the number "
+            f"of ranks, because the engine averages: here, {remedy}"
         )
     yield finding_of(
         f"the gradient of the {ranks.ranks} ranks is {factor:.6g} times the full batch's{meaning}",

@@ -31,8 +31,8 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
         summary = f"the difference in update {update.number} is real; no rule of the audit explains it"
         evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
         remedy = (
-            "look for samples that interact in the model or the loss, and for state that one forward leaves to the "
-            "next (a counter, a queue, a moving average): `gaverify run --model FILE:FACTORY` finds both"
+            "look for samples that interact in the model or the loss, or for state that one forward leaves to the next "
+            "(a counter, a queue); `gaverify run --model FILE:FACTORY` finds both"
         )
     elif facts.stopped_after is not None:
         summary = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
@@ -66,7 +66,11 @@ def _list_ruled_out(facts: Facts) -> Iterator[str]:
         yield "repeatability: running the same twice gives the same result"
     if facts.state is not None:
         changed = quote_names(change.name for change in facts.state.changes)
-        tried = f"keeping {changed} fixed does not help" if facts.state.control else "none is changed and read"
+        tried = (
+            f"keeping {changed} fixed does not help"
+            if facts.state.control
+            else "nothing that the forward changes is read again"
+        )
         yield f"state: {tried}"
     if facts.forward.agree:
         yield "operations: all forward values agree"

@@ -154,8 +154,8 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         remedy = "divide their update rate by K (BatchNorm: momentum / K), if evaluation depends on these buffers"
         if blamed and is_read:
             remedy = (
-                "update these buffers once per optimizer step, after it: the next forward reads {quote_names(blamed)}, "
-                "so another update rate does not help"
+                "update these buffers once per optimizer step, after it: the next forward reads "
+                f"{quote_names(blamed)}, so another update rate does not help"
             )
         yield finding_of(
             f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per optimizer step and {end} up "

@@ -66,7 +66,7 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
         f"{where}the output for sample {probe.sample} depends on {probe.others} of {probe.batch - 1} other samples "
-        f"(its gradient to them is up to {probe.strength:.1e} times the one to its own input)"
+        f"(gradients up to {probe.strength:.1e} times the one to its own input)"
     )
     return (Evidence("coupling", "coupling", text, values),)
 

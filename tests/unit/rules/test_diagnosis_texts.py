@@ -307,7 +307,7 @@ def test_unexplained_prints_what_was_ruled_out() -> None:
     for part in (
         "the best ones leave a difference of 4.0e-01",
         "running the same twice gives the same result",
-        "none is changed and read",
+        "nothing that the forward changes is read again",
         "all forward values agree",
         "`mm` at train.py:12: without it",
         "state could not run: no",

@@ -347,6 +347,16 @@ def test_rules_takes_no_other_format() -> None:
     assert run("rules", "--format", "yaml").returncode == 2
 
 
+def test_every_sentence_of_a_rule_has_its_values() -> None:
+    """A literal that lost its `f` shows a name in braces to the user."""
+    for file in Path(inspect.getfile(rules)).parent.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        assert [text for text in texts if re.search(r"\{[a-z_]+[.(}:]", text)] == [], file
+
+
 HEAD = """
 import argparse
 import torch
