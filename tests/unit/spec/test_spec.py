@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
+import gaverify
 from gaverify.errors import SpecError
-from gaverify.spec import Spec, load_specs, parse_spec, read_specs
+from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec, read_specs
+from gaverify.verdict.settings import Settings
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -29,6 +32,26 @@ def test_defaults() -> None:
     spec = parse_spec({"model": "mlp"}, "a.toml", {})
     assert (spec.steps, spec.weighting, spec.seed, spec.mode, spec.strategy) == (4, "uniform", 0, "train", "accumulate")
     assert spec.device is None and spec.diagnose and spec.ignore_index == -100
+
+
+OBJECTS = {"model", "loss", "batch", "split", "progress"}
+"""What a call is given as Python objects; a spec names its model and its loss."""
+ONLY_IN_SPECS = {"model_args", "input_shape", "classes", "data", "pretrained", "ranks", "accept", "expect"}
+"""How a spec's model is made, how many processes run it, and which outcome is fine."""
+
+
+def test_a_call_takes_the_options_of_a_spec_with_the_same_defaults() -> None:
+    in_calls = {
+        name: parameter.default
+        for name, parameter in inspect.signature(gaverify.verify).parameters.items()
+        if name not in OBJECTS
+    }
+    in_specs = {entry.name: entry.default for entry in fields(Spec) if entry.name not in OBJECTS | ONLY_IN_SPECS}
+    assert in_calls == in_specs
+
+
+def test_settings_are_options_of_specs_that_a_call_takes_too() -> None:
+    assert {entry.name for entry in fields(Settings)} <= OPTIONS.keys() - ONLY_IN_SPECS - OBJECTS
 
 
 def test_hyphens_and_underscores_are_alike() -> None:
