@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What the forwards of a window were fed in both runs.
-
-    `differing` rows have no counterpart in the other run, in the input tensor `path` where that is worst.
-    `adds_nothing`: those that the accumulated run was not fed are no part of the full batch's gradient.
-    """
+    """What the forwards of a window were fed in both runs."""
 
     full: int
+    """Number of rows that the full-batch run was fed."""
     accumulated: int
+    """Number of rows that the accumulated run was fed."""
     differing: int = 0
+    """Number of rows without a counterpart in the other run, in the input tensor where that is most."""
     path: str = ""
+    """Name of that tensor among the inputs, such as "argument 1"."""
     padded: bool = False
+    """Whether some rows agree only without their padding."""
     checked: bool = True
+    """Whether the rows could be compared; else only their numbers are known."""
     adds_nothing: bool = False
+    """Whether the rows that the accumulated run was not fed add nothing to the full batch's gradient."""
 
     @property
     def same(self) -> bool:
@@ -173,19 +176,20 @@ class Overwritten:
 
 @dataclass(frozen=True)
 class TransformedGradients:
-    """A control in which losses counted `times` as much: whose gradients each micro-batch transforms on its own.
-
-    `parameters` are their names, `responses` how much larger the optimizer saw each of them then. `sums_apart` is how
-    far the backward passes' sum is from the full batch's, `halves_apart` how far two halves of the window are from
-    adding up, both relative. `all_of_it`: no other parameter differs.
-    """
+    """A control in which losses counted more: it shows gradients that each micro-batch transforms before the sum."""
 
     parameters: tuple[str, ...]
+    """Names of the parameters whose gradients are transformed."""
     times: float
+    """Factor on the losses in the control."""
     responses: tuple[float, ...]
+    """By which factor each of these gradients grew then; `times` for a gradient that nothing transforms."""
     sums_apart: float
+    """Relative difference of the backward passes' sum from the full batch's gradient; NaN if not measured."""
     halves_apart: float
+    """How far two halves of the window are from adding up, relative to their norms."""
     all_of_it: bool
+    """Whether no other parameter differs."""
 
 
 @dataclass(frozen=True)

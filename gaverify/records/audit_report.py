@@ -47,23 +47,35 @@ class WindowCount:
     """backward : step : zero_grad of one window."""
 
     update: int
+    """Number of the update, counted from 1."""
     backward: int
+    """Number of backward passes."""
     step: int
+    """Number of optimizer steps."""
     zero_grad: int
+    """Number of `zero_grad` calls."""
     complete: bool
+    """Whether the window ended with a step; the last one of a run may not have."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One process of an audit; `how` says what was set so that its random draws could be seen."""
+    """One process of an audit."""
 
     role: str
+    """What the run was for: one of the keys of `TITLES`."""
     command: str
+    """Command line of the run."""
     updates: int
+    """Number of complete updates."""
     seconds: Number
+    """Duration in seconds."""
     disk_bytes: int
+    """Bytes of its recorded tensors on disk."""
     ended: str
+    """How the run ended, in words."""
     how: str = ""
+    """What was set so that its random draws could be seen; "" for nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,15 @@ class Moment:
     """One call of the script that matters to accumulation, in the order of the calls of its rank."""
 
     kind: str
+    """Name of the event, such as "backward" or "step"."""
     update: int
+    """Number of the update that was being worked on, counted from 1."""
     file: str | None = None
+    """File of the user's line that called; None where not known."""
     line: int | None = None
+    """Number of that line; None where not known."""
     rank: int = 0
+    """Rank of the process that called."""
 
 
 @dataclass(frozen=True)

@@ -99,29 +99,42 @@ class Element(NamedTuple):
     """The element of a gradient with the largest difference: its index and the two values (moduli where complex)."""
 
     index: tuple[int, ...]  # type: ignore[assignment]
+    """Index in the parameter's shape."""
     reference: float
+    """Value in the full batch's gradient; the modulus where complex."""
     accumulated: float
+    """Value in the accumulated gradient; the modulus where complex."""
 
 
 class ParameterComparison(NamedTuple):
-    """One parameter's gradients from both strategies, in the precision that decided.
+    """One parameter's gradients from both strategies, in the precision that decided; all norms are Euclidean.
 
-    All norms are Euclidean. `allowed` is the largest `difference_norm` that rounding explains. NaN norms stand for
-    gradients that were not finite, or that did not exist (`why` says which). A tuple, not a dataclass, because
-    models have thousands of these and building them must cost less than a microsecond each.
+    A tuple, not a dataclass, because models have thousands of these and building them must cost less than a microsecond
+    each.
     """
 
     name: str
+    """Name of the parameter in the model."""
     shape: tuple[int, ...]
+    """Shape of the parameter."""
     outcome: Outcome
+    """Whether its gradients agree."""
     method: Method
+    """What decided it."""
     reference_norm: float
+    """Norm of the full batch's gradient; NaN where it is not finite or absent."""
     accumulated_norm: float
+    """Norm of the accumulated gradient; NaN where it is not finite or absent."""
     difference_norm: float
+    """Norm of accumulated − full; NaN where it has no finite value."""
     allowed: float
+    """Largest `difference_norm` that rounding, or the user's tolerance, explains."""
     working_difference_norm: float
+    """Norm of accumulated − full in the user's precision."""
     worst: Element | None
+    """The element with the largest difference; None where none was looked for."""
     why: NotCompared | None = None
+    """Why the gradients could not be compared; None where they were."""
 
     @property
     def reason(self) -> str:
@@ -239,16 +252,18 @@ def resolution_of(rows: Iterable[ParameterComparison]) -> float:
 
 @dataclass(frozen=True)
 class PrecisionLoss:
-    """Relative error against float64 of the full-batch and of the accumulated gradient, in the working dtype.
-
-    Where `samples` is not 0, the error was measured on so many of them, and `accumulated` has what adding up lost, too.
-    """
+    """Relative errors of both gradients in the working dtype, against float64."""
 
     dtype: str
+    """Name of the working dtype: "bfloat16"."""
     full: float
+    """Relative error of the full batch's gradient."""
     accumulated: float
+    """Relative error of the accumulated gradient; with `samples`, including what adding up lost."""
     in_float32: float | None = None
+    """Relative error if the same micro-batch gradients are added up in float32; None where that was not tried."""
     samples: int = 0
+    """Number of samples that the errors were measured on; 0 for all of the batch."""
 
     @property
     def bits_lost(self) -> float:
@@ -260,38 +275,40 @@ class PrecisionLoss:
 
 @dataclass(frozen=True)
 class FewSamples:
-    """What decided a window below float32: its weights by fit, and what a few of its samples showed.
-
-    All but `samples` are relative: to the gradient of the whole batch (`rest`, what its micro-batches leave of it;
-    `lost`, what adding them up in the parameters' precision lost), to that of these samples (`structure`, what they
-    leave in float64, at once against one by one; `rounding`, the same in the working precision; `error`, how far that
-    is from float64), or to a weight (`weights`, how far the weights that fit best are from those that were used).
-    `allowed` is the largest difference of the whole gradient that is rounding, relative to it.
-    """
+    """What decided a window below float32: its weights by fit, and what a few of its samples showed."""
 
     samples: int
+    """Number of samples that were run."""
     structure: Number
+    """Difference in float64 between these samples at once and one by one, relative to their gradient."""
     rounding: Number
+    """The same difference in the working precision."""
     error: Number
+    """Difference of the working precision from float64, relative to the samples' gradient."""
     rest: Number = math.nan
+    """Relative part of the full batch's gradient that no weights of micro-batches explain; NaN if not measured."""
     weights: Number = math.nan
+    """Largest relative difference between the weights that fit best and those that were used; NaN if not measured."""
     lost: Number = math.nan
+    """What adding up in the parameters' precision lost, relative to the whole gradient; NaN if not measured."""
     allowed: Number = math.nan
+    """Largest difference of the whole gradient that is rounding, relative to it; NaN if not derived."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What both gradients came to, parameter by parameter, and the method that decided.
-
-    `control_failure` says why the float64 control could not run, where it could not. `update` is the number of the
-    optimizer update that was compared in a training loop.
-    """
+    """What both gradients came to, parameter by parameter, and the method that decided."""
 
     rows: tuple[ParameterComparison, ...]
+    """Comparison of each parameter's gradient."""
     method: Method
+    """Method that decided."""
     control_failure: str = ""
+    """Why the float64 control could not run; "" where it could or was not needed."""
     precision: PrecisionLoss | None = None
+    """Relative errors of both gradients; None where they were not measured."""
     update: int | None = None
+    """Number of the optimizer update in a training loop; None in a run."""
 
     @property
     def divergent(self) -> tuple[ParameterComparison, ...]:

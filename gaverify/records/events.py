@@ -475,12 +475,16 @@ def _reader_of(record: Any) -> Any:
 
 @dataclass(frozen=True)
 class LostPasses:
-    """Backward passes that no optimizer ever used, and the event that took them away (None: the script ended)."""
+    """Backward passes of one window that no optimizer ever used."""
 
     window: int
+    """Number of the window, counted from 1."""
     backwards: tuple[Backward, ...]
+    """These passes."""
     by: Event | None
+    """The event that took their gradients away; None where the script ended."""
     survivors: int
+    """Number of passes of the window that were used."""
 
 
 @dataclass(frozen=True)
@@ -488,7 +492,9 @@ class Stale:
     """A step that used gradients which an earlier step of the same optimizer had used already."""
 
     step: Step
+    """The step."""
     backwards: int
+    """Number of backward passes whose gradients it used again."""
 
 
 @dataclass(frozen=True)
@@ -496,17 +502,27 @@ class Ledger:
     """What became of every backward pass."""
 
     lost: tuple[LostPasses, ...]
+    """Passes that no optimizer used, by window."""
     stale: tuple[Stale, ...]
+    """Steps that used gradients for a second time."""
 
 
 @dataclass
 class _State:
+    """What is known of the backward passes, by their position in `backwards`, while events are followed."""
+
     pending: dict[int, list[int]] = field(default_factory=dict)
+    """Optimizer → passes whose sum its gradients hold."""
     consumed: dict[int, set[int]] = field(default_factory=dict)
+    """Optimizer → passes that its steps used."""
     used: set[int] = field(default_factory=set)
+    """Passes that any step used."""
     taken: dict[int, Event | None] = field(default_factory=dict)
+    """Pass → the first event that removed its gradients; None for the end of the script."""
     backwards: list[Backward] = field(default_factory=list)
+    """The passes so far."""
     stale: list[Stale] = field(default_factory=list)
+    """Steps that used gradients again."""
 
 
 def ledger_of(events: Sequence[Event]) -> Ledger:

@@ -17,10 +17,12 @@ ALSO = "also"
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Lines of a user's file, as they stood when a finding was made; `first` is the number of the first of them."""
+    """Lines of a user's file, as they stood when a finding was made."""
 
     first: int
+    """Number of the first line in the file."""
     lines: tuple[str, ...]
+    """The lines, without line breaks."""
 
     def line(self, number: int | None) -> str:
         """Returns the text of a line by its number in the file; "" where the excerpt does not hold it."""
@@ -30,13 +32,18 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a finding lies: module path in the model, its class, and file and line in the user's code where known."""
+    """Where a finding lies."""
 
     module: str | None = None
+    """Path of the module in the model, "" for the model itself; None outside of it."""
     kind: str | None = None
+    """Class name of the module; None where not known."""
     file: str | None = None
+    """File of the user's code; None where not known."""
     line: int | None = None
+    """Line in `file`, counted from 1; None where not known."""
     excerpt: Excerpt | None = field(default=None, compare=False)
+    """The lines around it; None where they were not read."""
 
     def __str__(self) -> str:
         parts = []
@@ -49,30 +56,40 @@ class Location:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one probe saw: a sentence for people, and the numbers behind it for rules and JSON."""
+    """What one probe saw."""
 
     probe: str
+    """Name of the probe, such as "weights"."""
     label: str
+    """Kind of evidence, such as "measured" or "control"."""
     statement: str
+    """What was seen, as a sentence."""
     values: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers and names in the statement, for rules and programs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A named cause (`severity` "fault") or a remark that changes no exit code ("note").
-
-    `accepted` is the reason why the user accepts it; "" where nobody does.
-    """
+    """A named cause or a remark."""
 
     code: str
+    """Code of the rule: "GAV101"."""
     name: str
+    """Name of the rule: "batch-statistics"."""
     severity: Severity
+    """"fault" for a cause, "note" for a remark that changes no exit code."""
     summary: str
+    """What is wrong, in one sentence."""
     location: Location | None = None
+    """Where it lies; None where not known."""
     evidence: tuple[Evidence, ...] = ()
+    """What shows it."""
     remedy: str = ""
+    """What to change; "" where nothing can be said."""
     proven: bool = False
+    """Whether a control run shows that only rounding is left without the cause."""
     accepted: str = ""
+    """Reason why the user accepts it; "" where nobody does."""
 
     @property
     def places(self) -> tuple[Location | None, ...]:
@@ -83,27 +100,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the user said about known divergences, and what became of it.
-
-    Args:
-        expected: The outcome that `expect` asks for; None where the spec does not say.
-        stale: A sentence for each entry of `accept` that matches no finding.
-        strict: A stale entry makes the exit code 1.
-        refused: A sentence for each entry that fits a finding and does not accept it.
-    """
+    """What the user said about known divergences, and what became of it."""
 
     expected: Outcome | None = None
+    """Outcome that `expect` asks for; None where the spec does not say."""
     stale: tuple[str, ...] = ()
+    """A sentence for each entry of `accept` that matches no finding."""
     strict: bool = False
+    """Whether such an entry makes the exit code 1."""
     refused: tuple[str, ...] = ()
+    """A sentence for each entry that fits a finding and does not accept it."""
 
 
 class Conclusion(PrintableAnswer):
     """What a verdict and an audit come to once it is known what the user accepts and expects."""
 
     outcome: Outcome
+    """Equivalent, divergent or inconclusive."""
     findings: tuple[Finding, ...]
+    """Findings of the rules."""
     acceptance: Acceptance
+    """Findings that the user accepts and the outcome that the user expects."""
 
     @property
     def accepted(self) -> bool:

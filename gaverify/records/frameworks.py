@@ -16,17 +16,13 @@ class Framework(str, Enum):
 
 @dataclass(frozen=True)
 class FrameworkLoop:
-    """How a framework accumulates in the loop that it runs.
-
-    Attributes:
-        framework: Which one it is.
-        steps: The micro-batches of a window, as its user set them.
-        divides: Whether it divides each loss by them.
-        counts_items: Whether it hands the number of the window's targets to the loss; None where its version never
-            does. Of others than the Trainer of transformers it is False.
-    """
+    """How a framework accumulates in the loop that it runs."""
 
     framework: Framework
+    """Which framework."""
     steps: int
+    """K, the number of micro-batches that its user set."""
     divides: bool = True
+    """Whether it divides each loss by K."""
     counts_items: bool | None = False
+    """Whether transformers' Trainer gives the loss the number of targets; None if its version cannot."""

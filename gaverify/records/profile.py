@@ -28,7 +28,9 @@ class Plan:
     """One row to measure."""
 
     strategy: Strategy
+    """Strategy to measure."""
     steps: int
+    """K, the number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory in bytes around one update.
-
-    Args:
-        kind: "cuda-allocated" (torch's allocator on a GPU) or "resident" (the process, on a CPU).
-        baseline: With the model, the batch and its micro-batches loaded, before the update.
-        peak: The high-water mark during the update.
-        reserved: What torch's allocator held from the GPU at its highest; None on a CPU.
-    """
+    """Device memory around one update."""
 
     kind: Literal["cuda-allocated", "resident"]
+    """"cuda-allocated" (torch's allocator on a GPU) or "resident" (the process, on a CPU)."""
     baseline: int
+    """Bytes with the model, the batch and its micro-batches loaded, before the update."""
     peak: int
+    """Largest number of bytes during the update."""
     reserved: int | None = None
+    """Largest number of bytes that torch's allocator reserved on the GPU; None on a CPU."""
 
     @property
     def increment(self) -> int:
@@ -97,14 +96,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of one update over repeats; `low` and `high` are quartiles (the extremes below four repeats)."""
+    """The time of one update over repeats, in seconds."""
 
     median: float
+    """Median."""
     low: float
+    """Lower quartile; the smallest time below four repeats."""
     high: float
+    """Upper quartile; the largest time below four repeats."""
     smallest: float
+    """Smallest time."""
     largest: float
+    """Largest time."""
     repeats: int
+    """Number of repeats."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Seconds:
@@ -117,33 +122,30 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy with one K. Figures are None where the row did not get so far; `message` then says why.
-
-    Args:
-        strategy: Which of `STRATEGIES`.
-        steps: K.
-        status: "measured", or why there are no (or not all) figures.
-        message: The reason in a sentence; "" where all is well.
-        micro_batches: n_1 … n_K.
-        activation_bytes: What autograd keeps for the backward, at its highest point in the window.
-        memory: Peak device memory.
-        seconds: Time per update.
-        outcome: The verdict against the full batch; None for the full batch itself and where nothing was compared.
-        relative_difference: The largest of any parameter, in the precision that decided.
-        method: Which step of the method decided.
-    """
+    """One strategy with one K; figures are None where the row did not get so far."""
 
     strategy: Strategy
+    """Which of `STRATEGIES`."""
     steps: int
+    """K, the number of micro-batches."""
     status: Status
+    """"measured", or why there are no (or not all) figures."""
     message: str = ""
+    """The reason in a sentence; "" where all is well."""
     micro_batches: tuple[int, ...] = ()
+    """Number of samples in each micro-batch."""
     activation_bytes: int | None = None
+    """Largest number of bytes in the window that autograd keeps for the backward pass."""
     memory: Memory | None = None
+    """Device memory around one update."""
     seconds: Seconds | None = None
+    """Time per update."""
     outcome: Outcome | None = None
+    """Verdict against the full batch; None for the full batch itself and where nothing was compared."""
     relative_difference: float | None = None
+    """Largest relative difference of any parameter, in the precision that decided."""
     method: str | None = None
+    """How the verdict was decided."""
 
     @property
     def micro_batch(self) -> int | None:
@@ -160,25 +162,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """All rows of one call, in the order in which they ran.
-
-    Args:
-        setting: What was profiled; None when no process got as far as loading the model.
-        rows: One per plan; those that Ctrl-C left out have the status "not-run".
-        steps: Every K that was asked for.
-        interrupted: Whether Ctrl-C ended it.
-        spec: The spec, as plain values.
-        source: The spec's file; "" where the command line said what to profile.
-        command: The words that make it again.
-    """
+    """All rows of one call, in the order in which they ran."""
 
     setting: Setting | None
+    """What was profiled; None when no process got as far as loading the model."""
     rows: tuple[Row, ...]
+    """One row per plan; those that Ctrl-C left out have the status "not-run"."""
     steps: tuple[int, ...] = ()
+    """Every K that was asked for."""
     interrupted: bool = False
+    """Whether Ctrl-C ended it."""
     spec: dict[str, Any] = field(default_factory=dict)
+    """The spec, as plain values."""
     source: str = ""
+    """Path of the spec's file; "" where the command line said what to profile."""
     command: str = ""
+    """Command line that repeats the profile."""
 
     @property
     def name(self) -> str:
@@ -226,21 +225,18 @@ _RESOLUTION = {"resident": 2_000_000, "cuda-allocated": 0}
 
 @dataclass(frozen=True)
 class Line:
-    """The least-squares line a + b·n.
-
-    Args:
-        intercept: a, bytes.
-        slope: b, bytes per sample.
-        residual: The largest distance of a measured point from the line, bytes; None for a line through two points.
-        points: The (n, bytes) that it was fitted to.
-        resolution: Differences up to so many bytes may be chance.
-    """
+    """The least-squares line a + b·n through points (n, bytes)."""
 
     intercept: float
+    """a, in bytes."""
     slope: float
+    """b, in bytes per sample."""
     residual: float | None
+    """Largest distance of a point from the line, in bytes; None for a line through two points."""
     points: tuple[tuple[int, int], ...]
+    """Points (n, bytes) that it was fitted to."""
     resolution: int = 0
+    """Bytes by which equal rows may differ."""
 
     @property
     def relative_residual(self) -> float | None:

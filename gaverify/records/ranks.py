@@ -37,10 +37,12 @@ class Collective(str, Enum):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one rank in one window: how many of each kind, and the bytes of their tensors."""
+    """Collectives of one rank in one window."""
 
     counts: Mapping[Collective, int] = field(default_factory=dict)
+    """Kind → number of collectives."""
     bytes_moved: int = 0
+    """Bytes of their tensors."""
 
     def count(self, *kinds: Collective) -> int:
         """Returns how many collectives of these kinds ran; of all kinds where none is named."""
@@ -49,18 +51,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank made of its part of the gradient before the step, beside what the full batch's run made of the whole.
+    """What a rank made of its part of the gradient before the step, beside the full-batch run's whole gradient.
 
     Its part is its shard, or, where a script reduces by hand after that, what it computed itself.
-
-    Attributes:
-        factor: c in part ≈ c · the full batch's; `residual` is what that leaves over, relative.
-        norms: What c is where each part is clipped by its own norm: of a shard the whole's norm over its own.
     """
 
     factor: float
+    """c in part ≈ c · the full batch's gradient."""
     residual: float
+    """What c leaves over, relative to the full batch's gradient."""
     norms: float
+    """Value of c if each part were clipped by its own norm: for a shard the whole's norm over its own."""
 
 
 def rounding_of(unit: float) -> float:

@@ -28,34 +28,45 @@ class Stage(str, Enum):
 
 @dataclass(frozen=True)
 class StageComparison:
-    """How far both runs are apart at one stage, relative to the full batch, and the ratio of the norms."""
+    """How far both runs are apart at one stage."""
 
     stage: Stage
+    """The stage."""
     outcome: Outcome
+    """Outcome of all parameters there."""
     relative_difference: Number
+    """‖accumulated − full‖ / ‖full‖ over all parameters together."""
     norm_ratio: Number
+    """‖accumulated‖ / ‖full‖; NaN where the latter is zero."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One clipping after the window's last backward pass.
-
-    `active`: whether it changed a gradient; `norm` is what it measured and `limit` what it lets through, NaN unknown.
-    """
+    """One clipping after the window's last backward pass."""
 
     call: str
+    """Name of the function that clips."""
     active: bool
+    """Whether it changed a gradient."""
     norm: Number = math.nan
+    """Norm that it measured; NaN where not known."""
     limit: Number = math.nan
+    """Largest norm, or value, that it lets through; NaN where not known."""
 
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """A number of an optimizer, in this rank, that differs between the runs when the same update is made."""
+    """A number of an optimizer that differs between the runs when the same update is made."""
 
     optimizer: int
+    """Number of the optimizer, from 0 in the order in which they were made."""
     group: int
+    """Number of its parameter group, from 0."""
     name: str
+    """Name of the setting, such as "lr" or "steps counted"."""
     full: float
+    """Value in the full-batch run."""
     accumulated: float
+    """Value in the accumulated run."""
     rank: int = 0
+    """Rank of the process that has it."""

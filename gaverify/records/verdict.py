@@ -78,35 +78,50 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class TraceRow:
-    """The state after one micro-batch: accumulated gradient, movement of the weights, running event counts."""
+    """The state after one micro-batch."""
 
     micro_batch: int
+    """k, counted from 1."""
     gradient: Number
+    """Norm of the accumulated gradient; its value in a model of one element."""
     movement: Number
+    """Norm of the change of the weights since the window began."""
     backward: int
+    """Backward passes so far."""
     step: int
+    """Optimizer steps so far."""
     zero_grad: int
+    """Calls of `zero_grad` so far."""
 
 
 @dataclass(frozen=True)
 class TraceStep:
-    """The optimizer step after the window, and the weights after it (norm, or value of a one-element model)."""
+    """The optimizer step after the window; of a model of one element the value stands in place of each norm."""
 
     optimizer: str
+    """Class name of the optimizer."""
     lr: Number
+    """Learning rate."""
     before: Number
+    """Norm of the weights before the step."""
     after_full: Number
+    """Norm of the weights after a step with the full batch's gradient."""
     after_accumulated: Number
+    """Norm of the weights after a step with the accumulated gradient."""
     weights_difference: Number
+    """Norm of the difference between both."""
     scalar: bool
+    """Whether the model has one element."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """`--trace`: one row per micro-batch, then the optimizer step."""
+    """What `--trace` shows."""
 
     rows: tuple[TraceRow, ...]
+    """One row per micro-batch."""
     step: TraceStep
+    """The optimizer step after the last one."""
 
 
 @dataclass(frozen=True, repr=False)

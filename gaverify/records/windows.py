@@ -26,11 +26,14 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class Window:
-    """The events of one update, and how many calls of each kind it had."""
+    """The events of one update."""
 
     number: int
+    """Number of the update, counted from 1."""
     events: tuple[Event, ...]
+    """Its events in order."""
     zero_grads: int = 0
+    """Number of `zero_grad` calls, before its first backward pass or after its step."""
 
     def of(self, kind: type[E]) -> tuple[E, ...]:
         """The events of one kind, in order."""
