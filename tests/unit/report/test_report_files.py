@@ -17,6 +17,7 @@ import samples
 
 from gaverify.cli.showing import show
 from gaverify.errors import SpecError
+from gaverify.records.audit_report import RecordedCalls, WindowCount
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding, Location
 from gaverify.report import (
@@ -239,6 +240,17 @@ def test_every_answer_has_a_page(answer, kind: str, title: str, tables: int) -> 
     page = page_of(answer)
     assert (page.kind, page.headline.title, len(page.comparisons)) == (kind, title, tables)
     assert page.headline.outcome is answer.outcome and page.headline.sentence
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "html"])
+def test_formats_show_the_same_blocks(form: str) -> None:
+    counted = replace(samples.audited(), calls=RecordedCalls(counts=(WindowCount(1, 4, 1, 2, True),)))
+    audit = render([counted], form)
+    assert "4 : 1 : 2" in audit and "0 backward passes, same samples" in audit
+    assert "step" in render([samples.traced()], form) and "lr 0.01: weight 1.0" in render([samples.traced()], form)
+    profile = render([profiles.failing()], form)
+    assert "a line through two rows has no residual" in " ".join(profile.split())
+    assert "interrupted: the rows that were not run are missing" in profile
 
 
 def told_of(answer) -> ElementTree.Element:
