@@ -32,14 +32,14 @@ _UNDECIDED = "inconclusive"
 
 def sarif_text(report: Report) -> str:
     """Returns the log file."""
-    answer_pages = [page_of(answer) for answer in report.answers]
+    pages = [page_of(answer) for answer in report.answers]
     occurrences: Counter[str] = Counter()
     results = [
         _result(page, block, occurrences)
-        for page in answer_pages
+        for page in pages
         for block in findings_at_lines(page) or finding_blocks(_stand_ins(page), ())
     ]
-    pages = {page.code: page for page in rule_pages()}
+    rules = {page.code: page for page in rule_pages()}
     codes = sorted({result["ruleId"] for result in results})
     for result in results:
         result["ruleIndex"] = codes.index(result["ruleId"])
@@ -48,7 +48,7 @@ def sarif_text(report: Report) -> str:
         "version": __version__,
         "semanticVersion": __version__,
         "informationUri": HOME,
-        "rules": [_rule(code, pages.get(code)) for code in codes],
+        "rules": [_rule(code, rules.get(code)) for code in codes],
     }
     run = {
         "tool": {"driver": driver},
@@ -56,7 +56,7 @@ def sarif_text(report: Report) -> str:
         # Python counts characters, not UTF-16 units
         "columnKind": "unicodeCodePoints",
         "results": results,
-        "properties": {"answers": [_name_and_outcome("title", page) for page in answer_pages]},
+        "properties": {"answers": [_name_and_outcome("title", page) for page in pages]},
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=True) + "\n"
 
