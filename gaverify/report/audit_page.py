@@ -13,7 +13,7 @@ from gaverify.records.comparison import Method, Outcome
 from gaverify.records.stages import Clip, Stage
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
-from gaverify.report.common_blocks import blamed_modules, comparison_section, finding_blocks, headline_of
+from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
 from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line
 
 _INDENT = 14
@@ -66,10 +66,12 @@ def _sections(report: AuditReport) -> Iterator[Section]:
         # where the runs had different data or weights, the update's own outcome means nothing
         outcome = update.outcome if update.judged else Outcome.INCONCLUSIVE
         summary = ", ".join(_describe_update(update))
-        parameters = Parameters(update.parameters, outcome, f"update {update.number}", summary, update.judged)
+        name = f"update {update.number}"
+        parameters = Parameters(update.parameters, outcome, name, summary, causes, update.judged)
         facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
         rows = tuple((label, text) for label, text in facts if text)
-        yield comparison_section(parameters, causes, [Facts(rows, _INDENT)] if rows else [])
+        heading = f"{name}: {count_text(len(update.parameters), 'parameter')}"
+        yield Section(heading, (parameters, Facts(rows, _INDENT)) if rows else (parameters,))
 
 
 def _facts(report: AuditReport) -> list[tuple[str, str]]:

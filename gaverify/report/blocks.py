@@ -81,6 +81,8 @@ class Parameters:
     """The update of an audit; empty: a verdict's only comparison."""
     summary: str = ""
     """What was compared in that update."""
+    causes: frozenset[str] = frozenset()
+    """Modules that findings name."""
     judged: bool = True
     """Whether differences mean anything; not where the runs had different data or weights."""
 

@@ -142,7 +142,7 @@ def _weights_chart(caption: str, used: Sequence[float], right: Sequence[float]) 
     return Chart(label, bars, [(0.0, "0"), (100.0, f"{largest:.3g}")], len(right) - len(drawn_weights), caption)
 
 
-def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -> Chart:
+def chart_by_parameters(rows: Sequence[ParameterComparison], causes: frozenset[str]) -> Chart:
     """Returns each module by the worst of its parameters, in the model's order; empty if all diverge.
 
     Args:
@@ -173,7 +173,7 @@ def chart_by_parameters(rows: Sequence[ParameterComparison], causes: set[str]) -
     return Chart("Gradients by module", bars, scale.ticks, caption="; ".join(caption), is_foldable=True)
 
 
-def chart_by_outputs(modules: Sequence[ModuleDifference], causes: set[str], samples: int = 0) -> Chart:
+def chart_by_outputs(modules: Sequence[ModuleDifference], causes: frozenset[str], samples: int = 0) -> Chart:
     """Returns how far each module's outputs differ in the forward; empty where all of them agree, or all differ.
 
     A module that only holds modules that differ is left out: it repeats what they show.
@@ -230,7 +230,7 @@ def _holders_of_differing(modules: Sequence[ModuleDifference]) -> set[str]:
     return holders & set(differing)
 
 
-def _first_to_differ(modules: Sequence[ModuleDifference], causes: set[str]) -> str:
+def _first_to_differ(modules: Sequence[ModuleDifference], causes: frozenset[str]) -> str:
     """The first module whose outputs differ: the one that a finding names, else none that only holds it."""
     differing = [module.module for module in modules if module.difference > 0]
     holders = _holders_of_differing(modules)

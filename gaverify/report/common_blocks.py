@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from gaverify.amounts import count_text
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.verdict import Verdict
-from gaverify.report.blocks import Block, Chart, FindingBlock, Headline, Parameters, Section
-from gaverify.report.charts import chart_by_parameters, parameters_chart, repairs_chart
+from gaverify.report.blocks import Chart, FindingBlock, Headline
+from gaverify.report.charts import repairs_chart
 from gaverify.report.layout import clean
 
 
@@ -22,18 +21,9 @@ def finding_blocks(findings: Iterable[Finding], rows: Iterable[ParameterComparis
     return tuple(_block(finding, largest) for finding in findings)
 
 
-def blamed_modules(findings: Iterable[Finding]) -> set[str]:
+def blamed_modules(findings: Iterable[Finding]) -> frozenset[str]:
     """Returns the names of the modules that findings name."""
-    return {finding.location.module for finding in findings if finding.location and finding.location.module}
-
-
-def comparison_section(parameters: Parameters, causes: set[str], facts: Sequence[Block] = ()) -> Section:
-    """Returns the compared parameters with their charts; `causes` are the modules that findings name."""
-    # empty charts are false
-    charts = (chart_by_parameters(parameters.rows, causes), parameters_chart(parameters.rows))
-    count = count_text(len(parameters.rows), "parameter")
-    heading = f"{parameters.name}: {count}" if parameters.name else count
-    return Section(heading, (*filter(None, charts), parameters, *facts))
+    return frozenset(finding.location.module for finding in findings if finding.location and finding.location.module)
 
 
 def _block(finding: Finding, largest: float) -> FindingBlock:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
-from gaverify.report.blocks import Block, FindingBlock, Page, Parameters, Section, Table, TextBars
+from gaverify.report.blocks import Block, Chart, FindingBlock, Page, Parameters, Section, Table, TextBars
+from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.layout import clean
@@ -110,6 +111,13 @@ def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, .
     ]
 
 
+def _parameter_charts(parameters: Parameters) -> list[Chart]:
+    """Its charts that tell something: by module, and of each parameter."""
+    # only a page draws them: with thousands of parameters they take a tenth of a second
+    charts = (chart_by_parameters(parameters.rows, parameters.causes), parameters_chart(parameters.rows))
+    return [chart for chart in charts if chart]
+
+
 def _rows_with_notes(table: Table) -> list[tuple[str, ...]]:
     # a column of its own keeps the rows sortable
     notes = dict(table.notes)
@@ -135,8 +143,9 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    filters = (_mark_code, _block_name, _visible_sections, _source_lines, _parameter_rows, _rows_with_notes)
-    environment.filters |= {function.__name__.lstrip("_"): function for function in (*filters, plot_svg)}
+    views = (_visible_sections, _source_lines, _parameter_rows, _parameter_charts, _rows_with_notes, plot_svg)
+    for function in (_mark_code, _block_name, *views):
+        environment.filters[function.__name__.lstrip("_")] = function
     environment.globals["not_relative"] = NOT_RELATIVE
     environment.globals["limit"] = _LIMIT
     return environment.get_template(name)

@@ -11,7 +11,7 @@ from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
 from gaverify.records.verdict import RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
-from gaverify.report.common_blocks import blamed_modules, comparison_section, finding_blocks, headline_of
+from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
 from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value
 from gaverify.thresholds import TENTH
 
@@ -56,7 +56,8 @@ def _sections(verdict: Verdict) -> Iterator[Section]:
     if verdict.trace is not None:
         yield Section("Micro-batch by micro-batch", (_trace_table(verdict.trace), _trace_step(verdict.trace)))
     if verdict.parameters:
-        yield comparison_section(Parameters(verdict.parameters, verdict.outcome), causes)
+        parameters = Parameters(verdict.parameters, verdict.outcome, causes=causes)
+        yield Section(count_text(len(verdict.parameters), "parameter"), (parameters,))
 
 
 def _facts(verdict: Verdict) -> list[tuple[str, str]]:
