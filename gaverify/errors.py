@@ -153,7 +153,7 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
         return GaverifyError(f"out of memory{detail}; try a smaller `--batch-size`, a smaller model or another device")
     if isinstance(error, SystemExit):
         # user code that exits with 0 would otherwise read as "equivalent"
-        return GaverifyError(f"the model's code left Python with {exit_call(error)}; nothing was compared")
+        return GaverifyError(f"the model's code called {exit_call(error)}; nothing was compared")
     if is_out_of_space(error):
         return GaverifyError(_cannot_write(error))
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in text_of(error):

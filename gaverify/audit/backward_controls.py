@@ -51,7 +51,7 @@ def control_backward(trial: Trial, record: Record) -> Record:
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
         pinned_runs = bench.run_both(Pins(modules=(path,)), runs.pairs_by_rank)
         control = bench.control(
-            pinned_runs, f"what {name} gives back taken from the full batch", ControlKind.FULL_BATCH
+            pinned_runs, f"the gradient from {name} replaced by the full batch's", ControlKind.FULL_BATCH
         )
         suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
         # without a control that leaves rounding the likeliest candidate is suspected

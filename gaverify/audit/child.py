@@ -69,7 +69,7 @@ def _run_to_end(command: Command, folder: Path) -> tuple[Ending, int, str]:
         reason, code = Ending.EXIT, repr(error.code)
         if error.code not in (None, 0):
             status = SCRIPT_FAILED
-            _write_error(folder, f"it left Python with sys.exit({error.code!r})")
+            _write_error(folder, f"it called sys.exit({error.code!r})")
     except BaseException as error:
         _write_failure(error, folder)
         reason, status = Ending.ERROR, SCRIPT_FAILED

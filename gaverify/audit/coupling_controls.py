@@ -437,7 +437,7 @@ class CouplingBench:
         left_out = {(at, position) for at, positions in own_parameters.items() for position in positions}
         if left_out:
             names = labels(runs.full, runs.accumulated)
-            what += f" (but for its own {join_texts([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
+            what += f" (except its own {join_texts([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
         summed = self.update.decided is Stage.SUMMED
         difference_left = gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=number)
         if difference_left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
@@ -518,7 +518,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
         if not has_coupling and not (difference and weights_excluded):
             continue
         more = replace(pins, modules=tuple(dict.fromkeys((*pins.modules, *level))))
-        what, kind = "the loss computed once over all outputs", ControlKind.CACHED_GRADIENTS
+        what, kind = "the loss computed once for all outputs", ControlKind.CACHED_GRADIENTS
         control = bench.control(bench.run_both(more, first), what, kind)
         if has_coupling or control.rounding:
             loss = _loss(bench.update.number, runs, level)
@@ -539,7 +539,7 @@ def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]
         buffers = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
         if buffers:
             return replace(pins, evaluated=buffers), _describe_modules(buffers), ControlKind.FROZEN
-    what = f"what `{path or '(root)'}` gives and gives back held at the full batch's"
+    what = f"outputs and gradients of `{path or '(root)'}` replaced by the full batch's"
     return replace(pins, modules=(*pins.modules, path)), what, ControlKind.FULL_BATCH
 
 

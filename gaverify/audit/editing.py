@@ -160,7 +160,7 @@ def set_default(parser: argparse.ArgumentParser, name: str, word: str, arguments
         # Arguments win over a default: the value would be ignored without a word.
         if any(argument.partition("=")[0] in action.option_strings for argument in arguments):
             option = max(action.option_strings, key=len)
-            raise ProblemError(f"`{name}={word}`: the arguments of this run give `{option}` as well; leave one out")
+            raise ProblemError(f"`{name}={word}`: the arguments of this run also give `{option}`; leave one out")
         parser.set_defaults(**{action.dest: _read_default(parser, action, word, f"`{name}={word}`")})
         action.required = False
         return True
@@ -249,9 +249,7 @@ def explain_unplaced(name: str, script: str) -> str:
     word = last if last in lasts else ("" if nearest(name, names) else nearest(last, lasts))
     near = [taker for taker in names if taker.rpartition(".")[2] == word] or [nearest(name, names)]
     proposals = " or ".join(f"`{taker}` (line {' and '.join(names[taker])})" for taker in near[:_SHOWN] if taker)
-    advice = (
-        f"did you mean {proposals}?" if proposals else "write the name as `function.name` where it stands in a function"
-    )
+    advice = f"did you mean {proposals}?" if proposals else "for a name in a function, write `function.name`"
     return f"`{script}` assigns no `{name}`, parses no such option and imports no module of that name; {advice}"
 
 

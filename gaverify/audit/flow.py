@@ -296,7 +296,7 @@ class _Audit:
         parts = micro_batches_per_batch(record)
         if parts < 2 or not loaders or self._request.has_ranks:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
-            why = "the loaders of several ranks are left alone" if self._request.has_ranks else why
+            why = "with several ranks, gaverify does not change the loaders" if self._request.has_ranks else why
             return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
         self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
         replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
@@ -334,6 +334,6 @@ class _Audit:
 def _epochs_text(comparison: _Comparison) -> str:
     """Returns what the report adds about epochs and padding."""
     closing = comparison.accumulated.closing
-    padded = "; micro-batches were rows of the full batch's batches, and padded like those"
-    unseen = "; no epoch's end was reached (`--tail` makes one)"
+    padded = "; micro-batches were cut from the full-batch run's batches, with their padding"
+    unseen = "; no epoch ended: `--tail` also checks a shorter last window"
     return padded * (comparison.way == "batches") + unseen * bool(closing.loaders and not closing.epochs)

@@ -74,7 +74,7 @@ def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
         Why there can be no view; empty where there is one. After a failure the process is of no more use.
     """
     if sys.platform != "linux":
-        return f"{sys.platform} has no private views of files"
+        return f"{sys.platform} cannot run a script on a copy of the files"
     working_folder = os.getcwd()
     try:
         _unshare()
@@ -122,7 +122,7 @@ class _Cover:
             return
         self._count += 1
         if self._count > _MOST:
-            raise _Impossible(f"there are more than {_MOST} folders with mounts of their own")
+            raise _Impossible(f"there are more than {_MOST} mounted folders")
         parts = [f"{self._count}/upper", f"{self._count}/work"]
         # `/proc/self/fd` still finds this folder after its own path was covered.
         for part in parts:

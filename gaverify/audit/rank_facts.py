@@ -202,9 +202,7 @@ def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Rec
     difference_left = gradient_difference(
         full, control_run, summed=update.decided is Stage.SUMMED, update=update.number
     )
-    return ControlRun(
-        "each loss multiplied by what it should count", difference_left, difference_left <= record.tolerance
-    )
+    return ControlRun("each loss weighted correctly", difference_left, difference_left <= record.tolerance)
 
 
 def gradient_difference(

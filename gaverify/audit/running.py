@@ -292,14 +292,14 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     replay = job.find(ReplayData)
-    words = {"inputs": "inputs", "batches": "batches and draws"}
-    replayed = words.get(replay.way, "samples and draws") if replay else ""
+    words = {"inputs": "inputs", "batches": "batches and random numbers"}
+    replayed = words.get(replay.way, "samples and random numbers") if replay else ""
     ended = " ".join(filter(None, (run.closing.ending.value, run.closing.exit_code)))
     notes = {
         "without compilation": job.find(DisableCompilation),
-        "attention unfused": job.find(UseMathKernels),
-        "its steps seen by its weights": job.find(WatchWeights),
-        "compared by the change of the weights": run.closing.by_change,
+        "attention on math kernels": job.find(UseMathKernels),
+        "steps detected by changed weights": job.find(WatchWeights),
+        "compared by weight changes": run.closing.by_change,
         f"with the full-batch run's {replayed}": replay and job.sources,
     }
     how = ", ".join(note for note, applies in notes.items() if applies)

@@ -122,15 +122,17 @@ def _run_without_engine(trained: Trained) -> tuple[Experiment, PassResult, Witho
         without_engine = plain.run_own(recorded, full, own)
     if without_engine.calls.count() and not trained.shared_batch:
         raise ProblemError(
-            "the model or the loss calls `torch.distributed` itself, and every rank has another batch: give every rank "
-            "the whole batch, of which gaverify hands each one its micro-batches"
+            "the model or the loss calls `torch.distributed` itself, and the ranks have different batches; give every "
+            "rank the full batch, and gaverify selects its micro-batches"
         )
     return recorded, full, without_engine
 
 
 def _check_loss(full: PassResult) -> None:
     if not math.isfinite(full.loss):
-        raise ProblemError(f"the loss of the full batch is {full.loss}; a gradient of it proves nothing")
+        raise ProblemError(
+            f"the full batch's loss is {full.loss}, so its gradient proves nothing; check the model and the batch"
+        )
 
 
 def _measure_window(experiment: Experiment, trained: Trained, full: PassResult | None) -> tuple[Measurement, Moved]:
@@ -151,9 +153,9 @@ def _measure_window(experiment: Experiment, trained: Trained, full: PassResult |
             recorded, full = reference.record(listener)
         if listener.found:
             raise ProblemError(
-                f"the model or the loss calls `torch.distributed` itself ({listener.found}): every rank runs the whole "
-                "batch for the reference, of which such a call would see as many copies; `gaverify run --ranks`, "
-                "without a launcher, verifies it"
+                f"the model or the loss calls `torch.distributed` itself ({listener.found}). The reference runs the "
+                "full batch on every rank, and this call would combine copies of it. Use `gaverify run --ranks` "
+                "without a launcher"
             )
         _check_loss(full)
         experiment = replace(

@@ -208,10 +208,10 @@ def _explain_failure(
     if any(code == -signal.SIGINT for code in dead.values()):
         return KeyboardInterrupt()
     for rank, code in dead.items():
-        how = f"left with exit code {code}"
+        how = f"ended with exit code {code}"
         if code < 0:
             how = f"was ended by signal {signal_name(-code).removeprefix('signal ')}"
-        return ProblemError(f"rank {rank} of {count} {how} before it was done")
+        return ProblemError(f"rank {rank} of {count} {how} before it was finished")
     return next(iter(errors.values()))
 
 

@@ -227,7 +227,9 @@ class Member:
         missing = [rank for rank in range(self.count) if rank not in said]
         if missing:
             return f"{_ranks(missing)} ended before there was a verdict"
-        return f"the ranks lost each other ({self._describe_places()}): {_SAME_PASSES}, none longer than the timeout"
+        return (
+            f"the ranks lost their connection ({self._describe_places()}): {_SAME_PASSES}, none longer than the timeout"
+        )
 
     @contextmanager
     def together(self) -> Iterator[None]:

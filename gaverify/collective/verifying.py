@@ -111,7 +111,7 @@ def explain_options(spec: Spec) -> str:
     return ""
 
 
-_WRAP_IT = "`engine` fsdp2 would shard your live model for good: call `fully_shard` on it as your training does"
+_WRAP_IT = "`engine` fsdp2 would shard your model permanently: call `fully_shard` on it as your training does"
 
 
 def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int]]) -> str:
@@ -125,11 +125,11 @@ def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int
 def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
     """What ranks cannot do together; "" where they can. Of a plain model rank 0 alone searches for the cause."""
     if settings.strategy != "accumulate":
-        return f"strategy {settings.strategy!r} is not what ranks run; give a function, or leave it out"
+        return f"strategy {settings.strategy!r} cannot run on ranks; give a function, or leave it out"
     if settings.rtol is not None:
-        return "rtol and atol are not asked of several ranks; leave them out"
+        return "rtol and atol cannot be used with several ranks; leave them out"
     if settings.trace:
-        return "trace follows one process; leave it out, or start one process"
+        return "trace works with one process only; leave it out, or start one process"
     if settings.time_limit is not None and not is_plain:
         return "time_limit would end the search on some ranks before others; leave it out"
     return ""
@@ -161,7 +161,7 @@ def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem,
         return problem, micro_batch_sizes(size, steps * member.count), True
     problem_here = explain_small_batch(size * member.count, steps, member.count)
     if problem.split is not None:
-        problem_here = "the ranks' batches differ and are cut by a `split`: give every rank the whole batch"
+        problem_here = "the ranks' batches differ, and a `split` cuts them: give every rank the full batch"
     member.agree("cuts", problem_here)
     full_batch = _join_batches(of_every_rank(problem.batch, member.count, member.device), size)
     problem = replace(problem, batch=full_batch, batch_size=size * member.count)

@@ -62,12 +62,12 @@ def users_engine(modules: list[nn.Module]) -> Engine | None:
     """
     if is_flattened(modules):
         raise ProblemError(
-            "the model is under FullyShardedDataParallel (FSDP1), whose flat parameters are not compared shard by "
-            "shard; use `fully_shard` (FSDP2), or give the plain model"
+            "the model is under FullyShardedDataParallel (FSDP1), whose flat parameters cannot be compared shard "
+            "by shard; use `fully_shard` (FSDP2), or give the plain model"
         )
     if tensor_parallel(modules, [parameter for root in modules for parameter in root.parameters()]):
         raise ProblemError(
-            "layers of the model are split over ranks (tensor parallelism), which are not compared yet; "
+            "layers of the model are split over ranks (tensor parallelism), which gaverify cannot compare yet; "
             "verify the model without it"
         )
     return engine_of(modules)
@@ -186,7 +186,7 @@ class Trained:
                 result = experiment.micro_batches(full, probe, own=rank_range)
         self.member.window_ended(len(moved.reduced))
         if self.strategy is not None and not moved.reduced:
-            raise ProblemError("the strategy never calls backward: no gradient is there to compare")
+            raise ProblemError("the strategy never calls backward, so there is no gradient to compare")
         if any(getattr(module, "gradient_as_bucket_view", False) for module in experiment.modules):
             # views into DDP's buckets, which the next pass writes to
             result.gradients = {name: None if g is None else g.clone() for name, g in result.gradients.items()}

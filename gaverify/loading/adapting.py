@@ -35,7 +35,7 @@ class CriterionLoss(nn.Module):
             name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
             raise ProblemError(
                 f"the loss is {name}, which compares outputs with targets, and the batch is a {type(batch).__name__} "
-                "and not `(inputs, targets)`; write a function `loss(model, batch)` that takes it apart"
+                "and not `(inputs, targets)`; write a function `loss(model, batch)` that unpacks it"
             )
         inputs, targets = batch
         return self.criterion(model(inputs), targets)
@@ -55,8 +55,8 @@ def first_batch(batch: Any) -> Any:
     """
     if isinstance(batch, Dataset) and not isinstance(batch, torch.Tensor):
         raise ProblemError(
-            f"the batch is a data set, {type(batch).__name__}; return `DataLoader(dataset, batch_size=8)`, "
-            "whose first batch is taken, or a batch of it"
+            f"the batch is a data set, {type(batch).__name__}; return a batch of it, or "
+            "`DataLoader(dataset, batch_size=8)`, whose first batch is used"
         )
     wrapped = hasattr(batch, "__iter__") and hasattr(batch, "dataset") and not isinstance(batch, torch.Tensor | Mapping)
     if not (isinstance(batch, DataLoader | Iterator) or wrapped):
@@ -85,7 +85,7 @@ def training_step_loss(model: nn.Module, name: str) -> Loss:
     """
     if getattr(model, "automatic_optimization", True) is False:
         raise ProblemError(
-            f"`{name}`: its training_step runs backward and optimizer itself (automatic_optimization = False); "
+            f"`{name}`: its training_step calls backward and the optimizer itself (automatic_optimization = False); "
             "`gaverify audit` checks such a loop, or return (model, loss, batch)"
         )
     with_index = len(inspect.signature(model.training_step).parameters) > 1  # type: ignore[arg-type]

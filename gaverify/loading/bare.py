@@ -69,8 +69,8 @@ def bare_problem(
     missing = [option for option, value in (("--input-shape", input_shape), ("--loss", loss)) if value is None]
     if missing:
         raise ProblemError(
-            f"`{name}` returned a bare {type(model).__name__}, which needs {' and '.join(missing)} as well "
-            "(such as `--input-shape 3,32,32 --loss cross_entropy --classes 10`); or return a gaverify.Problem"
+            f"`{name}` returned only a module, {type(model).__name__}; add {' and '.join(missing)} "
+            "(such as `--input-shape 3,32,32 --loss cross_entropy --classes 10`), or return a gaverify.Problem"
         )
     assert input_shape is not None and loss is not None  # what `missing` says, for mypy
     find_loss(loss)
@@ -114,7 +114,7 @@ def _output(model: nn.Module, name: str, inputs: torch.Tensor) -> torch.Tensor:
     if output is None:
         raise ProblemError(
             f"`{name}`: its forward returned a {type(returned).__name__} without a tensor; "
-            "return a gaverify.Problem with a loss that knows what to do with it"
+            "return a gaverify.Problem with a loss that accepts it"
         )
     if output.dim() == 0 or output.shape[0] != inputs.shape[0]:
         raise ProblemError(
@@ -136,7 +136,7 @@ def _try(loss: NamedLoss, name: str, output: torch.Tensor, targets: torch.Tensor
     try:
         loss.compare(output, targets)
     except Exception as error:
-        hint = "; --loss binary_cross_entropy_with_logits takes any numbers"
+        hint = "; --loss binary_cross_entropy_with_logits accepts any numbers"
         raise ProblemError(
             f"--loss {loss.name} does not take the output of `{name}`, "
             f"shape {list(output.shape)}: {describe_error(error)}" + hint * (loss.name == "binary_cross_entropy")

@@ -44,11 +44,11 @@ def _refusal(path: str, error: Exception) -> str:
     if isinstance(error, OSError):
         return f"`{path}` cannot be read: {error.strerror or error}"
     if PurePath(path).suffix == ".safetensors":
-        return f"`{path}` is read by safetensors; convert it: `torch.save(load_file(path), 'model.pt')`"
+        return f"`{path}` is a safetensors file; convert it: `torch.save(load_file(path), 'model.pt')`"
     members = {PurePath(name).name for name in zipfile.ZipFile(path).namelist()} if zipfile.is_zipfile(path) else set()
     if "constants.pkl" in members:
         return (
-            f"`{path}` is a TorchScript archive, a compiled program; give the model's class, `--model file.py:Class`, "
+            f"`{path}` is a TorchScript archive without Python code; give the model's class, `--model file.py:Class`, "
             "or what `torch.save(model.state_dict(), path)` wrote"
         )
     if "archive_format" in members:
@@ -57,9 +57,9 @@ def _refusal(path: str, error: Exception) -> str:
     if foreign:
         return (
             f"`{path}` holds objects of `{foreign[1]}`, which `torch.load` refuses by default; "
-            "save the tensors alone: `torch.save(model.state_dict(), path)`"
+            "save only the tensors: `torch.save(model.state_dict(), path)`"
         )
-    return f"`{path}` is damaged, or no checkpoint: torch.load cannot read it"
+    return f"`{path}` is damaged or not a checkpoint: torch.load cannot read it"
 
 
 def _named_tensors(node: Any, name: str) -> list[tuple[str, torch.Tensor]]:

@@ -286,8 +286,8 @@ def find_loss(name: str) -> LossKind:
     word = name.lower().removesuffix("loss").strip("_")
     short = {loss_name.removesuffix("_loss").replace("_", ""): loss_name for loss_name in _LOSSES}
     near = nearest(word.replace("_", ""), short)
-    advice = f"did you mean `{short[near]}`?" if near else f"they are {', '.join(_LOSSES)}"
-    raise SpecError(f"torch.nn.functional has no loss `{name}` of an input and a target; {advice}", "loss")
+    advice = f"did you mean `{short[near]}`?" if near else f"choose one of {', '.join(_LOSSES)}"
+    raise SpecError(f"torch.nn.functional has no loss function `{name}`; {advice}", "loss")
 
 
 def _losses_that_run(

@@ -69,7 +69,7 @@ def import_factory(name: str) -> Any:
     if not colon:
         raise SpecError(f"`{name}` names a file without a factory; write `{name}:{first_function(name)}`", "model")
     if not place or not attribute:
-        raise SpecError(f"`{name}` is half a name; write `package.module:factory` or `file.py:factory`", "model")
+        raise SpecError(f"`{name}` is incomplete; write `package.module:factory` or `file.py:factory`", "model")
     if place.endswith(".py"):
         module = _import_file(Path(place))
     elif os.sep in place or "/" in place:
@@ -219,7 +219,7 @@ def _make_import_error(place: str, error: BaseException) -> ProblemError:
     """The sentence for user code that raised while it was imported."""
     if isinstance(error, SystemExit):
         return ProblemError(
-            f"importing `{place}` left Python with {exit_call(error)}{raised_at(error)}; "
+            f"importing `{place}` called {exit_call(error)}{raised_at(error)}; "
             'put what the script runs under `if __name__ == "__main__":`'
         )
     text = f"importing `{place}` raised {describe_error(error)}"

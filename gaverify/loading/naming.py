@@ -97,12 +97,11 @@ def _file_that_is_no_model(name: str) -> str:
         return f"`{name}` is a notebook; put the factory into a .py file and write `file.py:factory`"
     if not os.path.exists(name):
         return (
-            f"`{name}` would be a file of numbers, and there is no such file; once it is there, "
+            f"checkpoint not found: `{name}`; for one that exists, "
             f"`gaverify init --model {name}` writes a factory that loads it"
         )
     return (
-        f"`{name}` holds numbers, not the code that they belong to; "
-        f"`gaverify init --model {name}` writes a factory that loads it"
+        f"`{name}` holds weights, not the model's code; `gaverify init --model {name}` writes a factory that loads it"
     )
 
 
@@ -129,10 +128,10 @@ def _describe_unknown_name(name: str) -> str:
         return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"
     if "/" in name or os.sep in name:
         if os.path.exists(name):
-            return f"`{name}` is a file that holds no factory; write `file.py:factory`"
+            return f"`{name}` is a file without a factory; write `file.py:factory`"
         return f"there is no file or folder `{name}`; paths start from the current folder"
     try:
         find_builtin(name)
     except SpecError as error:
         return error.problems[0]
-    return f"`{name}` is no model"
+    return f"`{name}` is not a model; write `package.module:factory` or `file.py:factory`"

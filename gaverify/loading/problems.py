@@ -91,7 +91,7 @@ def call_factory(
         if own or is_out_of_memory(error):  # the command line has advice for the latter
             raise
         if isinstance(error, SystemExit):
-            raise ProblemError(f"`{name}` left Python with {exit_call(error)}{raised_at(error)}") from error
+            raise ProblemError(f"`{name}` called {exit_call(error)}{raised_at(error)}") from error
         if missing := missing_package(error):
             text = f"`{name}` raised {describe_error(error)}; install the package that has `{missing}`"
             raise MissingPackage(text) from error
@@ -135,7 +135,7 @@ def _unknown(argument: str, name: str, accepted: list[str]) -> str:
 
 def _describe_unused_option(option: str, name: str) -> str:
     word = option.replace("_", "-")
-    return f"--{word}: `{name}` has no parameter `{option}` that could take it; leave it out"
+    return f"--{word}: `{name}` has no parameter `{option}` for it; leave it out"
 
 
 def load_problem(spec: Spec) -> Problem:
@@ -190,7 +190,9 @@ def _build_from_factory(factory: Any, spec: Spec) -> Any:
         refused = [f"`--model-arg {name}`" for name in spec.model_args]
         refused += [f"`--{name.replace('_', '-')}`" for name in _options(spec) if name != "batch_size"]
         if refused:
-            raise ProblemError(f"`{spec.model}` is built already and cannot take {', '.join(refused)}; name a function")
+            raise ProblemError(
+                f"`{spec.model}` is an existing object and cannot use {', '.join(refused)}; name a function"
+            )
         return factory
     if not callable(factory):
         raise ProblemError(f"`{spec.model}` is {kind_of_value(factory)}, not a factory; {_EXPECTED}")
@@ -265,7 +267,7 @@ def _advice(built: Any) -> str:
     if isinstance(built, type) and issubclass(built, nn.Module):
         return f"return an object of it, `{built.__name__}()`; "
     if hasattr(built, "__iter__") and hasattr(built, "dataset"):
-        return "a loader may stand in the place of the batch: return (model, loss, loader); "
+        return "a loader is accepted in place of the batch: return (model, loss, loader); "
     if isinstance(built, Mapping):
         return "return gaverify.Problem(model=…, loss=…, batch=…); "
     return ""
@@ -277,7 +279,7 @@ def _problem_of_pretrained(spec: Spec) -> Problem:
     refused += [f"--{name}" for name in _options(spec) if name not in ("batch_size", "ignore_index")]
     if refused:
         raise ProblemError(
-            f"`{spec.model}` is loaded by transformers and cannot take {', '.join(refused)}; name a function"
+            f"`{spec.model}` is loaded by transformers and cannot use {', '.join(refused)}; name your own factory"
         )
     return _of_module(load_pretrained(spec.model), spec)
 
@@ -289,5 +291,5 @@ def _check_bare_options(spec: Spec, reason: str) -> None:
     if refused:
         raise ProblemError(
             f"`{spec.model}` {reason}; {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} for a factory that "
-            "returns a bare torch.nn.Module: leave it out"
+            "returns only a torch.nn.Module: leave it out"
         )

@@ -75,7 +75,7 @@ def _check_nesting(node: Any, path: str = "batch", above: tuple[int, ...] = ()) 
     if id(node) in above:
         raise ProblemError(f"the batch contains itself: `{path}` is one of the containers around it; leave it out")
     if len(above) == _DEEPEST:
-        raise ProblemError(f"the batch nests more than {_DEEPEST} containers in each other; return a flatter one")
+        raise ProblemError(f"the batch has more than {_DEEPEST} nested containers; return a flatter one")
     for key, child in entries:
         _check_nesting(child, f"{path}{key}", (*above, id(node)))
 
@@ -85,7 +85,7 @@ def other_reading(batch: Any, batch_size: int) -> str:
     sizes = [size for size in _candidates(batch) or [] if size != batch_size]
     if not sizes or not _may_hold_samples(batch):
         return ""
-    return f"; the batch was read as {batch_size} samples: if it holds {sizes[0]}, say batch_size={sizes[0]}"
+    return f"; the batch was read as {batch_size} samples: if it holds {sizes[0]}, give batch_size={sizes[0]}"
 
 
 def _may_hold_samples(batch: Any) -> bool:

@@ -86,11 +86,11 @@ def resolve_device(word: str | torch.device | None) -> torch.device | None:
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError) as error:
-        raise ProblemError(f"unknown device `{word}`; on this machine there are: {', '.join(names)}, auto") from error
+        raise ProblemError(f"unknown device `{word}`; write {', '.join(names)} or auto") from error
     if any(name.partition(":")[0] == device.type for name in names):
         device = with_number(device)
     if str(device) not in names:
-        raise ProblemError(f"there is no device `{word}` here; on this machine there are: {', '.join(names)}, auto")
+        raise ProblemError(f"this machine has no device `{word}`; write {', '.join(names)} or auto")
     return device
 
 

@@ -188,8 +188,8 @@ def _check_none_added(experiment: Experiment, known: Collection[str]) -> None:
     if added:
         what, them = ("parameters", "them") if len(added) > 1 else ("the parameter", "it")
         raise ProblemError(
-            f"the forward adds {what} {', '.join(added)}, which no optimizer made before it trains; "
-            f"make {them} in `__init__`, or run one forward first: `loss(model, batch)`"
+            f"the forward adds {what} {', '.join(added)}, which an optimizer made before it would miss; "
+            f"create {them} in `__init__`, or run one forward first: `loss(model, batch)`"
         )
 
 
@@ -357,8 +357,8 @@ def gradients_of_strategy(experiment: Experiment, strategy: Strategy, own: Colle
     """
     if experiment.draws.count:
         raise ProblemError(
-            "the model draws random numbers, and a strategy of your own does not say for which micro-batch; "
-            "verify it with mode='eval', or switch its dropout off"
+            "the model draws random numbers, and your own strategy does not say for which micro-batch; "
+            "use mode='eval', or turn its dropout off"
         )
     parts = []
     for k, (start, stop) in enumerate(experiment.bounds()):
@@ -373,7 +373,7 @@ def gradients_of_strategy(experiment: Experiment, strategy: Strategy, own: Colle
         if not all(experiment.state.is_unchanged(parameter) for parameter, old, new in pairs if new != old):
             raise ProblemError(
                 "the strategy changes parameters, as an optimizer's step does; "
-                "let it end with the gradients in `.grad`, which are what is compared"
+                "let it end with the gradients in `.grad`: gaverify compares these"
             )
         gradients = take_gradients(experiment)
     return PassResult(gradients, float("nan"), observed=(mode.observed,))

@@ -47,7 +47,7 @@ class LiftedWeights(PassProbe):
         self._weights = [(weight, places.get(key)) for key, weight in weights.items() if weight.dtype in low]
         for weight, _ in self._weights:
             if type(weight) is not nn.Parameter or has_hooks(weight):
-                raise ProblemError("a weight is no plain parameter, or has hooks")
+                raise ProblemError("a weight is not a plain parameter, or has hooks")
         self._listen = listen
         # By the address of a lifted copy: what autograd saves may be a view of it, such as its transpose.
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}

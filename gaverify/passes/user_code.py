@@ -71,8 +71,8 @@ def _left_behind(experiment: Experiment, text: str) -> str:
     if len(experiment.placement.before) > 1:
         places = " and ".join(map(str, experiment.placement.before))
         if len(experiment.devices) == 1:
-            return f"; the model lay on {places} and `device` moved it to {experiment.device}: leave `device` out"
-        return f"; gaverify leaves the model on {places} and the batch where it is: the loss has to move the rest"
+            return f"; the model was on {places} and `device` moved it to {experiment.device}: leave `device` out"
+        return f"; gaverify does not move a model on {places}, nor its batch: let the loss move the batch"
     owned = [(name, get()) for name, get in variables(experiment.problem.loss)]
     for root in experiment.modules:
         for path, module in root.named_modules():
@@ -152,7 +152,7 @@ def loss_of(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
         raise ProblemError(f"the loss on {where} is complex; return a real scalar, for example `.abs().mean()`")
     if not value.requires_grad:
         raise ProblemError(
-            f"the loss on {where} has no graph: no trainable parameter took part in it "
+            f"the loss on {where} has no graph: it depends on no trainable parameter "
             "(look for `.detach()`, `.item()`, `torch.no_grad()`, or parameters that are all frozen)"
         )
     return value.reshape(())

@@ -52,7 +52,9 @@ def check_weighting(weighting: Any, steps: int) -> None:
         try:
             numbers = [float(weight) for weight in weighting]
         except (TypeError, ValueError) as error:
-            raise ProblemError(f"weighting {weighting!r} is neither a word, numbers nor a callable") from error
+            raise ProblemError(
+                f"weighting {weighting!r} is not accepted; give {', '.join(WEIGHTINGS)}, K numbers or a function"
+            ) from error
         if len(numbers) != steps:
             raise ProblemError(f"weighting has {len(numbers)} numbers for steps = {steps} micro-batches; give one each")
 
@@ -81,7 +83,7 @@ def _token_share(experiment: Experiment, micro_batch: Any, observed: Observed, f
         # The loss is none of torch's that divide by a count: the targets of the batch are counted.
         part, total = _valid(experiment, micro_batch), _valid(experiment, experiment.problem.batch)
     if total == 0:
-        raise ProblemError("weighting `tokens`: the batch has no valid target at all")
+        raise ProblemError("weighting `tokens`: the batch has no target that the loss counts; check `ignore_index`")
     return part / total
 
 

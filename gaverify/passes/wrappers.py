@@ -133,7 +133,10 @@ def _groups(module: Any) -> list[Any]:
         state = module._get_fsdp_state()
         return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
     except AttributeError as error:
-        raise ProblemError("this torch keeps what `fully_shard` gathers where gaverify does not find it") from error
+        raise ProblemError(
+            f"gaverify cannot read the gathered parameters of `fully_shard` in torch {torch.__version__}; "
+            "use another version, or DDP"
+        ) from error
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def _describe_failure(error: BaseException) -> dict[str, str]:
             message = f"out of memory: {message.splitlines()[0]}"
         return {"kind": OUT_OF_MEMORY, "message": message}
     if isinstance(error, SystemExit):
-        return {"kind": FAILED, "message": f"the model's code left Python with {exit_call(error)}"}
+        return {"kind": FAILED, "message": f"the model's code called {exit_call(error)}"}
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
         return {"kind": FAILED, "message": message}
     return {"kind": INTERNAL, "message": f"{type(error).__name__}: {message}"}

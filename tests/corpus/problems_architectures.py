@@ -349,6 +349,6 @@ def python_choices() -> Problem:
     return _noised(lambda n: random.choices([1.0, 2.0, 3.0], k=n))
 
 
-@faulty("a permutation of the batch has no rows of its own for a micro-batch", "GAV302")
+@faulty("a permutation of the full batch cannot be cut into those of micro-batches", "GAV302")
 def numpy_permutation() -> Problem:
     return _noised(lambda n: numpy.random.permutation(n))

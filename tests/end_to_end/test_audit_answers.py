@@ -277,11 +277,11 @@ ROWS = [
     Row(DRAWING, "--loop diffusion --undivided", "GAV201", "backward"),
     Row(DRAWING, "--loop shuffled --undivided", "GAV201", "backward"),
     Row(DRAWING, "--loop shuffled --workers 2"),
-    Row(DRAWING, "--loop masked", words="rows of the full batch's batches, and padded like those"),
+    Row(DRAWING, "--loop masked", words="cut from the full-batch run's batches, with their padding"),
     Row(DRAWING, "--loop masked --undivided", "GAV201", "backward"),
     looped(UNUSUAL, "slices", "GAV201", "--undivided", mark="", **SLICES),
     # an epoch's short last window, which the first updates of a run never reach
-    looped(UNUSUAL, "epochs", common="--end misscaled", words="no epoch's end was reached"),
+    looped(UNUSUAL, "epochs", common="--end misscaled", words="no epoch ended: `--tail`"),
     looped(UNUSUAL, "epochs", "GAV605", "--end misscaled", mark="", options=TAIL),
     looped(UNUSUAL, "epochs", "GAV604", "--end lost", mark="", options=TAIL),
     looped(UNUSUAL, "epochs", "GAV103", "--end coupled", mark="", options=TAIL),

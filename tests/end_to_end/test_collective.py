@@ -257,7 +257,7 @@ def test_a_launcher_that_ends_all_ranks_with_the_first_that_failed_takes_no_repo
         ("raises", "rank 1: the model or loss raised on micro-batch 4 of 4"),
         ("late", "rank 0 of 2 cannot join the others"),
         ("weights", "rank 1 has other weights than rank 0"),
-        ("sleeps", "the ranks lost each other (rank 0: "),
+        ("sleeps", "the ranks lost their connection (rank 0: "),
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path, fault: str, sentence: str) -> None:

@@ -80,14 +80,14 @@ def test_one_device_for_a_spread_model_is_told_in_a_sentence() -> None:
     given.model[0].register_forward_pre_hook(lambda module, rows: (rows[0].to("cpu"),))
     with pytest.raises(ProblemError) as raised:
         gaverify.verify(given, device="cuda")
-    assert "the model lay on cpu and cuda:0 and `device` moved it to cuda:0: leave `device` out" in str(raised.value)
+    assert "the model was on cpu and cuda:0 and `device` moved it to cuda:0: leave `device` out" in str(raised.value)
 
 
 def test_a_hand_over_that_was_forgotten_is_told_in_a_sentence() -> None:
     given = problem(nn.Sequential(nn.Linear(6, 16, device="cpu"), nn.Tanh(), nn.Linear(16, 4, device="cuda")))
     with pytest.raises(ProblemError) as raised:
         gaverify.verify(given)
-    assert "gaverify leaves the model on cpu and cuda:0" in str(raised.value)
+    assert "gaverify does not move a model on cpu and cuda:0" in str(raised.value)
 
 
 def test_the_micro_batches_of_a_users_split_are_moved() -> None:

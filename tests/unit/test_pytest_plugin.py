@@ -98,7 +98,7 @@ def test_a_folder_may_hold_audits_and_misspelt_specs(pytester: pytest.Pytester) 
     assert result.ret == 1 and "audit.toml" not in text
     assert "all/misspelt.toml: $.modle: unknown key; did you mean `model`?" in text
     assert "all/hangs.toml: did not finish within 0.5 s and was stopped" in text
-    assert "left Python with os._exit(0) at all/leaves.py:4" in text
+    assert "called os._exit(0) at all/leaves.py:4" in text
     assert "raised ValueError at" in text and "The above exception" not in text
 
 

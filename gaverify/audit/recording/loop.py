@@ -115,9 +115,9 @@ class _Series:
         draws_of_window = [draw for draw in self._draws if draw.steps == steps]
         self._visits[steps] += 1
         if not draws_of_window:
-            return Refusal("the full-batch run drew nothing at this place in this window")
+            return Refusal("the full-batch run drew nothing at this line in this window")
         if len(draws_of_window) > 1 and not parts:
-            return Refusal("the full-batch run drew several times at this place in this window")
+            return Refusal("the full-batch run drew several times at this line in this window")
         # The full-batch run may have had several batches in this window: each draw serves `parts` micro-batches.
         batch = (self._visits[steps] - 1) // max(parts, 1)
         return DealtLoopDraw(draws_of_window[min(batch, len(draws_of_window) - 1)])
@@ -130,7 +130,7 @@ class _Series:
             if layout is None:
                 break
             if len(layout.dimensions) != 1:
-                return Refusal("its shape follows the batch in more than one dimension")
+                return Refusal("more than one dimension of its shape depends on the batch size")
             dimension = layout.first.at
             size, start = shape[dimension], self._next_row
             # Every rank skips the rows of all ranks, so that all count alike.
@@ -140,7 +140,7 @@ class _Series:
                 return DealtLoopDraw(draw, dimension, range(start + first, start + first + size * step, step))
             # Rows that are fewer than a micro-batch belong to none: the loop goes on with its next batch.
             self._next_draw, self._next_row = self._next_draw + 1, 0
-        return Refusal("the full-batch run drew fewer rows at this place")
+        return Refusal("the full-batch run drew fewer rows at this line")
 
 
 class _Site:
@@ -163,12 +163,12 @@ class _Site:
         first = self._draws[0]
         visit, self._visits = self._visits, self._visits + 1
         if first.operation != operation or len(first.shape) != len(shape):
-            return Refusal("the full-batch run drew something else at this place")
+            return Refusal("the full-batch run drew something else at this line")
         if self._is_per_sample and first.shape == shape:
             if share.ranks > 1:
-                return Refusal("a number for each sample is not dealt to several ranks")
+                return Refusal("random numbers per sample cannot be assigned to several ranks")
             if visit >= len(self._draws):
-                return Refusal("the full-batch run drew less often at this place")
+                return Refusal("the full-batch run drew less often at this line")
             return DealtLoopDraw(self._draws[visit])
         series = self._series[visit % len(self._series)]
         # A shape that some draw of the full batch has as well does not follow the batch's size.
@@ -202,7 +202,7 @@ class LoopDealing:
             share: Which rank draws.
         """
         if site not in self._sites:
-            return Refusal("the full-batch run drew nothing at this place")
+            return Refusal("the full-batch run drew nothing at this line")
         return self._sites[site].deal(steps, operation, shape, self._parts, share)
 
 
@@ -307,7 +307,7 @@ class LoopDraws(Loop):
         if drawn is not None and (drawn.is_meta or type(drawn) is not torch.Tensor):
             return run.result
         if drawn is None or drawn.numel() > _LARGEST:
-            self.unaligned.setdefault(run.operation, "drawn in the loop, out of sight")
+            self.unaligned.setdefault(run.operation, "drawn in the loop by an operation that gaverify cannot record")
             return run.result
         value = self._answer(run.operation, tuple(drawn.shape), drawn)
         return run.result if value is None else run.replace_numbers(drawn, value)
@@ -394,7 +394,7 @@ class DealtLoopDraws(LoopDraws):
             return None  # behind what the full-batch run recorded
         dealt = self._dealing.deal(loop_site(), self.steps, operation, shape, Share(*place_in_group(), self._turns))
         if isinstance(dealt, DealtLoopDraw) and dealt.dimension >= 0 and operation.rpartition(".")[2] in _ORDERS:
-            dealt = Refusal("an order of the whole batch has no part for some of its samples")
+            dealt = Refusal("the order of a full batch does not say the order of a micro-batch")
         if isinstance(dealt, Refusal):
             self._lose(operation, dealt.why)
             return None

@@ -25,7 +25,7 @@ from gaverify.torch_internals import compiled_frames
 if TYPE_CHECKING:
     from gaverify.audit.recording.recorder import Recorder
 
-_BY_THE_SCRIPT = "weights moved by the script itself"
+_BY_THE_SCRIPT = "weights changed by the script itself"
 
 
 def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingRecord:

@@ -38,9 +38,9 @@ from gaverify.passes.randomness.selection import (
 from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _NAMES = {"numpy": "numpy.random"}
-_HIDDEN = "it draws inside its kernel, and no kernel that shows its draws took its place"
-_FEWER = "the micro-batch made fewer draws than the full batch"
-_MORE = "the micro-batch made more draws than the full batch"
+_HIDDEN = "its kernel draws random numbers that gaverify can neither see nor replace"
+_FEWER = "a micro-batch drew random numbers less often than the full batch"
+_MORE = "a micro-batch drew random numbers more often than the full batch"
 _SEARCHED = 64  # draws of one place that are searched for contents
 DrawCounts = Mapping[MicroBatch, Mapping[int, int]]
 """Micro-batch → call site → how many draws it makes there."""
@@ -173,7 +173,7 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
     elif selection is not None:
         doubt = have_other_contents(draw, rows, selection)
     if selection is None:
-        return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not correspond")
+        return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not match")
     return DealtDraw(draw.value, selection, after, guessed, doubt)
 
 
@@ -360,7 +360,7 @@ class Dealer:
         for index, draw in enumerate(self._draws):
             count = self._dealing.given_rows(index).count
             if count and count not in draw.value.shape:
-                self._report.refuse(draw.operation, "the rows that the micro-batches drew are not the full batch's")
+                self._report.refuse(draw.operation, "the micro-batches drew other rows than the full batch")
         if self._reading.by_contents:
             self._note_missed(index for index in range(len(self._draws)) if index not in self._dealing.used)
 
@@ -442,14 +442,14 @@ class Dealer:
 def _why_not(draw: Draw, run: Drawing, shape: torch.Size) -> str:
     """Why a draw of the full batch has no rows for a micro-batch; empty where it has."""
     if not are_interchangeable(run.operation, draw.operation):
-        return f"the full batch drew `{draw.operation}` in its place"
+        return f"the full batch drew `{draw.operation}` here"
     if run.operation == "randperm" and shape != draw.value.shape:
-        return "a permutation of the batch has no rows of its own for a micro-batch"
+        return "a permutation of the full batch cannot be cut into those of micro-batches"
     asked = run.kind.asked(run.args)
     if not have_same_arguments(asked, draw.arguments, shape, draw.value.shape):
         return f"its arguments depend on the batch: {draw.arguments} and {asked}"
     if run.operation == "multinomial" and draw.input_shape and draw.input_shape[-1] != run.args[0].shape[-1]:
-        return "it draws samples of the batch itself"
+        return "it picks samples of the batch at random"
     return ""
 
 

@@ -132,7 +132,7 @@ class TestBeforeAnythingStarts:
             ("n_layer", "did you mean `settings.n_layer` (line 3)?"),
             ("batch_size", "did you mean `DataLoader.batch_size` (line 5)?"),
             ("main.deph", "did you mean `main.depth` (line 4)?"),
-            ("zzz", "write the name as `function.name` where it stands in a function"),
+            ("zzz", "for a name in a function, write `function.name`"),
         ],
     )
     def test_the_names_that_would_take_it_are_told(self, name: str, advice: str) -> None:
@@ -193,7 +193,7 @@ class TestOptions:
             ("batch_size", "8x", (), "`batch_size=8x`: invalid int value: '8x'"),
             ("how", "max", ("-b", "8"), "`how=max`: invalid choice: 'max'"),
             ("fast", "2", ("-b", "8"), "the option takes no value; write `True` or `False`"),
-            ("batch_size", "8", ("--batch-size=4",), "the arguments of this run give `--batch-size` as well"),
+            ("batch_size", "8", ("--batch-size=4",), "the arguments of this run also give `--batch-size`"),
         ],
     )
     def test_what_an_option_does_not_take(self, name: str, word: str, given: tuple[str, ...], sentence: str) -> None:

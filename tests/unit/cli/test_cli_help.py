@@ -178,7 +178,7 @@ def test_what_a_device_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cuda:99"]) == 2
-    assert "there is no device `cuda:99` here" in capsys.readouterr().err
+    assert "this machine has no device `cuda:99`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--reference", "--expect", "--memory", "--wanted-batch"])

@@ -410,10 +410,10 @@ def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: 
     torch.save({"epoch": 3}, folder / "epoch.pt")
     torch.save({"note": Noted(), "model": net.state_dict()}, folder / "noted.pt")
     told = {
-        "half.pt": "is damaged, or no checkpoint",
-        "empty.ckpt": "is damaged, or no checkpoint",
-        "text.pth": "is damaged, or no checkpoint",
-        "scripted.pt": "is a TorchScript archive, a compiled program; give the model's class",
+        "half.pt": "is damaged or not a checkpoint",
+        "empty.ckpt": "is damaged or not a checkpoint",
+        "text.pth": "is damaged or not a checkpoint",
+        "scripted.pt": "is a TorchScript archive without Python code; give the model's class",
         "epoch.pt": "holds no tensors",
         "noted.pt": f"holds objects of `{__name__}.Noted`, which `torch.load` refuses by default",
     }

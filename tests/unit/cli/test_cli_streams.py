@@ -122,8 +122,8 @@ def test_warnings_outside_are_python_s(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("leaves", "left Python with os._exit(0)"),
-        ("leaves_in_the_loss", "left Python with os._exit(0); nothing was compared"),
+        ("leaves", "called os._exit(0)"),
+        ("leaves_in_the_loss", "called os._exit(0); nothing was compared"),
         ("stops", "raised GeneratorExit"),
         ("stops_in_the_loss", "raised on the full batch: GeneratorExit"),
         ("unspeakable", "Unspeakable"),

@@ -66,9 +66,9 @@ def test_rank_0_answers_and_reports(forks: bool) -> None:
     [
         (lambda: _raise(ProblemError("no luck")), ProblemError, "rank 1: no luck"),
         (lambda: _raise(ZeroDivisionError("ours")), InternalError, "ZeroDivisionError: ours"),
-        (lambda: _raise(SystemExit(0)), ProblemError, r"rank 1: the model's code left Python with sys.exit\(0\)"),
+        (lambda: _raise(SystemExit(0)), ProblemError, r"rank 1: the model's code called sys.exit\(0\)"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), ProblemError, "rank 1 of 2 was ended by signal SIGKILL"),
-        (lambda: os._exit(3), ProblemError, "rank 1 of 2 left with exit code 3"),
+        (lambda: os._exit(3), ProblemError, "rank 1 of 2 ended with exit code 3"),
     ],
     ids=["foreseen", "ours", "leaves", "signal", "exit"],
 )

@@ -257,12 +257,12 @@ def test_the_generators_are_restored_when_the_factory_raises(folder: Path) -> No
         ("no/where.py:problem", "no file `no/where.py`; paths start from the current folder"),
         ("mine.py", "names a file without a factory; write `mine.py:loss`"),
         ("a/mine:problem", "`a/mine` is neither a module nor a .py file; write `a/mine.py:problem`"),
-        ("mine:", "half a name; write `package.module:factory`"),
-        (":problem", "half a name"),
+        ("mine:", "is incomplete; write `package.module:factory`"),
+        (":problem", "is incomplete"),
         ("mine.py:problem:x", "`mine.py:problem:x` has more than one colon; write `package.module:factory`"),
         (".mine:problem", "relative to a package, and there is none here; write `mine:problem`"),
         ("./nowhere", "there is no file or folder `./nowhere`; paths start from the current folder"),
-        ("/etc/passwd", "`/etc/passwd` is a file that holds no factory; write `file.py:factory`"),
+        ("/etc/passwd", "`/etc/passwd` is a file without a factory; write `file.py:factory`"),
         ("../nowhere", "there is no file or folder `../nowhere`"),
         ("n" * 300, "there is no built-in `nnn"),
         ("mine.problem", "there is no built-in `mine.problem`"),
@@ -283,7 +283,7 @@ def test_what_is_missing_is_named(folder: Path, name: str, sentence: str) -> Non
         ("def make(:\n", "importing `bad` raised SyntaxError at bad.py:1: invalid syntax"),
         (
             "import sys\nsys.exit(3)\n",
-            "left Python with sys.exit(3) at bad.py:2; put what the script runs under `if __n",
+            "called sys.exit(3) at bad.py:2; put what the script runs under `if __n",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_package_that_is_not_installed_is_told_from_a_wrong_import(
     ("name", "sentence"),
     [
         ("mine:raises", "`mine:raises` raised IndexError at mine.py:61: list index out of range"),
-        ("mine:leaves", "`mine:leaves` left Python with sys.exit(4) at mine.py:"),
+        ("mine:leaves", "`mine:leaves` called sys.exit(4) at mine.py:"),
         ("mine:nothing", "returned None; is its `return` missing? a factory returns a gaverify.Problem, a tuple"),
         ("mine:pair", "returned a tuple of 2; return (model, loss, batch)"),
         ("mine:no_model", "the model is a function, not a torch.nn.Module; the order is (model, loss, batch)"),
@@ -335,9 +335,9 @@ def test_a_package_that_is_not_installed_is_told_from_a_wrong_import(
         ("mine:demanding", "`mine:demanding` needs the argument `width`; give `--model-arg width=…`"),
         ("mine:demanding", "needs the argument `depth`"),
         ("mine:Maker.bound", "`mine:Maker.bound` is a method that needs an object; name a function"),
-        ("mine:parses", "`mine:parses` left Python with sys.exit(2) at mine.py:"),
+        ("mine:parses", "`mine:parses` called sys.exit(2) at mine.py:"),
         ("mine:many_lines", "`mine:many_lines` raised ValueError at mine.py:"),
-        ("mine:Net", "returned a bare Net, which needs --input-shape and --loss as well"),
+        ("mine:Net", "returned only a module, Net; add --input-shape and --loss"),
     ],
 )
 def test_factories_that_do_something_else(folder: Path, name: str, sentence: str) -> None:
@@ -350,10 +350,10 @@ def test_factories_that_do_something_else(folder: Path, name: str, sentence: str
     [
         ("mine:problem", {"model_args": {"widht": 1}}, "no argument `widht`; did you mean `width`? It takes `width`"),
         ("mine:raises", {"model_args": {"a": 1}}, "`mine:raises` takes no argument `a`, nor any other"),
-        ("mine:problem", {"data": "d"}, "--data: `mine:problem` has no parameter `data` that could take it"),
+        ("mine:problem", {"data": "d"}, "--data: `mine:problem` has no parameter `data` for it"),
         ("mine:problem", {"loss": "mse_loss"}, "brings its own batch and loss; --loss is for a factory that returns"),
-        ("mine:built", {"model_args": {"width": 1}}, "is built already and cannot take `--model-arg width`"),
-        ("mine:built", {"pretrained": "p"}, "is built already and cannot take `--pretrained`"),
+        ("mine:built", {"model_args": {"width": 1}}, "is an existing object and cannot use `--model-arg width`"),
+        ("mine:built", {"pretrained": "p"}, "is an existing object and cannot use `--pretrained`"),
     ],
 )
 def test_options_that_do_not_fit(folder: Path, name: str, options: dict[str, Any], sentence: str) -> None:
@@ -484,12 +484,12 @@ def test_modules_of_others_and_built_ones(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "options", "sentence"),
     [
-        ("dense", {"loss": "cross_entropy"}, "needs --input-shape as well"),
-        ("dense", {"input_shape": [12]}, "needs --loss as well"),
+        ("dense", {"loss": "cross_entropy"}, "add --input-shape (such"),
+        ("dense", {"input_shape": [12]}, "add --loss (such"),
         ("dense", {"loss": "cross_entropi", "input_shape": [12]}, "did you mean `cross_entropy`?"),
         ("dense", {"loss": "CrossEntropyLoss", "input_shape": [12]}, "did you mean `cross_entropy`?"),
         ("dense", {"loss": "mse", "input_shape": [12]}, "did you mean `mse_loss`?"),
-        ("dense", {"loss": "relu", "input_shape": [12]}, "no loss `relu` of an input and a target"),
+        ("dense", {"loss": "relu", "input_shape": [12]}, "no loss function `relu`"),
         (
             "dense",
             {"loss": "ctc_loss", "input_shape": [12]},
@@ -499,7 +499,11 @@ def test_modules_of_others_and_built_ones(folder: Path, name: str) -> None:
         ("dense", {"loss": "cosine_embedding_loss", "input_shape": [12]}, "takes two inputs and a target"),
         ("dense", {"loss": "cross_entropy", "input_shape": [12], "classes": 3}, "that is 4 classes; write --classes 4"),
         ("dense", {"loss": "mse_loss", "input_shape": [12], "classes": 3}, "mse_loss has no classes; leave it out"),
-        ("dense", {"loss": "binary_cross_entropy", "input_shape": [12]}, "binary_cross_entropy_with_logits takes any"),
+        (
+            "dense",
+            {"loss": "binary_cross_entropy", "input_shape": [12]},
+            "binary_cross_entropy_with_logits accepts any",
+        ),
         ("dense", {"loss": "mse_loss", "input_shape": [13]}, "inputs of shape [8, 13] raised RuntimeError: mat1 and"),
         ("segmentation", {"loss": "multi_margin_loss", "input_shape": [3, 4, 4]}, "does not take the output of"),
         ("Wrapped", {"loss": "mse_loss", "input_shape": [12], "model_args": {"how": "text"}}, "a str without a tensor"),

@@ -179,9 +179,9 @@ def test_what_works(folder: Path, factory: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("only_loader", "returned a DataLoader; a loader may stand in the place of the batch"),
+        ("only_loader", "returned a DataLoader; a loader is accepted in place of the batch"),
         ("empty_loader", "the DataLoader yields no batch"),
-        ("dataset", "return `DataLoader(dataset, batch_size=8)`"),
+        ("dataset", "return a batch of it, or `DataLoader(dataset, batch_size=8)`"),
         ("not_built", "returned a type; return an object of it, `Net()`"),
         ("a_dictionary", "returned a dict; return gaverify.Problem(model="),
         ("Step", "`net_of_people.py:Step` has a training_step and no data; return (module, batch)"),
@@ -204,13 +204,13 @@ def test_what_the_sentence_says_to_type(folder: Path, factory: str, said: str) -
 def test_what_goes_wrong_in_the_loss(folder: Path, factory: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--model", f"net_of_people.py:{factory}"]) == 2
     err = capsys.readouterr().err
-    assert said in err and "say batch_size=" not in err
+    assert said in err and "give batch_size=" not in err
 
 
 def test_a_list_of_samples_is_still_told_apart() -> None:
     model = nn.Linear(3, 1)
     batch = [{"x": [torch.randn(3), torch.randn(3), torch.randn(3)]} for _ in range(4)]
-    with pytest.raises(ProblemError, match=r"was read as 4 samples: if it holds 3, say batch_size=3"):
+    with pytest.raises(ProblemError, match=r"was read as 4 samples: if it holds 3, give batch_size=3"):
         gaverify.verify(model, lambda model, batch: model(batch["x"]), batch, steps=2)
 
 
@@ -291,8 +291,8 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
         ("net_of_people:wolrkers", "did you mean `workers`?"),
         ("nowhere_at_all:f", "there is no module `nowhere_at_all`"),
         ("absent.py:f", "there is no file `absent.py`"),
-        ("model.pt", "and there is no such file; once it is there, `gaverify init --model model.pt`"),
-        ("weights.pt", "holds numbers, not the code that they belong to; `gaverify init --model weights.pt` writes"),
+        ("model.pt", "checkpoint not found: `model.pt`; for one that exists, `gaverify init --model model.pt`"),
+        ("weights.pt", "holds weights, not the model's code; `gaverify init --model weights.pt` writes"),
         ("a.toml", "is a spec, not a model; write `gaverify run a.toml`"),
         ("a.ipynb", "is a notebook"),
         ("specs", "is a folder of specs; write `gaverify run specs`"),

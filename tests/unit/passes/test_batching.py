@@ -54,7 +54,7 @@ def test_samples_are_counted(batch, size: int) -> None:
 def test_the_reading_with_enough_samples_wins() -> None:
     batch = [T(6), T(6)]
     assert batch_size_of(batch, steps=2) == 6
-    assert "if it holds 2, say batch_size=2" in other_reading(batch, 6)
+    assert "if it holds 2, give batch_size=2" in other_reading(batch, 6)
     assert other_reading(T(6), 6) == ""
     assert batch_size_of(batch, batch_size=2) == 2
 

@@ -124,7 +124,7 @@ def test_ranks_that_take_turns_get_the_rows_of_their_samples(draw, dim: int, fol
 def test_selected_rows_of_scattered_samples_cannot_be_dealt() -> None:
     dealing = Dealing(recorded(lambda: torch.rand(3)))  # of the rows of 4 samples: which ones, nobody knows
     dealt(dealing, lambda: torch.rand(1), 0, 2, order=(0, 2))
-    assert "do not correspond" in dealing.report.unaligned["rand"]
+    assert "do not match" in dealing.report.unaligned["rand"]
 
 
 def test_the_generator_moves_as_the_users_code_expects() -> None:
@@ -140,12 +140,12 @@ def test_the_generator_moves_as_the_users_code_expects() -> None:
 @pytest.mark.parametrize(
     ("full", "micro", "reason"),
     [
-        (lambda: torch.rand(4), lambda: [torch.rand(2), torch.rand(2)], "more draws"),
-        (lambda: [torch.rand(4), torch.rand(4)], lambda: torch.rand(2), "fewer draws"),
-        (lambda: torch.rand(4), lambda: torch.randn(2), "in its place"),
+        (lambda: torch.rand(4), lambda: [torch.rand(2), torch.rand(2)], "more often than"),
+        (lambda: [torch.rand(4), torch.rand(4)], lambda: torch.rand(2), "less often than"),
+        (lambda: torch.rand(4), lambda: torch.randn(2), "` here"),
         (lambda: torch.randperm(4), lambda: torch.randperm(2), "permutation"),
         (lambda: torch.empty(4).normal_(0, 3.0), lambda: torch.empty(2).normal_(0, 5.0), "arguments depend"),
-        (lambda: torch.rand(4), lambda: torch.rand(2, 2), "do not correspond"),
+        (lambda: torch.rand(4), lambda: torch.rand(2, 2), "do not match"),
     ],
 )
 def test_what_cannot_be_dealt_is_said(full, micro, reason: str) -> None:
