@@ -246,10 +246,18 @@ ROWS = [
     Row("loops_coupled.py", "--loop cached"),
     Row("loops_coupled.py", "--loop penalised"),
     # a backward that depends on the batch, where the losses add up; the twins treat rows alike, or weigh wrongly
-    looped(BACKWARD, "importance", "GAV104", proven=True, quick=True, options=ONE, words="what the loss gives back"),
+    looped(
+        BACKWARD,
+        "importance",
+        "GAV104",
+        proven=True,
+        quick=True,
+        options=ONE,
+        words="the gradient from the loss replaced",
+    ),
     looped(BACKWARD, "importance", common="--backward rows", quick=True, options=ONE),
     looped(BACKWARD, "importance", "GAV104", "--late --scaler", proven=True, options=ONE),
-    looped(BACKWARD, "by_rows", "GAV104", mark="", proven=True, options=ONE, words="with what `3` gives back"),
+    looped(BACKWARD, "by_rows", "GAV104", mark="", proven=True, options=ONE, words="the gradient from `3` replaced"),
     looped(BACKWARD, "by_rows", common="--backward rows", options=ONE),
     looped(BACKWARD, "importance_of_rows", "GAV202", mark="", proven=True, options=ONE),
     # gradients that are moved out of `.grad` inside the backward pass, or after it, and put back before the step
