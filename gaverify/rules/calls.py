@@ -58,12 +58,14 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside(Clipping)
+    # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and loop.controls.transformed is not None:
         yield _transformed(loop, update, loop.controls.transformed)
     elif any(clipping.active for clipping in inside):
         yield _clipping_finding(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
         yield _clipped_by_hand(loop, update, edits)
+    # of several ranks, clipping before the reduction is GAV706
     elif update is not None and loop.together is None and any(map(_agrees_unclipped, update.stages)):
         yield _clipped_too_early(loop, update)
     elif inside:
@@ -84,11 +86,13 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
     in_window = [event for event in inside if event.update == number]
     active = [clipping for clipping in inside if clipping.active]
     window = loop.window_of(number)
+    # the window's own number includes the clipping after its last backward pass, which is right
     clippings = len(window.of(Clipping)) if window is not None else len(in_window)
+    early = "" if clippings == len(in_window) else f"{len(in_window)} of them "
     effect = f"{len(active)} of {len(inside)} in all updates changed it" if active else "none of them was active"
     control, proven = _without_clips(loop)
     return finding_of(
-        f"gradients are clipped {times(clippings)} in update {number}, before the last backward pass",
+        f"gradients are clipped {times(clippings)} in update {number}, {early}before the last backward pass",
         measured_evidence(
             "events",
             f"{len(in_window)} clippings of a partly accumulated gradient; {effect}",
@@ -97,6 +101,7 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
         ),
         *control,
         remedy=_CLIP_ONCE,
+        # a clipping that changed nothing explains no difference, but may change the gradients of another batch
         severity="fault" if active else "note",
         location=first_place([*active, *inside]),
         proven=proven or not active,
@@ -107,7 +112,9 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
 def _transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
     """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
     window = loop.window_of(update.number)
+    # a script that takes gradients out of `.grad` clears them there, next to the line that transforms them
     events = [] if window is None else [*window.of(ClearedByHand), *reversed(window.of(Backward))]
+    # every parameter answers in its own way: the range is shown, in two digits so that equal answers show once
     responses = sorted({f"{response:.2g}" for response in control.responses}, key=float)
     between = responses[0] if len(responses) == 1 else f"{responses[0]} to {responses[-1]}"
     text = f"with every loss multiplied by -{control.times:g} the optimizer sees {between} times as much, "
@@ -141,6 +148,7 @@ def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
+    # clipping by hand leaves no event: then the last backward pass is the nearest known line
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
     return finding_of(
         f"gradients are clipped in update {update.number} before they are summed or divided",
@@ -159,8 +167,10 @@ def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
     number = update.number if update is not None else None
     small = next((unclipped for unclipped in loop.controls.unclipped if unclipped.number == number), None)
     if small is None:
+        # calls alone show that clipping comes too early; a difference needs the control
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT
+    # wrong weights next to the clipping leave a difference in the control as well
     fitted = small.window.fit is not None and small.window.fit.residual <= loop.tolerance
     meaning = ("weights explain the rest",) if fitted else ()
     return (word_control("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
@@ -173,10 +183,12 @@ def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
     """
     edits = [event for event in loop.inside(GradientsEdited) if event.update == update.number]
     factors = [factor for event in edits for factor in event.factors]
+    # clipping never makes a gradient longer
     if not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
         return []
     if loop.together is not None and None in factors:
         return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
+    # a single number of 1/K is a division as well
     usual = factors[0] if len(factors) > 1 else 1 / max(update.window.steps, 1)
     is_division = usual is not None and all(
         factor is not None and math.isclose(factor, usual, rel_tol=FIT_FLOAT32) for factor in factors
@@ -212,6 +224,7 @@ def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
     number = inside[0].update
     window = loop.window_of(number)
+    # several schedulers may step in one update: each is counted on its own
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
     rates = _word_rates(loop.update_of(number))
     yield finding_of(
@@ -244,6 +257,7 @@ def _word_rates(update: UpdateComparison | None) -> str:
 def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
     inside = [call for call in loop.inside(ScalerCall) if not call.skipped]
+    # `step` inside the window is GAV601, for scaled and unscaled training alike
     inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
         return
@@ -271,10 +285,12 @@ _SHOWN = 4  # settings that are listed
 def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
     for update in loop.updates:
+        # the step cancels a factor of the gradient (Adam does) and the weights change alike: nothing is left to explain
         if not update.judged or update.step.takes_factor:
             continue
         settings = _unexplained_settings(loop, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
+        # a scheduler that steps too often changes the weights as well, and GAV607 reports it
         if settings or (changed and not loop.inside(SchedulerStep)):
             yield _made_otherwise(loop, update, settings)
             return
@@ -345,5 +361,6 @@ def _beside(setting: SettingDifference) -> tuple[str, str, str]:
 def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
     events = [event for window in loop.windows if window.number <= update.number for event in window.events]
+    # a line that writes a setting is the cause; a step only uses it
     setters = [event for window in loop.windows for event in window.of(SettingsChanged) if event.file is not None]
     return [*setters[:1], *(event for event in reversed(events) if isinstance(event, SchedulerStep | Step))]

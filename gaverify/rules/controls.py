@@ -26,9 +26,11 @@ def first_operation(facts: Facts, cause: Cause) -> Evidence:
     """What the trace saw: the difference, the operation, how many samples."""
     suspect = cause.suspect
     where = f"first operation that differs: {suspect.operation}"
+    # a reduction alone moves nothing between samples: the difference shows where its result is applied
     if suspect.source is not None:
         where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
         where += f"{_at(suspect.operation)} applies the result to each sample"
+    # only traces that compare row by row know how many samples differ
     if suspect.kind in ("rows", "random") and suspect.samples:
         where += f", for {suspect.samples} of {facts.batch_size} samples"
     culprit = suspect.culprit
@@ -58,6 +60,7 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     text = left_by(run)
     if not run.rounding:
         remainder = "the other causes listed explain the rest" if facts.cleared else rest_of(facts, run)
+        # with all causes removed, what this one leaves can only come from the weights
         weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
         text += (
             ": this and other micro-batch weights together explain all of it"
@@ -73,6 +76,7 @@ def control(facts: Facts, cause: Cause) -> Evidence:
 
 def _word_share(share: float) -> str:
     """How much of the difference went away."""
+    # 99.9% would hide how much is left
     most = f"all but {1 - share:.1g} of it" if share > 1 - SMALL_PART else f"{share:.0%}"
     return f"this explains {most}, " if share > 0 else ""
 
@@ -85,6 +89,7 @@ def left_by(run: ControlRun, article: str = "") -> str:
 
 def rest_of(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
+    # a term with a wrong factor is another cause, whatever the control of this one leaves
     fits = [term.fit for term in facts.loop.controls.terms] if facts.loop is not None else []
     is_term_wrong = any(
         fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
@@ -96,6 +101,7 @@ def rest_of(facts: Facts, run: ControlRun) -> str:
 
 def held_remedy(cause: Cause) -> str:
     """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
+    # constant in both runs is the proof; constant in the accumulated run alone is the repair, which may lose a gradient
     run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
     if run is None or not run.repairs:
         return ""
@@ -118,6 +124,7 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
         cause: Whose it is; None: that of the weights, which come last where they do not explain nearly everything.
     """
     causes = facts.forward.causes
+    # the larger share of the difference is repaired first, so that each step shows an effect
     order = (None, *causes) if facts.weights_first else (*causes, None)
     total = len(causes) + facts.window.has_wrong_weights
     return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
@@ -127,6 +134,7 @@ def behind(before: Sequence[Cause]) -> str:
     """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
     if not before:
         return ""
+    # freezing a layer is a repair itself, while constant values are a control that nobody can train with
     applied = all(cause.control is not None and cause.control.kind is ControlKind.FROZEN for cause in before)
     return " together with the fixes before it" if applied else " with the earlier causes kept constant"
 
@@ -148,6 +156,7 @@ def several(facts: Facts) -> bool:
 
 def proven(facts: Facts, cause: Cause) -> bool:
     """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
+    # its own control decides first; next to other causes it has to explain a share when all of them are removed
     if cause.control is None or cause.control.rounding:
         return cause.control is not None
     return facts.cleared and (cause.alone > 0 or cause.explained > SMALL_PART)

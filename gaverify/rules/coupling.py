@@ -54,6 +54,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per cause in which a module normalises its channels by statistics of the batch."""
     for cause in facts.forward.causes:
         suspect = cause.suspect
+        # a normalisation inside the loss is GAV103: no layer of the model can be replaced there
         if not (suspect.statistics and suspect.in_model):
             continue
         operation = suspect.culprit
@@ -63,6 +64,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
+            # freezing is offered only where it was the control, so that every offered repair has run
             remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
         what = f"{module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
         remedy = "; or ".join(remedies) or "use statistics of each sample (LayerNorm, GroupNorm) or stored ones"
@@ -99,6 +101,7 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation inside the model that mixes samples."""
     for cause in facts.forward.causes:
         suspect = cause.suspect
+        # random draws that depend on the batch are GAV302
         if not suspect.in_model or suspect.statistics or suspect.kind == "random":
             continue
         operation = suspect.culprit
@@ -107,6 +110,7 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
         remedy = (
             "make the operation treat one sample at a time, or use statistics that do not depend on the micro-batch"
         )
+        # a repair that has run comes before one that follows from the kind of operation
         remedy = held_remedy(cause) or paired_remedy(suspect) or remedy
         yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
 
@@ -120,6 +124,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
             continue
         fit = facts.window.fit
         more = []
+        # weights that fit would contradict the finding, and no residual says nothing
         if fit is not None and FIT_FLOAT64 < fit.residual < math.inf:
             of = f" of the first {fit.samples} samples" if fit.samples else ""
             text = (
@@ -135,6 +140,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     A run tries cached gradients before anything else: where another control helped, they did not go or left something.
     """
     run = cause.control
+    # cached gradients were run in one process only, so nothing is tested for several ranks
     if facts.ranks is not None:
         return (
             "compute the loss once over the outputs of all micro-batches and ranks: gather them with "
@@ -145,6 +151,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         statistics = "compute what it needs of the batch (a mean, a standard deviation) once over the full batch"
         cached = f"{statistics}; or use {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
+        # an earlier cause in the model spoils this control unless it is repaired before
         before = facts.forward.causes[: facts.forward.causes.index(cause)]
         return f"{cached}: tested{behind(before)}, gives the full-batch gradient with the memory of one micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
@@ -164,11 +171,13 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     if facts.loop is not None:  # no forwards of a script were traced: its losses have to tell
         yield from _judge_loop(facts.loop)
         return
+    # a gradient that does not repeat itself is GAV303, and every comparison differs then
     repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
     if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= SAME_IN_FLOAT32 or not repeats:
         return
     if facts.left <= SAME_IN_FLOAT32 and facts.backward.control is None:
         return
+    # parameters that differ in another way (missing, not finite) have findings of their own
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
     hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
     place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control

@@ -15,6 +15,7 @@ _BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are 
 def framework_of(loop: Record, update: UpdateComparison) -> FrameworkLoop | None:
     """Returns the framework whose loop made an update; None where it is the script's own."""
     window = loop.window_of(update.number)
+    # the last backward pass is the one that steps: a script may run passes of its own before
     passes = window.of(Backward) if window is not None else ()
     return passes[-1].framework if passes else None
 
@@ -30,6 +31,7 @@ def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
     steps = framework.steps
     if math.isclose(factor, 1 / steps, rel_tol=loop.tolerance) and framework.divides:
         scales = update.window.scales
+        # without a graph that shows the divisions, the framework's own one is what is known
         twice = bool(scales) and all(_divisions(of_pass, steps, loop.tolerance) > 1 for of_pass in scales)
         # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
         if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:

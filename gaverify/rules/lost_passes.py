@@ -23,6 +23,7 @@ def cleared_inside(loop: Record) -> list[LostPasses]:
     # a pass that is thrown away beside one that counts belongs to the training: it finds a direction
     ordinary = {loss.window for loss in loop.full_ledger.lost if loss.survivors}
     inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
+    # an update that both runs skip (a loss that is not finite) is part of the training
     unlike = [loss for loss in inside if loss.window not in ordinary | loop.skipped_alike]
     return [loss for loss in unlike if not _summed_elsewhere(loop, loss)]
 
@@ -38,6 +39,7 @@ def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
         for window in windows:
             if window.complete and window.optimizers != optimizers:
                 continue
+            # a clearing may stand at the start of a window or at its end: both end the group
             before, after = _clearings(window, set(optimizers))
             if before and group:
                 groups.append(group)
@@ -58,6 +60,7 @@ def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
         for at, event in enumerate(window.events)
         if isinstance(event, GradientsRemoved) and not optimizers.isdisjoint(event.optimizers)
     ]
+    # a window without a backward pass has no last one: its clearing comes before what follows
     if not places:
         return bool(cleared), False
     return any(at < places[0] for at in cleared), any(at > places[-1] for at in cleared)
@@ -74,6 +77,7 @@ def cut_off(loop: Record) -> list[LostPasses]:
         and _is_tail(loop, loss)
         and (loss.window, len(loss.backwards)) not in full_lost
     ]
+    # with survivors some passes were used and the rest is lost, whatever the script sums elsewhere
     return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
 
 
@@ -84,6 +88,7 @@ def _is_tail(loop: Record, loss: LostPasses) -> bool:
     lost = {lost_pass.window for lost_pass in loop.ledger.lost}
     pass_counts = Counter(window.backwards for window in loop.complete if window.number not in lost)
     if loop.steps is not None:
+        # K as the user gave it outvotes what the windows show
         pass_counts[loop.steps] += len(loop.windows) + 1
     wanted = pass_counts.most_common(1)[0][0] if pass_counts else loop.expected_passes(loop.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
@@ -94,6 +99,7 @@ def cleared_before_step(loop: Record, loss: LostPasses) -> bool:
     window = loop.window_of(loss.window)
     if window is None or loss.by is None or loss.survivors:
         return False
+    # a clearing before the last backward pass lost some passes only; after it, it loses all of them
     last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
     after = [event for event in window.events[last + 1 :] if isinstance(event, Step) or event is loss.by]
     return loss.by in after and any(isinstance(event, Step) for event in after[after.index(loss.by) :])
@@ -115,6 +121,7 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
         return any(step.by_hand for step in window.steps)
     largest = max(map(abs, fit.used))
     lost = [weight for weight, event in zip(fit.used, backwards, strict=True) if event in loss.backwards]
+    # a fit gives lost passes a weight of about zero, never exactly zero
     return all(abs(weight) > LOST_SHARE * largest for weight in lost)
 
 
@@ -175,6 +182,7 @@ def _overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
 def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
     """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
     weights, run = facts.window, facts.window.remedy
+    # weights of zero that fit are a suspicion: the control run of the strategy decides
     if not weights.lost_micro_batches or run is None or not facts.compared.divergent:
         return
     which = join_texts([str(k + 1) for k in weights.lost_micro_batches], 6)

@@ -21,8 +21,10 @@ _SHOWN = 8  # micro-batches of a rank whose targets are listed
 @rule_of_ranks("GAV701")
 def ranks_hold_different_gradients(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where two ranks step with different gradients, or compute them at different weights."""
+    # NaN: no two ranks have a part of the model in common, so there is nothing to compare
     if math.isnan(ranks.replicas.difference):
         return
+    # gradients at different weights differ anyway, so other weights are reported alone
     if ranks.replicas.starting_difference > ranks.rounding:
         yield _other_weights(ranks)
     elif ranks.replicas_differ:
@@ -44,6 +46,7 @@ def _other_weights(ranks: RankFacts) -> Finding:
 
 
 def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
+    # equal after the reduction and different at the step: the script changed them in between
     after = ranks.replicas.summed_difference <= ranks.rounding
     what = "; after the last backward pass they were equal" if after else ""
     evidence = [
@@ -59,6 +62,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         evidence.append(control_evidence("rank-weights", text, left=difference_left))
     reduced = ranks.sync_control
     repaired = ranks.is_rounding(reduced) and not after
+    # a control that could not run (NaN) is no failed repair
     failed = not math.isnan(reduced) and not repaired and not after
     if repaired or failed:
         text = f"with a reduction in every backward pass, the difference from the full batch is {reduced:.0e}"
@@ -77,6 +81,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
     return finding_of(
         f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
         *evidence,
+        # the line that changed them after the reduction is not known
         location=None if after else backward_place(facts),
         remedy=remedy + (": tested, equivalent" if repaired else ""),
         proven=proven or repaired,
@@ -101,6 +106,7 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
         return
     difference_left = ranks.sync_control
     proven = ranks.is_rounding(difference_left)
+    # sharded gradients that are never reduced leave `.grad` None, and the optimizer skips these parameters silently
     missing = "any gradient: the sharded gradients are never reduced"
     observation = f"no sharded parameter has a gradient at the step, and {_reducing(ranks)}"
     if not ranks.reduction.stepped_without:
@@ -141,9 +147,11 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if facts.loop is None or not ranks.at_fault or not ranks.replicas.buffers:
         return
     difference_left, proven = ranks.frozen_control, ranks.is_rounding(ranks.frozen_control)
+    # buffers differ in harmless loops as well: only a control that helps makes them a cause
     if not difference_left < ranks.difference:
         return
     names = [name.partition(":")[2] for name in ranks.replicas.buffers]
+    # a layer has several buffers, and is named once
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     yield finding_of(
         f"{join_texts([f'`{owner}`' for owner in owners])} computes statistics over the samples of its own rank",
@@ -197,6 +205,7 @@ def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         or min(fit.weights, default=0.0) <= 0.0
     ):
         return
+    # weights of a mean over ranks are equal: others were put in on purpose, or the reduction is wrong
     if fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
         return
     right, used = shares(fit.weights), shares(fit.used)
@@ -239,6 +248,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     factor, difference_left = ranks.one_factor
     if not math.isfinite(factor) or abs(factor) < ranks.rounding or difference_left > ranks.rounding:
         return
+    # one factor of 1 means that the ranks agree with the full batch after all
     if abs(factor - 1) <= ranks.rounding:
         return
     counting_rank = _rank_that_counts(ranks, factor)
@@ -304,6 +314,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     if not ranks.at_fault or ranks.replicas_differ or not ranks.gathers:
         return
     difference_left = ranks.gather_control
+    # a loop that gathers may have another fault: a gather with gradients has to remove nearly all of the difference
     if not math.isfinite(difference_left) or difference_left > max(ranks.rounding, SMALL_PART * ranks.difference):
         return
     proven = difference_left <= ranks.rounding
@@ -340,11 +351,14 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if not ranks.at_fault or len(shards) < 2:
         return
     factors = [shard.factor for shard in shards]
+    # shards that are no multiples of the full batch's have another fault than their scale
     if any(shard.residual > ranks.rounding for shard in shards):
         return
     if max(factors) - min(factors) <= FIT_FLOAT32 * max(map(abs, factors)):
         return
+    # only sharded ranks keep no gradient of their own to fit weights to
     whose, part = ("shard", "shards") if fit is None else ("gradient", "gradients")
+    # clipping by the shard's own norm predicts each factor: agreement proves it without another run
     largest_error = max(abs(shard.norms / shard.factor - 1) if shard.factor else math.inf for shard in shards)
     evidence = [
         measured_evidence(

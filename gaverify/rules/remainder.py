@@ -20,6 +20,7 @@ from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 @rule("GAV000")
 def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
+    # a search that ran out of time may have found one cause of several
     explained = any(finding.severity == "fault" for finding in findings)
     if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
@@ -43,6 +44,7 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
 def _was_searched(facts: Facts) -> bool:
     """Whether a cause was looked for; in an audit also whether its gradients can show that one is left."""
     if facts.loop is None:
+        # an audit has no search: its controls have to be conclusive about the samples and draws
         return facts.diagnosed
     update, is_altered = facts.loop.divergent, facts.ranks is not None and facts.ranks.is_altered
     return update is not None and update.data.checked and not facts.draws.unaligned and not is_altered
@@ -62,6 +64,7 @@ def _list_ruled_out(facts: Facts) -> Iterator[str]:
         terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
         if loop.ranks > 1 and terms > 1:
             yield f"the {terms} terms of the loss were not tested one by one, which is not possible with several ranks"
+    # atomic additions in another order leave less than this in float64
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
         yield "repeatability: running the same twice gives the same result"
     if facts.state is not None:
@@ -108,6 +111,7 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a note where one micro-batch, identical samples, zero gradients or equal counts could hide a fault."""
     reasons = list(_list_reasons(facts))
     counts = facts.window.valid_targets
+    # weights by tokens are right for any counts, so equal counts hide nothing
     averaged = facts.loop is not None or facts.window.weighting == "uniform"
     equal = len(counts) > 1 and len(set(counts)) == 1
     if facts.window.ignored_targets and equal and averaged and not facts.compared.divergent:
@@ -159,6 +163,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     if loss is None or loss.bits_lost < BITS_WORTH_A_NOTE:
         return
     better = ""
+    # float32 buffers do not help where the micro-batch gradients themselves are rounded
     if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
     of = f" (of {loss.samples} samples, plus the loss from summing)" if loss.samples else ""
@@ -181,6 +186,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
 def missing_gradient(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a parameter has a gradient on one side only."""
     rows, branch = facts.compared.one_sided, facts.forward.branch
+    # sharded parameters without any gradient are GAV702
     if not rows or (facts.ranks is not None and facts.ranks.reduction.stepped_without):
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
@@ -232,6 +238,7 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
 
 def _finding_of_rows(rows: list[ParameterComparison], update: int | None) -> Finding:
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
+    # a gradient that is broken in one run only is the fault; those broken in both could not be compared
     listed_rows = one_sided or rows
     others = f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""
     where = f" (update {update})" if update is not None else ""

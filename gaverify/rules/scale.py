@@ -48,6 +48,7 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     """
     rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
+    # every parameter has to be judged: an undecided one could have any factor
     if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
         return None
     for factor in (float(update.window.steps), 1 / update.window.steps):
@@ -75,6 +76,7 @@ def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
         if fit.residual > tolerance or not constant(fit.multipliers, tolerance):
             return None
         factor = GradientFactor(1 / fit.multipliers[0], fit.residual)
+    # a factor of 1 is no finding, and a gradient of zero has none
     if not math.isfinite(factor.value) or abs(factor.value - 1) < tolerance:
         return None
     return factor
@@ -106,6 +108,7 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
         return False
     if loop.controls.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
         return False
+    # a loss that was not seen is NaN
     if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
         return False
     parts = [weight * loss for weights in (fit.used, fit.weights) for weight, loss in zip(weights, losses, strict=True)]
@@ -257,6 +260,7 @@ def word_factor(facts: Facts, factor: float, steps: int, *, ranks: int = 1, what
     often = f" (= 1/{parts}{' = 1/R' * may_be_ranks}): {what} {verb} divided by {parts} once too often"
     often += ", or by the number of ranks" * may_be_ranks
     meanings = [(divided, without), (1 / max(steps, 1), often)]
+    # K and 1/K come first: with B = K² the quotients would be the same numbers
     if is_run:  # how many samples a script's loss is divided by is not known
         quotients = [(steps / size, "K/B"), (size / steps, "B/K"), (1.0 / size, "1/B"), (float(size), "B")]
         meanings += [(value, f" (= {name})") for value, name in quotients]

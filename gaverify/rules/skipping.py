@@ -52,9 +52,11 @@ def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
     """Returns the micro-batches that an update leaves out; None where it leaves out none, or the full batch does."""
     windows = (loop.full_windows, loop.windows)
     full_window, window = (next((w for w in each if w.number == update.number), None) for each in windows)
+    # forwards without a backward in the full batch as well are part of the training (validation, a teacher)
     if full_window is None or window is None or full_window.dropped_positions:
         return None
     forwards = window.of(Forward)
+    # a window without any backward pass is no accumulation at all
     if 0 < len(window.dropped_positions) < len(forwards):
         return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
     count = loop.expected_passes(window)

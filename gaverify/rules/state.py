@@ -27,6 +27,7 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     state = facts.state
     if state is None:
         return
+    # state that is initialised once is repaired in the same way wherever it is kept
     places = ("parameter", "buffer", "attribute", "closure") if is_set_once(state) else ("parameter", "buffer")
     blamed = [change for change in state.blamed if change.place in places]
     if not blamed:
@@ -75,6 +76,7 @@ def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Ev
         )
     ]
     if state.control is not None:
+        # the name of that control is a clause of its own: `one forward of the full batch before …`
         article = "" if is_set_once(state) else "the "
         text = left_by(state.control, article)
         if state.alone > 0:
@@ -146,9 +148,11 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         are, end = ("are", "end") if len(drift) > 1 else ("is", "ends")
         worst = max(drift, key=lambda name: drift[name])
         differs = f"`{worst}` differs by {drift[worst]:.1e}"
+        # an audit keeps no number, only that buffers differ by more than rounding
         if math.isnan(drift[worst]):
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
+        # a buffer that forwards read is part of the cause GAV401 or GAV403, and no rate repairs it
         is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
         after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
         remedy = "divide their update rate by K (BatchNorm: momentum / K), if evaluation depends on these buffers"
@@ -194,6 +198,7 @@ def _average(loop: Record) -> Iterator[Finding]:
 def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     """Yields a note where random draws were dealt out per sample, and one where a draw has no row per sample."""
     draws = facts.draws
+    # draws were split over micro-batches only where each has a row per sample
     if draws.dealt > 0:
         were = "was" if draws.count == 1 else "were"
         yield finding_of(
@@ -211,6 +216,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
         )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
+    # with K = 1 the one micro-batch draws what the full batch draws
     if shared and facts.window.steps > 1:
         yield _finding_of_shared_draws(facts, shared)
 

@@ -35,6 +35,7 @@ def step_inside_window(facts: Facts, loop: Record) -> Iterator[Finding]:
 def is_ramp(loop: Record) -> bool:
     """Whether windows grow step by step and never shrink: accumulation that is warmed up on purpose."""
     counts = [window.backwards for window in loop.complete]
+    # a loop with a wrong first window grows once: a ramp has at least three sizes
     grows = all(before <= after for before, after in pairwise(counts))
     return grows and len(set(counts)) >= _RAMP and counts[-1] <= (loop.steps or counts[-1])
 
@@ -57,6 +58,7 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     steps = [step for window in loop.complete for step in window.steps]
     if not any(window.backwards for window in loop.windows) and all(step.by_hand for step in steps):
         return []  # `torch.func.grad` leaves no backward pass to be counted
+    # clearings show where windows end even where nothing tells K
     shared = steps_before_clearing(loop)
     if shared:
         return shared
@@ -109,6 +111,7 @@ def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
         return True
     if any(step.inside for window, _ in early for step in window.steps):
         return True
+    # micro-batches that add up to the full batch's gradient were scaled for K of them
     undone = loop.controls.steps_undone
     if undone is not None and abs(undone.factor - 1) < loop.tolerance:
         return undone.residual < loop.tolerance
@@ -118,6 +121,7 @@ def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
 def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
     """Leaves out short windows at the end of an epoch: the ones before them were whole."""
     first = loop.first
+    # next to a full-batch run the passes that each window should have are known, so a short one is no tail
     if loop.full_windows or first is None or first.backwards < (loop.expected_passes(first) or 0):
         return early
     return [(window, wanted) for window, wanted in early if wanted == 1]
@@ -161,6 +165,7 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
 
 def _moved_between_passes(loop: Record) -> list[tuple[Window, Event]]:
     """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
+    # weights that move in the full-batch run as well (averages, projections) are part of the method
     full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
     movements = []
     for window in loop.windows:
@@ -196,6 +201,7 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
     if joined:
         yield _finding_of_joined(loop, joined)
         return
+    # steps inside a window use gradients twice as well, and GAV601 reports them
     inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
     stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
     if stale:

@@ -69,6 +69,7 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
     if loop is not None and loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
         return WeightsTrial(proven=means)
     differing = loop.divergent if loop is not None else None
+    # weights of another update were not tried
     if loop is not None and (differing is None or differing.number != (number or facts.compared.update)):
         return WeightsTrial()  # an audit makes this run of the first update that differs only
     if run is None:

@@ -58,6 +58,7 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
     if probe is None:
         return ()
     values = {"sample": probe.sample, "others": probe.others, "strength": probe.strength}
+    # gradients of exactly zero still allow samples to interact through choices
     if probe.others == 0:
         text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
         if in_model:
@@ -75,6 +76,7 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
     fit = facts.window.fit
     total = facts.compared.total
+    # the variation from batch to batch is known only where micro-batches were fitted
     if fit is None or not fit.noise > 0 or not total < float("inf"):
         return ()
     ratio = total / fit.noise
@@ -128,6 +130,7 @@ def counts(windows: Sequence[Window]) -> str:
 
 def count_calls(windows: Sequence[Window], label: str = "measured") -> Evidence:
     """Returns the evidence of what was called in the first windows."""
+    # documents of long runs would list thousands
     first_windows = windows[:_COUNTED]
     calls = [[len(window.of(Backward)), len(window.steps), window.zero_grads] for window in first_windows]
     values = {"counts": calls, "updates": [window.number for window in first_windows]}
@@ -216,6 +219,7 @@ def told_apart(*sides: Sequence[float]) -> list[str]:
 
 def shares(weights: Sequence[float]) -> str:
     """Returns fitted weights as words: `0.534, 0.466`; one that is only the rounding of its fit is `0`."""
+    # a fit never gives exactly zero
     noise = NO_WEIGHT * max(map(abs, weights), default=0.0)
     return ", ".join("0" if abs(weight) <= noise else f"{weight:.3g}" for weight in weights)
 

@@ -125,6 +125,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         factor = factor_in_loop(loop, update)
         if factor is not None and short_by(loop, update) is None:  # GAV605 tells of a window that is short
             yield _finding_of_factor(facts, loop, factor, update.window.steps, update)
+        # weights that explain the whole gradient leave nothing to single terms or parameters
         elif factor is None and weights_of(loop) is None:
             findings = list(_judge_some_parameters(facts, loop, update))
             yield from findings or _judge_terms(facts, loop, update)
@@ -245,6 +246,7 @@ def _finding_of_factor(
     right = exact([1 / factor], loop.tolerance)
     remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
     # steps that are undone are a control already
+    # no weights were run where the steps were undone
     trial = read_trial(facts, number) if update is not None else WeightsTrial(proven=True)
     moving = _other_factor(loop, update, factor) if update is not None else None
     if update is not None and (repair := repair_scale(loop, update, factor)):

@@ -94,6 +94,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         yield from _judge_other_samples(facts.loop)
     if not facts.compared.divergent:
         return
+    # an empty micro-batch explains a weight of zero, so skipped ones are looked for only where there is none
     if not empty:
         yield from _judge_skipped(facts)
         yield from _judge_turns(facts)
@@ -161,6 +162,7 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
     joined = {each.window.number for each in missed_boundaries(loop)}
     for update in loop.updates:
         skipped = find_skipped(loop, update)
+        # updates that were joined by a skipped step are GAV602
         if update.data.is_comparable or skipped is None or update.number in joined:
             continue
         window, steps = skipped.window, loop.expected_passes(skipped.window)
@@ -260,6 +262,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if meaning:
         remedy += trial.tested
     summary = _describe_average(facts)
+    # weights that the user gave are wrong as such: nothing was averaged
     if facts.window.given_wrong:
         summary = "the given weights are not the micro-batches' shares of the samples"
     used, weights = list(facts.window.used), list(fit.weights)
