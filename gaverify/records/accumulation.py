@@ -62,6 +62,7 @@ class AccumulationWindow:
     @property
     def lost_micro_batches(self) -> tuple[int, ...]:
         """The micro-batches of a strategy that never reach its gradient."""
+        # Only a loop can lose a micro-batch: the weights of a recipe are given.
         largest = max(map(abs, self.used), default=0.0)
         return tuple(k for k, w in enumerate(self.used) if self.weighting == SCRIPT and abs(w) < LOST_SHARE * largest)
 

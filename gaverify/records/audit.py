@@ -129,6 +129,7 @@ class UpdateComparison:
     @property
     def other_step(self) -> bool:
         """Whether the gradients differ, and the step makes something else of the same gradients as well."""
+        # At this stage both runs step with the same gradient, so that only the step itself can differ.
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in self.stages)
         return self.differs and changed
 
@@ -321,6 +322,7 @@ class Record:
 
     def inside(self, kind: type[E]) -> list[E]:
         """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
+        # What the full-batch run does inside its window as well is no fault of accumulation.
         ordinary = {
             full.number
             for full in self.full_windows
@@ -337,6 +339,7 @@ class Record:
     @property
     def same_pieces(self) -> bool:
         """Whether the first update was fed in the same pieces in both runs."""
+        # On several ranks the pieces of a window are spread over the ranks.
         if not self.full_windows or self.first is None or self.together is not None:
             return False
         pieces = [[forward.rows for forward in window.of(Forward)] for window in (self.full_windows[0], self.first)]

@@ -203,6 +203,7 @@ def timeline_of(ranks: Sequence[Sequence[Window]]) -> tuple[Moment, ...]:
     """Returns the calls of every rank's windows in order, without the forwards; the first few hundred of each rank."""
     moments: list[Moment] = []
     for rank, windows in enumerate(ranks):
+        # All ranks share the limit, so that none of them is left out.
         events = (event for window in windows for event in window.events if isinstance(event, _SHOWN))
         moments += [Moment(e.kind, e.update, e.file, e.line, rank) for e in islice(events, _MOMENTS // len(ranks))]
     return tuple(moments)

@@ -36,6 +36,7 @@ class Method(str, Enum):
 
     def __str__(self) -> str:
         """The value, as in documents."""
+        # Without this, an f-string writes the class and the member in some versions of Python.
         return str(self.value)
 
 
@@ -95,6 +96,7 @@ class Outcome(str, Enum):
         return {"equivalent": 0, "divergent": 1, "inconclusive": 3}[self.value]
 
 
+# A tuple, as `ParameterComparison` below.
 class Element(NamedTuple):
     """The element of a gradient with the largest difference: its index and the two values (moduli where complex)."""
 
@@ -106,12 +108,9 @@ class Element(NamedTuple):
     """Value in the accumulated gradient; the modulus where complex."""
 
 
+# A tuple, not a frozen dataclass: models have thousands of these, and each must be built in less than a microsecond.
 class ParameterComparison(NamedTuple):
-    """One parameter's gradients from both strategies, in the precision that decided; all norms are Euclidean.
-
-    A tuple, not a dataclass, because models have thousands of these and building them must cost less than a microsecond
-    each.
-    """
+    """One parameter's gradients from both strategies, in the precision that decided; all norms are Euclidean."""
 
     name: str
     """Name of the parameter in the model."""
@@ -153,10 +152,8 @@ class ParameterComparison(NamedTuple):
 
     @property
     def vanishing(self) -> bool:
-        """Whether the full-batch gradient is zero, or no larger than rounding is in the arithmetic that decided.
-
-        Nothing can be said relative to such a gradient. Tolerances that a user asks for are no arithmetic.
-        """
+        """Whether the full-batch gradient is zero, or no larger than rounding is in the arithmetic that decided."""
+        # A tolerance is what a user asks for, and tells nothing of the arithmetic.
         return self.reference_norm == 0.0 or (self.method != "tolerance" and self.reference_norm <= self.allowed)
 
 
@@ -167,6 +164,7 @@ def badness(row: ParameterComparison) -> tuple[int, float]:
     """
     rank = {Outcome.EQUIVALENT: 0, Outcome.INCONCLUSIVE: 1, Outcome.DIVERGENT: 2}[row.outcome]
     if math.isnan(row.difference_norm):
+        # Without a number, a divergence is the worst of all, and anything else the least.
         return rank, math.inf if row.outcome is Outcome.DIVERGENT else -1.0
     if row.outcome is Outcome.DIVERGENT:
         return rank, row.relative_difference
@@ -174,6 +172,7 @@ def badness(row: ParameterComparison) -> tuple[int, float]:
 
 
 def _relative(difference: float, scale: float) -> float:
+    # Two gradients of zero are equal, although the quotient would be NaN.
     if difference == 0.0:
         return 0.0
     return difference / scale if scale != 0.0 else math.inf
@@ -191,6 +190,7 @@ class Reference(str, Enum):
 
     def __str__(self) -> str:
         """The value, as in documents."""
+        # Without this, an f-string writes the class and the member in some versions of Python.
         return str(self.value)
 
 
@@ -208,6 +208,7 @@ def outcome_of(rows: Sequence[ParameterComparison]) -> Outcome:
     So it is where every gradient is zero, and where a tenth of the whole gradient could hide in what is rounding.
     """
     outcome = together(row.outcome for row in rows)
+    # Gradients of zero agree whatever a fault makes of them: a dead network proves nothing.
     informative = any(row.reference_norm > 0 or row.accumulated_norm > 0 for row in rows)
     blind = not informative or hidden_share(rows) > TENTH
     return Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT and blind else outcome
@@ -240,12 +241,12 @@ def relative_total(norms: Iterable[tuple[float, float]]) -> float:
 def resolution_of(rows: Iterable[ParameterComparison]) -> float:
     """Returns the smallest relative difference that could have been seen in the least clear parameter; NaN in none.
 
-    A gradient that vanishes in the arithmetic that decided is left out: nothing can be said relative to it. Where all
-    parameters were decided together, it is that of the whole gradient.
+    Where all parameters were decided together, it is that of the whole gradient.
     """
     rows = [row for row in rows if row.why is None]
     if rows and all(row.method in TOGETHER for row in rows):
         return max(row.allowed for row in rows) / math.hypot(*(row.reference_norm for row in rows))
+    # Nothing can be said relative to a gradient that vanishes in the arithmetic that decided.
     allowances = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
     return max((value for value in allowances if value > 0), default=math.nan)
 
@@ -329,6 +330,7 @@ class Compared:
     def largest(self) -> str:
         """The largest relative difference as text, with the parameter that shows it."""
         rows = [row for row in self.divergent if math.isfinite(row.relative_difference)]
+        # A gradient that is zero but for rounding may differ by a factor on correct code.
         rows = [row for row in rows if not row.vanishing] or rows
         if not rows:
             return "no finite difference"
@@ -344,15 +346,14 @@ class Compared:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The factor c in accumulated ≈ c · full over all parameters, and what it leaves over relative to ‖full‖.
-
-        From the norms alone: a·e = (‖a‖² + ‖e‖² − ‖a − e‖²) / 2.
-        """
+        """The factor c in accumulated ≈ c · full over all parameters, and what it leaves over relative to ‖full‖."""
         rows = [row for row in self.rows if math.isfinite(row.difference_norm)]
         reference = sum(row.reference_norm**2 for row in rows)
         if reference == 0.0:
             return math.nan, math.inf
+        # Norms suffice, because a·e = (‖a‖² + ‖e‖² − ‖a − e‖²) / 2.
         factor = sum(row.accumulated_norm**2 + row.reference_norm**2 - row.difference_norm**2 for row in rows) / 2
         factor /= reference
         squared_residual = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
+        # Cancellation may leave a residual of zero slightly below it.
         return factor, math.sqrt(max(squared_residual, 0.0) / reference)

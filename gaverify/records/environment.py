@@ -16,6 +16,7 @@ class Environment:
     """Version of PyTorch; "not loaded" where nothing ran."""
     gaverify: str = __version__
     """Version of gaverify."""
+    # Asked for when an answer is made: git and `platform.platform()` take milliseconds, which an import must not cost.
     python: str = field(default_factory=platform.python_version)
     """Version of Python."""
     platform: str = field(default_factory=platform.platform)

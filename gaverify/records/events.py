@@ -267,6 +267,7 @@ class End(Event):
 
 def write_event(event: Event) -> str:
     """Returns an event as one line of JSON."""
+    # `vars` of the dataclasses inside an event; enums are strings already.
     return json.dumps({"kind": event.kind, **vars(event)}, default=vars)
 
 
@@ -546,23 +547,27 @@ def _take(state: _State, event: Event) -> None:
     elif isinstance(event, GradientsRemoved):
         _drop(state, [state.pending.pop(optimizer, []) for optimizer in event.optimizers], event)
     elif isinstance(event, ScalerCall) and event.skipped:
+        # The scaler throws these gradients away because of infinities, which is no fault: they count as used.
         state.used |= {at for pending in state.pending.values() for at in pending}
         state.pending.clear()
     elif isinstance(event, Step):
         _step(state, event)
     elif isinstance(event, End) and event.reason is not Ending.UPDATES:
+        # A run that is stopped after enough updates may be inside a window, whose passes are not lost.
         _drop(state, state.pending.values(), None)
 
 
 def _drop(state: _State, groups: Iterable[list[int]], by: Event | None) -> None:
     for pending in groups:
         for at in pending:
+            # The first event that removes a gradient is the one to name.
             state.taken.setdefault(at, by)
 
 
 def _step(state: _State, event: Step) -> None:
     pending = set(state.pending.get(event.optimizer, []))
     consumed = state.consumed.setdefault(event.optimizer, set())
+    # A step leaves gradients as they are. Those that nothing cleared before the next step are used again.
     used_twice = pending & consumed
     if used_twice:
         state.stale.append(Stale(event, len(used_twice)))

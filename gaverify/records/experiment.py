@@ -44,6 +44,7 @@ class Operation:
     @property
     def place(self) -> tuple[str, str, str | None, int | None]:
         """What tells one operation from another: its name, its module and its line."""
+        # A line number without a file would tell equal operations of a library apart.
         return self.name, self.module or "", self.file, self.line if self.file is not None else None
 
     def __str__(self) -> str:
@@ -142,6 +143,7 @@ class WeightFit:
 
         A micro-batch that never reached the step (used 0) is compared with the median weight of the others.
         """
+        # A fitted weight is never exactly zero.
         present = sorted(abs(weight) for weight in self.used if abs(weight) > NO_WEIGHT * max(map(abs, self.used)))
         usual = present[len(present) // 2] if present else 1.0
         return tuple(
@@ -202,6 +204,7 @@ def are_shares(
     total = sum(amounts)
     return (
         len(amounts) == len(fitted)
+        # Without anything counted there are no shares.
         and total > 0
         and all(
             math.isclose(weight, amount / total, rel_tol=rel_tol, abs_tol=abs_tol)

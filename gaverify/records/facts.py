@@ -170,6 +170,7 @@ class Facts:
     """Compared parameters and the method that decided."""
     window: AccumulationWindow
     """The micro-batches, their weights, and the weights that would be right."""
+    # Frozen records can be shared as defaults.
     draws: Draws = Draws()
     """Random draws of the full batch, and which of them the micro-batches reused."""
     buffers: Buffers = Buffers()
@@ -229,6 +230,7 @@ class Facts:
     @property
     def repeats(self) -> float:
         """The relative difference of two runs of the same batch that arithmetic without a fixed order may leave."""
+        # Kernels without a fixed order of additions round differently each time.
         return AGREE_FLOAT64 if self.compared.method == Method.FLOAT64_CONTROL else COMPUTED_FLOAT32
 
     @property
@@ -254,6 +256,7 @@ def facts_of_loop(loop: Record) -> Facts:
         # An audit compares them with the rounding of their type and keeps no difference.
         buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
     state = loop.controls.state
+    # The state's control comes last: it explains what those of interacting samples leave.
     controls = [cause.control for cause in loop.controls.coupling if cause.control is not None]
     controls += [state.control] if state is not None and state.control is not None else []
     return Facts(

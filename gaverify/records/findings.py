@@ -34,6 +34,7 @@ class Excerpt:
 class Location:
     """Where a finding lies."""
 
+    # None and "" differ: "" is the path of the model itself.
     module: str | None = None
     """Path of the module in the model, "" for the model itself; None outside of it."""
     kind: str | None = None
@@ -94,6 +95,7 @@ class Finding:
     @property
     def places(self) -> tuple[Location | None, ...]:
         """Where it lies, and everywhere else that it is said of."""
+        # A list of plain mappings, as JSON writes evidence without knowing what it holds.
         other_places = (place for evidence in self.evidence for place in evidence.values.get(ALSO, ()))
         return (self.location, *(Location(**place) for place in other_places))
 
@@ -130,16 +132,14 @@ class Conclusion(PrintableAnswer):
 
     @property
     def exit_code(self) -> int:
-        """What the command line leaves with: 0 for an equivalent, an accepted or an expected outcome, else 1 or 3.
-
-        Where a divergence is expected and the outcome is equivalent, the test of the test has failed: 1. Nothing makes
-        an inconclusive outcome a success but expecting it.
-        """
+        """What the command line leaves with: 0 for an equivalent, an accepted or an expected outcome, else 1 or 3."""
         expected = self.acceptance.expected
+        # An inconclusive outcome stays one whatever is stale; only expecting it makes it a success.
         if self.outcome is not Outcome.INCONCLUSIVE and self.acceptance.strict and self.acceptance.stale:
             return 1
         if expected is self.outcome:
             return 0
+        # Where a divergence is expected and both gradients agree, the test of the test has failed.
         if expected is not None and self.outcome is not Outcome.INCONCLUSIVE:
             return 1
         return 0 if self.accepted else self.outcome.exit_code

@@ -115,6 +115,7 @@ class Seconds:
     def of(cls, times: Sequence[float]) -> Seconds:
         """Returns the summary of at least one time."""
         low, high = min(times), max(times)
+        # Quartiles of fewer times would be extrapolated.
         if len(times) >= 4:
             low, _, high = statistics.quantiles(times, n=4, method="inclusive")
         return cls(statistics.median(times), low, high, min(times), max(times), len(times))
@@ -196,24 +197,19 @@ class Profile:
 
     @property
     def exit_code(self) -> int:
-        """1 for a divergent row; else 2 where the user's code failed in one; else 0 or 3 (nothing compared, too).
-
-        A K that does not fit, and a row that ran out of memory, are results of a profile and change nothing.
-        """
+        """1 for a divergent row; else 2 where the user's code failed in one; else 0 or 3 (nothing compared, too)."""
+        # A K that does not fit, and a row that ran out of memory, are results of a profile and change no exit code.
         if self.outcome is not Outcome.DIVERGENT and any(row.status == "failed" for row in self.rows):
             return 2
         return self.outcome.exit_code
 
 
 def plans(strategies: Sequence[Strategy], steps: Sequence[int]) -> tuple[Plan, ...]:
-    """Returns the rows to measure: the full batch once, every other strategy once per K.
-
-    With one micro-batch all strategies are the same update, so K = 1 is measured once: as the full batch where that is
-    asked for.
-    """
+    """Returns the rows to measure: the full batch once, every other strategy once per K."""
     rows = [Plan("full-batch", 1)] if "full-batch" in strategies else []
     for strategy in STRATEGIES[1:]:
         if strategy in strategies:
+            # With one micro-batch all strategies are the same update, which the row of the full batch has measured.
             rows += [Plan(strategy, k) for k in sorted(set(steps)) if k > 1 or "full-batch" not in strategies]
     return tuple(rows)
 
@@ -259,6 +255,7 @@ def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
     xs, ys = [float(n) for n, _ in points], [float(value) for _, value in points]
     slope, intercept = statistics.linear_regression(xs, ys)
     residual = max(abs(y - intercept - slope * x) for x, y in zip(xs, ys, strict=True))
+    # A line always passes through two points, whether memory is linear or not.
     return Line(intercept, slope, residual if len(points) > 2 else None, tuple(points), resolution)
 
 
@@ -279,13 +276,9 @@ def activation_line(rows: Sequence[Row]) -> Line | None:
 
 
 def peak_line(rows: Sequence[Row]) -> Line | None:
-    """Returns the line through the peaks of device memory.
-
-    From the second micro-batch on the gradients of the one before lie in memory; the full batch starts without any.
-    It stands below the line of accumulation by up to the size of the gradients, and would tilt it, so that it takes
-    part only where accumulation alone has fewer than two sizes.
-    """
+    """Returns the line through the peaks of device memory; the full batch is in it only where it is needed."""
     measured_rows = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
+    # Later micro-batches find gradients in memory and the full batch none, so that it would tilt the line.
     accumulated = [row for row in measured_rows if len(row.micro_batches) > 1]
     chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else measured_rows
     resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)

@@ -169,6 +169,7 @@ class RankFacts:
     @property
     def at_fault(self) -> bool:
         """Whether the gradient is wrong because there are several ranks: one process gets it right."""
+        # `not <=` counts NaN, a single process that could not be compared, as a difference.
         return self.divergent and not self.from_one_process <= self.rounding
 
     @property
@@ -188,6 +189,7 @@ class RankFacts:
 
     def is_rounding(self, left: float) -> bool:
         """Whether a control left rounding; one that did not run left nothing that could be judged."""
+        # NaN compares as False.
         return left <= self.rounding
 
     @property
@@ -196,13 +198,16 @@ class RankFacts:
         fit = self.shares.fit
         factor, residual = self.one_factor
         if factor and residual <= self.rounding:
+            # The same factor on every rank is undone on every rank.
             return (((1 / factor,),) * self.ranks,)
         if fit is None:
             return self.shares_of_targets
         if self.shares.shards:  # what scales each rank's gradient would do so again, whatever its loss counts
             return ()
+        # A loss can be multiplied only where each rank has one weight, and a used weight of zero has no multiplier.
         if len(fit.weights) != self.ranks or len(fit.used) != self.ranks or not all(fit.used):
             return ()
+        # A share of zero or less is fitted to noise: no rank takes part with it.
         if fit.residual > self.rounding or min(fit.weights) <= 0.0:
             return ()
         return (tuple((right / used,) for right, used in zip(fit.weights, fit.used, strict=True)),)
@@ -218,7 +223,9 @@ class RankFacts:
         of_passes = tuple(
             tuple(len(counts) * self.ranks * count / total for count in counts) for counts in self.shares.targets
         )
+        # A rank whose micro-batches have equal numbers of targets gives each the same, so that both ways are one.
         ways = [of_ranks] if all(len(set(counts)) == 1 for counts in self.shares.targets) else [of_ranks, of_passes]
+        # Equal shares are what every script uses already.
         return tuple(way for way in ways if len(set(chain(*way))) > 1)
 
     @property
@@ -229,6 +236,7 @@ class RankFacts:
         factors = [shard.factor for shard in self.shares.shards]
         if not factors or max(factors) - min(factors) > self.rounding * max(map(abs, factors)):
             return math.nan, math.inf
+        # Residuals are relative to the full batch's gradient, which the factor scales.
         return factors[0], max(shard.residual for shard in self.shares.shards) / max(abs(factors[0]), TINY)
 
     @property
@@ -246,11 +254,9 @@ class RankFacts:
         )
 
     def _is_whole(self, size: int) -> bool:
-        """Whether so many bytes are those of whole gradients.
-
-        Tensor parallelism reduces activations in each backward pass, so that one which lacks a rank's part of a
-        gradient, beside the one that reduces most, reduces none.
-        """
+        """Whether so many bytes are those of whole gradients."""
+        # Tensor parallelism reduces activations in every pass. A pass that lacks a rank's part of a gradient, compared
+        # with the pass that reduces most, reduces no gradient.
         return size >= max(
             self.reduction.update_bytes, 1, max(self.reduction.bytes_by_pass) - self.reduction.update_bytes / self.ranks
         )

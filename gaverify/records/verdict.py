@@ -165,6 +165,7 @@ class Verdict(Conclusion):
     @property
     def name(self) -> str:
         """The name that the spec gives itself; "" where it has none."""
+        # A call has no spec, and the name of a spec may be None.
         return str((self.spec or {}).get("name") or "")
 
     @property

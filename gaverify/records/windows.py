@@ -45,6 +45,7 @@ class Window:
         count = 0
         for event in self.events:
             count += isinstance(event, Backward)
+            # A scaler that found infinities leaves the step out: the passes before it are no part of the next update.
             if isinstance(event, ScalerCall) and event.skipped:
                 count = 0
         return count
@@ -85,6 +86,7 @@ class Window:
     def dropped_positions(self) -> tuple[int, ...]:
         """The positions of forwards that no backward pass reached, where others were reached."""
         reached = self.reached_forwards()
+        # If no forward was reached, the passes were not followed, and nothing is known of single forwards.
         return tuple(at for at, event in enumerate(self.of(Forward)) if event not in reached) if reached else ()
 
     @property
@@ -113,8 +115,10 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
         members.setdefault(number, {})[key] = step
     together = {frozenset(optimizer for optimizer, _ in keys) for keys in members.values()}
     if len(together) < 2 and all(len({step.update for step in steps.values()}) == 1 for steps in members.values()):
+        # Optimizers that always step together have their windows in common.
         cleared = _zero_grads(events)
         windows = [Window(number, tuple(group), cleared.get(number, 0)) for number, group in sorted(groups.items())]
+        # Forwards behind the last step, such as an evaluation, make no window of their own.
         return tuple(window for window in windows if window.complete or window.of(Backward))
     step_windows = [_own_window(events, number, steps) for number, steps in sorted(members.items())]
     last = max(event.update for event in events) if events else 0
@@ -131,6 +135,7 @@ def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, St
     optimizers = {optimizer for optimizer, _ in steps}
     begins = min(_begin(events, key) for key in steps)
     last = max(at for at, event in enumerate(events) if any(event is step for step in steps.values()))
+    # Calls between a step and the next forward, such as `zero_grad`, still belong to the update of that step.
     ends = next((at for at in range(last, len(events)) if isinstance(events[at], Forward | Backward)), len(events))
     foreign = _foreign(events, optimizers)
     stretch = [event for at, event in enumerate(events[begins:ends], begins) if at not in foreign]
@@ -188,12 +193,14 @@ def _foreign(events: Sequence[Event], optimizers: set[int]) -> set[int]:
             taken = set(pending.pop(event.optimizer, []))
             used |= taken
             used_here |= taken if event.optimizer in optimizers else set()
+    # In a GAN, the generator's loss reaches the discriminator, which clears these gradients and never uses them.
     return (cleared & used) - used_here
 
 
 def _zero_grads(events: Sequence[Event]) -> dict[int, int]:
     """Counts `zero_grad` per window, whether the script calls it before the window or after its step."""
     first = next((at for at, event in enumerate(events) if isinstance(event, Backward)), len(events))
+    # A script that clears before its first backward pass clears for the window that follows, others for the last.
     leading = any(isinstance(event, ZeroGrad) for event in events[:first])
     counts: dict[int, int] = {}
     stepped = False
@@ -243,6 +250,7 @@ def common_rounds(full: Sequence[Event], accumulated: Sequence[Event]) -> tuple[
     """
     full_rounds, part = rounds_of(full), rounds_of(accumulated)
     common = min(len(full_rounds), len(part))
+    # A run that was stopped early has fewer rounds; the rest has no counterpart.
     alike = all(_alike(a, b) for a, b in zip(full_rounds[:common], part[:common], strict=True))
     if alike and not (_have_own_passes(full) or _have_own_passes(accumulated)):
         return full_rounds[:common]
