@@ -180,14 +180,14 @@ def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
 def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     experiment = trial.bench.experiment
     probe = PinnedConstants(experiment)
-    constants_run = trial.run("what the forward cuts out of the graph held constant", probe)
+    constants_run = trial.run("the values that the forward detaches kept constant", probe)
     if constants_run is None or not constants_run.rounding:
         return None
 
     def control(some: Sequence[Frame]) -> ControlRun | None:
         if len(some) == len(probe.frames):
             return constants_run
-        return trial.run("what this line cuts out of the graph held constant", PinnedConstants(experiment, some))
+        return trial.run("the values that this line detaches kept constant", PinnedConstants(experiment, some))
 
     needed = trial.find_needed(probe.frames, control)
     return needed and BackwardCulprit(
@@ -211,7 +211,7 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
         # A constant result removes the function's backward altogether. Where the whole loss flows through it, every
         # gradient is then zero and nothing can be compared: the two others keep a path for gradients.
         probe_types = {
-            f"the result of `{kind}` held constant": PinnedApplication,
+            f"the result of `{kind}` kept constant": PinnedApplication,
             f"gradients passed through `{kind}` unchanged": StraightThrough,
             f"the full batch's gradients in the place of what `{kind}` computes": PinnedGradients,
         }
@@ -221,7 +221,7 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
     module = dict(experiment.named_modules())[path]
-    control = trial.run(f"the output of `{path or '(root)'}` held constant", PinnedOutputs(experiment, module))
+    control = trial.run(f"the output of `{path or '(root)'}` kept constant", PinnedOutputs(experiment, module))
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 

@@ -35,7 +35,7 @@ def _ask_draws(bench: Bench, facts: Facts) -> Facts:
     """Replaces every random draw by one typical value in both runs, if some could not be distributed to samples."""
     if not facts.draws.unaligned:
         return facts
-    what = "every random draw held constant"
+    what = "every random draw kept constant"
     control = bench.attempt("random draws", lambda: _hold_draws(bench).run(what, kind=ControlKind.DRAWS_HELD))
     if control is None or math.isinf(control.left):
         return facts

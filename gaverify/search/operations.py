@@ -368,7 +368,7 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
     bench, suspect = explanation.neutralise(explanation.bench), last.cause.suspect  # the last one has no probe yet
     for functions in (suspect.source_functions, suspect.functions):
         probe = PinnedResults(bench.experiment, functions, suspect.order)
-        what = "what couples the samples held constant"
+        what = "the operations that mix samples kept constant"
         control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
         if control_run is not None and control_run.rounding:
             return replace(explanation, trials=(*before, replace(last, probe=probe)))

@@ -91,7 +91,7 @@ def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> Suspect
     suspect = trial.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
     probe = PinnedResults(bench.experiment, functions, suspect.order)
-    what = f"the result of `{suspect.culprit.name}` held constant"
+    what = f"the result of `{suspect.culprit.name}` kept constant"
     run = bench.possible(lambda: bench.run(what, probe)) if functions else None
     if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
         return None
@@ -149,21 +149,21 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
             PinnedDecisions(experiment, suspect.frame),
         )
         yield run(what, decisions, ControlKind.DECISIONS)
-    reduced = (suspect.source_functions, "what is reduced over the batch held constant")
+    reduced = (suspect.source_functions, "the reduction over the batch kept constant")
     everywhere = _list_calls_everywhere(suspect)
     # The reduction comes first: constant statistics leave the rows live, a constant result cuts off what is before it.
     constant_results = (
         *((reduced,) if suspect.source is not None else ()),
-        (suspect.functions, f"the result of `{suspect.operation.name}` held constant"),
-        (everywhere, f"{_describe_lines(everywhere)} held constant in every layer"),
-        (suspect.exits, f"what the samples get from `{suspect.operation.name}` held constant"),
+        (suspect.functions, f"the result of `{suspect.operation.name}` kept constant"),
+        (everywhere, f"{_describe_lines(everywhere)} kept constant in every layer"),
+        (suspect.exits, f"the values that samples get from `{suspect.operation.name}` kept constant"),
     )
     for functions, what in constant_results:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
             yield run(what, PinnedResults(experiment, functions, suspect.order))
     module = dict(experiment.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
-        yield run(f"the output of `{path}` held constant", PinnedOutputs(experiment, module, suspect.outputs))
+        yield run(f"the output of `{path}` kept constant", PinnedOutputs(experiment, module, suspect.outputs))
 
 
 def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:

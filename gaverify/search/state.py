@@ -67,11 +67,9 @@ class _LineWatch(PassProbe):
 
 _WORDS = {
     ControlKind.STATE_RESTORED: "state restored before each micro-batch",
-    ControlKind.STATE_HELD: "state held still",
-    ControlKind.STATE_PRIMED: "one forward of the full batch before the window",
-    ControlKind.STATE_PRIMED_AND_HELD: (
-        "one forward of the full batch before the window, and the state held still from there on,"
-    ),
+    ControlKind.STATE_HELD: "state kept fixed",
+    ControlKind.STATE_PRIMED: "one forward of the full batch first",
+    ControlKind.STATE_PRIMED_AND_HELD: ("one forward of the full batch first, and the state kept fixed from then on,"),
 }
 _FARTHEST = 5  # forwards between the two farthest ones of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
@@ -368,5 +366,5 @@ def _run_pinned(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | No
     if not changes:
         return None
     names = [change.name for change in changes]
-    what = f"{', '.join(f'`{name}`' for name in names)} held still"
+    what = f"{', '.join(f'`{name}`' for name in names)} kept fixed"
     return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=ControlKind.STATE_HELD))

@@ -386,7 +386,7 @@ def test_what_runs_in_a_transform_is_neither_cut_nor_held_nor_cached(loss, code:
     assert "tested" not in " ".join(finding.remedy for finding in verdict.findings), story(verdict)
     if loss is slopes:  # held inside, its derivative there would be another function's
         (tried,) = [e for finding in verdict.findings for e in finding.evidence if e.label == "control"]
-        assert "inside a transform of torch.func cannot be held constant" in tried.statement
+        assert "inside a transform of torch.func cannot be kept constant" in tried.statement
 
 
 def test_by_hand_holding_the_denominator_of_dice_makes_it_worse() -> None:

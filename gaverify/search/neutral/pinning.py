@@ -74,7 +74,7 @@ class PinnedValues(PassProbe):
 
     def _pin(self, k: int | None, name: Hashable, value: Any) -> Any:
         if is_in_functorch_transform():
-            raise ControlFailed("what is computed inside a transform of torch.func cannot be held constant")
+            raise ControlFailed("what is computed inside a transform of torch.func cannot be kept constant")
         with no_dispatch_modes(), without_torch_function():  # the copies are no operations of the user's
             # Both runs get a copy without a graph. With the graph in one run only, that run alone would have a gradient
             # through the value, and the difference would stay.
@@ -107,7 +107,7 @@ class PinnedResults(PinnedValues):
                 return result
             name = key[0]
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-                raise ControlFailed(f"the result of `{name}` cannot be held constant")
+                raise ControlFailed(f"the result of `{name}` cannot be kept constant")
             # one underscore at the end is torch's mark of a write in place; `__getitem__` ends in two
             constant, in_place = pin(key, result), name.endswith("_") and not name.endswith("__")
             return _write_in_place(result, constant) if in_place else constant
@@ -122,7 +122,7 @@ def _write_in_place(target: Any, value: Any) -> torch.Tensor:
         ControlFailed: It is trained, or shares its memory with others.
     """
     if not isinstance(target, torch.Tensor) or target._is_view() or (target.is_leaf and target.requires_grad):
-        raise ControlFailed("what a call writes into trained or shared memory cannot be held constant")
+        raise ControlFailed("what a call writes into trained or shared memory cannot be kept constant")
     with no_dispatch_modes(), torch.no_grad():
         if target.grad_fn is not None:
             target.detach_()  # a constant: without this, gradients would go back through the call that wrote it

@@ -80,7 +80,7 @@ def test_a_coupled_loss_points_to_its_line() -> None:
 
 def test_the_cached_gradient_is_promised_only_where_it_was_run() -> None:
     """They are tried before anything is held: what was held instead is no proof of them."""
-    held = ControlRun("the result of `mm` held constant", 1e-16, True)
+    held = ControlRun("the result of `mm` kept constant", 1e-16, True)
     failed = ControlRun("cached gradients", 0.2, False, kind=ControlKind.CACHED_GRADIENTS)
     for control in (held, failed):
         remedy = only(divergent(causes=(coupled(control=control),))).remedy
@@ -90,7 +90,7 @@ def test_the_cached_gradient_is_promised_only_where_it_was_run() -> None:
 @pytest.mark.parametrize(("left", "told"), [(1e-16, True), (0.17, False)])
 def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: float, told: bool) -> None:
     """Dice, VICReg: the control holds the statistics in both runs; as a repair they lose the gradient through them."""
-    held = ControlRun("what is reduced over the batch held constant", 1e-16, True)
+    held = ControlRun("the reduction over the batch kept constant", 1e-16, True)
     tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.HELD_IN_WINDOW)
     for make in (coupled, cause):
         finding = only(divergent(causes=(make(control=held, remedies=(tried,)),)))
@@ -99,7 +99,7 @@ def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: f
 
 def test_partners_are_paired_before_the_window_is_cut() -> None:
     """Operations that only move rows: a permutation, a flip. One that computes is no pairing."""
-    held = ControlRun("the result of `flip` held constant", 1e-16, True)
+    held = ControlRun("the result of `flip` kept constant", 1e-16, True)
     for name, told in (("flip", True), ("index", True), ("mm", False)):
         finding = only(divergent(causes=(cause(Operation(name, "0"), control=held),)))
         assert ("pair the samples before the batch is split" in finding.remedy) is told
@@ -107,7 +107,7 @@ def test_partners_are_paired_before_the_window_is_cut() -> None:
 
 def test_a_choice_of_rows_is_no_pairing() -> None:
     """Experts with a capacity take the first tokens that are sent to them: nobody is anybody's partner."""
-    held = ControlRun("the output of `0` held constant", 1e-16, True)
+    held = ControlRun("the output of `0` kept constant", 1e-16, True)
     finding = only(divergent(causes=(cause(Operation("index", "0"), control=held, kind="control-flow"),)))
     assert "pair the samples" not in finding.remedy and "one sample at a time" in finding.remedy
 
