@@ -110,7 +110,7 @@ def without_parameters() -> Problem:
 
 FAULTS = (
     fault("None-is-no-zero", head_for_large_batches, "GAV502", "one run has no gradient for `extra`"),
-    fault("python-draws", drawn_by_python, "GAV302", "the draws of a list of numbers cannot be dealt out"),
+    fault("python-draws", drawn_by_python, "GAV302", "random numbers in a Python list have no row per sample"),
     fault("never-the-same", never_the_same, "GAV403", "noise from outside: no two runs of the same batch agree"),
     fault("class-weights", class_weights_averaged, "GAV202", "micro-batches weigh 1.6, 17, 3.2 and 20"),
     fault("empty-micro-batch", empty_micro_batch, "GAV203", "three micro-batches of 7 targets, and one of none"),

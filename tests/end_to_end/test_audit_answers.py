@@ -173,7 +173,7 @@ ROWS = [
     skipping("--bad 7 --equal --end skipped", "GAV602", "forward", JOINED, proven=True),
     # what divides by nothing counts as often as there are micro-batches left, which is not K
     skipping("--bad 2 --equal --divide nothing", "GAV201", "backward", "by the 3 micro-batches", quick=True),
-    skipping("--bad 2 --divide nothing", "GAV201 GAV202", "backward", "by the 3 micro-batches that are not"),
+    skipping("--bad 2 --divide nothing", "GAV201 GAV202", "backward", "by the 3 micro-batches that are used"),
     # sums that a script keeps itself: what the optimizer sees is controlled
     looped(RARE, "sums_of_its_own", "GAV201", "--skip division", mark="", quick=True, proven=True, words="(= K)"),
     looped(RARE, "functional", quick=True),
@@ -309,7 +309,14 @@ ROWS = [
     Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", quick=True, proven=True, notes=""),
     Row(STATE, "--kind once", quick=True),
     Row(STATE, "--kind unread", quick=True, notes=""),
-    Row(STATE, "--kind rounds", "GAV403", "rounds", "changes `Centred.rounds`, outside", proven=True),
+    Row(
+        STATE,
+        "--kind rounds",
+        "GAV403",
+        "rounds",
+        "changes `Centred.rounds`, which is no parameter or buffer",
+        proven=True,
+    ),
     Row(STATE, "--kind codebook", "GAV401", "codebook", "buffer `2.codes`, which", proven=True, notes="GAV402"),
     Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre", proven=True),
     Row(STATE, "--kind codebook --batchnorm", "GAV401 GAV101", "codebook", proven=True),
