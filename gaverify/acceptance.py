@@ -69,7 +69,7 @@ def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept],
         if finding.severity != "fault" or finding.accepted:
             continue
         if finding.code == "GAV000":
-            reason_why_not = "no cause was found, and what nothing explains cannot be accepted"
+            reason_why_not = "no cause was found, and an unexplained divergence cannot be accepted"
             problems.append(f"{finding.code} {finding.name}: {reason_why_not}")
             continue
         for place in finding.places:
@@ -106,9 +106,7 @@ def _refusal(entry: Accept, finding: Finding, entries: Iterable[Accept]) -> str:
     """Says why an entry that fits a finding does not accept it."""
     open_places = _places_without_entry(finding, entries)
     if open_places:
-        return (
-            f"{entry} is not all that was found: {', '.join(map(str, open_places))} was found with it, and has no entry"
-        )
+        return f"{entry} does not cover everything: {', '.join(map(str, open_places))} was found too and has no entry"
     return f"{entry} is only suspected and may not be all that differs; `suspected = true` in its entry accepts it"
 
 

@@ -158,7 +158,7 @@ def place_experiment(
     placed_before = _devices(modules)
     if any(device.type == "meta" for device in placed_before):
         raise ProblemError(
-            "the model lies on the `meta` device, where tensors have no numbers: build it on a real one "
+            "the model is on the `meta` device, where tensors have no values: build it on a real device "
             '(was `torch.set_default_device("meta")` left on, or `to_empty` forgotten?)'
         )
     size = batching.batch_size_of(problem.batch, steps, problem.batch_size, problem.split)

@@ -26,17 +26,17 @@ from gaverify.records.windows import Window
 
 TITLES = {
     "full": "full-batch run",
-    "perturbed": "full-batch run with moved weights",
+    "perturbed": "full-batch run with weights changed in the last digit",
     "accumulated": "accumulated run",
-    "frozen": "accumulated run with its steps undone",
-    "unclipped": "runs with smaller losses",
-    "terms": "runs with one term of each loss alone",
-    "weights": "accumulated run with its losses times what they should count",
-    "ranks": "controls of the ranks",
+    "frozen": "accumulated run without its steps",
+    "unclipped": "runs with losses too small to be clipped",
+    "terms": "runs with only one term of each loss",
+    "weights": "accumulated run with correctly weighted losses",
+    "ranks": "control runs of the ranks",
     "float32": "the same runs in float32",
-    "coupling": "both runs with what every module gives for each row",
-    "transformed": "accumulated runs some of whose losses count -0.5 times",
-    "state": "accumulated run with what forwards move put back before each micro-batch",
+    "coupling": "both runs with the outputs of each module recorded",
+    "transformed": "accumulated runs with some losses multiplied by -0.5",
+    "state": "accumulated run with state restored before each micro-batch",
     "events": "run",
 }
 """How sentences call the runs of an audit."""

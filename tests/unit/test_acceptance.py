@@ -173,7 +173,7 @@ def test_reports_name_what_is_accepted() -> None:
 def test_a_part_of_a_finding_is_told_and_a_baseline_names_all_of_it() -> None:
     made = mark_accepted(verdict(BOTH), [entry()], Project(), strict=True)
     assert made.exit_code == 1 and not made.acceptance.stale
-    told = "GAV101 at `backbone.*` is not all that was found: `head` at net.py was found with it, and has no entry"
+    told = "GAV101 at `backbone.*` does not cover everything: `head` at net.py was found too and has no entry"
     assert made.acceptance.refused == (told,)
     assert [made.location for made in entries_for([BOTH], "why")[0]] == ["backbone.1", "head"]
 
@@ -192,7 +192,7 @@ def test_why_an_entry_does_not_accept_is_told() -> None:
         ([{"code": "GAV101", "location": "a", "reason": " "}], "$.accept[0].reason: must be text that is not empty"),
         ([{"code": "GAV1", "location": "a", "reason": "b"}], "$.accept[0].code: must be a code such as GAV101"),
         ([{"code": "GAV199", "location": "a", "reason": "b"}], "there is no rule GAV199; did you mean GAV1"),
-        ([{"code": "GAV000", "location": "a", "reason": "b"}], "what nothing explains cannot be accepted"),
+        ([{"code": "GAV000", "location": "a", "reason": "b"}], "an unexplained divergence cannot be accepted"),
         ([{"code": "GAV101", "location": "a", "reason": "b", "why": 1}], "$.accept[0].why: unknown key"),
         ([{"code": "GAV101", "location": 3, "reason": "b"}], "$.accept[0].location: must be text"),
         ([{"code": "GAV101", "location": "a", "reason": "b", "suspected": 1}], "suspected: must be true or false"),

@@ -269,7 +269,7 @@ def test_devices_are_not_asked_for_by_name() -> None:
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_a_model_without_numbers_gets_a_sentence(device: str | None) -> None:
     model = torch.nn.Linear(4, 2, device="meta")
-    with pytest.raises(gaverify.ProblemError, match="`meta` device, where tensors have no numbers"):
+    with pytest.raises(gaverify.ProblemError, match="`meta` device, where tensors have no values"):
         gaverify.verify(model, lambda m, x: m(x).sum(), torch.randn(4, 4), steps=2, device=device)
 
 
