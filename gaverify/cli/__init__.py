@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after the program's name; `None` takes those of the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # What stands after `--` belongs to the audited script, its own `--debug` too.
     own_words = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
     invocation = Invocation(tuple(words), debug)

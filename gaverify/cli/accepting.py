@@ -50,6 +50,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
             verdict = verify_job(spec, project, str(file))
             entries = _accept_causes(file, spec, verdict, reason, only_print=only_print)
         except (Exception, SystemExit) as error:
+            # A folder may hold specs for packages that this machine lacks; one that was named has to run.
             if file not in specs and (missing := package_failure(error, str(file))):
                 skipped.append(missing)
                 continue
@@ -100,6 +101,7 @@ def _append(file: Path, spec: Spec, text: str, added: int) -> None:
     """Appends the tables to the spec's file, after checking that the new text is TOML with just these entries more."""
     from gaverify.report.formats import write_whole
 
+    # An editor on Windows may have put a byte order mark first, which is no TOML.
     old = file.read_text(encoding="utf-8-sig")
     new = (old if old.endswith("\n") or not old else old + "\n") + text
     try:

@@ -74,6 +74,7 @@ def options_files(words: Iterable[str]) -> list[tuple[Path, str]]:
 def _holds_options(word: str) -> bool:
     if word.endswith(".toml"):
         return True
+    # Python runs a folder with `__main__.py` as a script, so that it can be audited as one.
     return os.path.isdir(word) and not os.path.exists(os.path.join(word, "__main__.py"))
 
 
@@ -87,6 +88,7 @@ def read_options(file: Path) -> AuditFile:
         SpecError: With every problem of the file.
     """
     table = table_of_file(file, "file of an audit")
+    # Specs and options of audits are both TOML files, and easily taken for each other.
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
     keys = [*_FIELDS_BY_KEY, "accept", "expect"]
@@ -115,6 +117,7 @@ def audit_options(command: _Command) -> _Command:
         kind = option.kind
         settings: dict[str, Any] = {"shell_complete": partial(_complete_path, kind.completes)} if kind.completes else {}
         if not option.flags:
+            # Unprocessed: these words may look like options, and belong to the script.
             settings |= {"nargs": -1, "type": click.UNPROCESSED} if isinstance(kind, Arguments) else {"required": False}
             command = click.argument(name, metavar=kind.metavar, **settings)(command)
             continue
@@ -164,7 +167,9 @@ def audit(
     if kept is None and words["module"] is None:
         files = options_files(filter(None, (words["script"], *words["arguments"])))
         if files:
+            # The first words are the files themselves.
             others = {**words, "script": None, "arguments": ()}
+            # An option for several files would silently win over what each of them says.
             _refuse(others, "these audits take their options from the files")
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)

@@ -30,6 +30,7 @@ def doctor(device: str | None) -> int:
     Exit codes: 0 all tests passed, 2 there is no such device, 70 a test failed.
     """
     with guests():
+        # Imports torch, which may print: inside `guests`, and not at the top, as `--help` must not wait for it.
         from gaverify import checkup
 
         lines = list(checkup.versions())

@@ -151,6 +151,7 @@ def _print_table(pages: tuple[RulePage, ...]) -> None:
                 click.echo(f"    {line}")
         return
     if not to.is_terminal:
+        # On a pipe a rule stays in one line, which grep finds.
         to.width = LONGEST
     columns: dict[str, dict[str, Any]] = {
         "code": {"no_wrap": True},

@@ -25,10 +25,12 @@ def spec_options(command: Command, without: Sequence[str] = ()) -> Command:
 
     An option that is not given is None and overrides nothing.
     """
+    # Click lists first the option that was added last.
     for name, option in reversed(OPTIONS.items()):
         flag = option_name(name)
         settings: dict[str, Any] = {"metavar": option.kind.metavar, "shell_complete": completing(option.kind)}
         if option.kind is FLAG:
+            # None stands for an option that was not given; `--no-…` gives False, which overrides a spec.
             flag, settings = f"{flag}/--no-{flag[2:]}", {"default": None}
         elif name == "model":
             settings["shell_complete"] = complete_models
@@ -74,6 +76,7 @@ class GroupedCommand(click.Command):
 def names_a_model(word: Path) -> bool:
     """Whether a word stands for what `--model` takes: no path that exists, but for a model that transformers saved."""
     if os.path.exists(word):
+        # `save_pretrained` writes no TOML file: a folder that has one holds specs, whatever else lies there.
         return (word / "config.json").is_file() and not any(word.glob("*.toml"))
     return ":" in word.name or not (word.suffix or word.parent.name)
 
@@ -134,6 +137,7 @@ def overrides_from(words: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `Spec` that the options set, with numbers as numbers; what cannot be read stays a word."""
     overrides = {name: word for name, word in words.items() if word is not None}
     for name, word in overrides.items():
+        # Flags are booleans already.
         overrides[name] = OPTIONS[name].kind.read(word) if isinstance(word, str) else word
     return overrides | {"model_args": dict(map(_read_argument, overrides.get("model_args", ())))}
 

@@ -97,6 +97,7 @@ def profile(
         problems.append(f"--optimizer: unknown optimizer `{optimizer}`; write `sgd`, `adam` or `adamw`")
     if len(count) > 1:
         problems.append(f"--repeats: takes one number, got {len(count)}")
+    # Found out now: a profile takes minutes, and its report would then have no place.
     problems += _output_problems(outputs)
     spec = _spec(spec_file, overrides_from(words), problems)
     measured_profile = _measure_profile(spec, chosen, ks, repeats=count[0], optimizer=optimizer)

@@ -113,6 +113,7 @@ def run(
     try:
         choice = read_expression(expression) if expression is not None else None
         project = _project_for(select, ignore)
+        # A report that was asked for stands in place of those that the project writes by default.
         if not outputs and form == "text" and is_first():
             outputs = tuple(map(Path, project.outputs))
             check_outputs(outputs)
@@ -120,6 +121,7 @@ def run(
             specs = tuple(map(Path, project.paths))
         found_jobs = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
         if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
+            # A single answer is left to `show`: there is nothing to wait for behind it.
             print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
         named = {_COMMAND_LINE, *map(str, specs)}
         _verify_all(found_jobs, named, invocation, verdicts, failures, project, print_each, gate)
@@ -181,6 +183,7 @@ def _jobs(
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
     models = [] if "model" in overrides else list(filter(names_a_model, paths))
+    # Without a path the model is among the overrides, else each path is a model of its own.
     settings = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
     files = [path for path in paths if path not in models]
     entries = read_specs(files, overrides, project, exclude) if files else ()
@@ -331,6 +334,7 @@ def verify_job(spec: Spec, project: Project, source: str) -> Verdict:
 
 
 def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:
+    # Importing torch takes seconds, and a misspelt name can be answered before.
     if "gaverify.verification" not in sys.modules:
         error = _name_error(spec)
         if error is not None:

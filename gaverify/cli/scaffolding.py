@@ -62,6 +62,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
             if kind
             else Scaffold("mlp")
         )
+    # Checkpoints have any ending (.pt, .ckpt, .bin, none): every file that is no code is taken for one.
     if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
         return _of_checkpoint(model, spec, factory)
     if listed := _classes_to_name(model):
@@ -113,6 +114,7 @@ def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str], a
         "FOLDER": '"path/to/folder"',
     }
     text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], template(f"templates/{kind}"))
+    # A model may bring its own loss: the import would be unused, which linters report.
     if " F." not in text and "(F." not in text:
         text = text.replace("from torch.nn import functional as F\n", "")
     return Scaffold(f"{factory.name}:factory", text, advice)
@@ -146,6 +148,7 @@ def _module(place: str, folder: Path) -> str:
     """The name by which a factory in `folder` imports a module, or a file below it or below the current folder."""
     if not place.endswith(".py"):
         return place
+    # The factory's own folder is the first place of imports, the working folder the second.
     for start in (folder, Path()):
         parts = Path(os.path.relpath(place, start)).with_suffix("").parts
         if all(part.isidentifier() for part in parts):
@@ -192,6 +195,7 @@ def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
 def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
     """A folder for transformers: sentences where it has a tokenizer, else no factory is needed."""
     folder = Path(name)
+    # Sentences need a tokenizer; random tokens, which `gaverify run` makes itself, need no factory.
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return Scaffold(name)
     architecture = "AutoModelForCausalLM"
@@ -230,6 +234,7 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
     file = file or Path("gaverify.toml")
     if file.suffix == ".py":
         raise SpecError(_python_for_spec(file))
+    # The factory is imported as a module, whose name has to be an identifier.
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():
         written_scaffold = scaffold(model, kind, file, factory)

@@ -38,6 +38,7 @@ def _set_colours(context: click.Context, _: click.Parameter, word: str | None) -
     if word is None or context.resilient_parsing:
         return
     wanted = {"always": {"FORCE_COLOR": "1"}, "never": {"NO_COLOR": "1"}, "auto": {}}[word]
+    # Both go: one that the shell has set would contradict the option.
     before = {name: os.environ.pop(name, None) for name in ("FORCE_COLOR", "NO_COLOR")}
     os.environ.update(wanted)
 
@@ -115,6 +116,7 @@ def exit_code_of(
     stale = describe_unused_entries(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
         say(sentence, "warning")
+    # An answer with exit code 0 must not hide a spec that could not run.
     codes = [answer.exit_code for answer in answers] + [failure.code for failure in failures]
     return worst_exit_code([*codes, 1] if stale and project is not None and (strict or project.strict) else codes)
 

@@ -74,6 +74,7 @@ class _Worker:
     def give(self, number: int, spec: Spec) -> None:
         """Hands it the next spec."""
         self.number, self.spec, self.step = number, spec, "preparing"
+        # Importing torch must not count: the time limit is the verification's.
         self.started = time.monotonic() if self.is_ready else None
         with suppress(OSError):  # it has died; reading its answer tells how
             self.tasks.send_bytes(pickle.dumps(spec))
@@ -131,6 +132,7 @@ def verify_in_workers(
         progress: Told the number of a spec, what is done, and how many parts of how many are.
         debug: Print the traceback of what a verification raised.
     """
+    # Reversed, because `pop` takes the last one.
     waiting = list(enumerate(specs))[::-1]
     workers: list[_Worker] = []
     with ExitStack() as stack:
@@ -142,6 +144,7 @@ def verify_in_workers(
                 workers.append(_start_worker(folder, count, debug=debug))
                 workers[-1].give(*waiting.pop())
             now = time.monotonic()
+            # A worker that hangs sends nothing: without the next deadline `wait` would never return.
             nearest = min(worker.deadline for worker in workers)
             wait([worker.answers for worker in workers], max(nearest - now, 0) if nearest < math.inf else None)
             for worker in list(workers):
@@ -149,6 +152,7 @@ def verify_in_workers(
                 if answer is None:
                     continue
                 number = worker.number
+                # A process that died or was stopped at its limit can verify nothing more.
                 if worker.is_over or not waiting:
                     workers.remove(worker)
                     worker.end()
@@ -180,10 +184,12 @@ def _start_worker(folder: str, count: int, *, debug: bool) -> _Worker:
     # what a verification that is ended leaves in the place for temporary files goes with this folder
     environment = {**os.environ, "TMPDIR": folder}
     if count > 1:
+        # Workers that use all cores each are slower together than one after the other.
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
     environment["GAVERIFY_DEBUG"] = "1" if debug else ""
     worker = start_module("gaverify.cli.workers", env=environment)
     assert worker.process.stdin is not None and worker.process.stdout is not None
+    # Connection and Popen each close their descriptor: without `dup` one would close the other's.
     answers = Connection(os.dup(worker.process.stdout.fileno()), writable=False)
     return _Worker(worker, answers, Connection(os.dup(worker.process.stdin.fileno()), readable=False))
 

@@ -87,6 +87,7 @@ def run_on_ranks(
             except SignalException as error:
                 raise KeyboardInterrupt from error
             finally:
+                # The ranks have their own ends; with this one open, reading would never reach the end of a pipe.
                 for pipe in writing:
                     pipe.close()
     if failures or errors:
@@ -192,6 +193,7 @@ def _explain_failure(
     errors: Mapping[int, GaverifyError], failures: Mapping[int, Any], count: int
 ) -> GaverifyError | KeyboardInterrupt:
     """Returns what to raise where ranks failed: of those that know why, what they told."""
+    # A fault of gaverify comes first: what the ranks agree on may be its consequence.
     for kind in (InternalError, Agreed):
         if kind is Agreed and any(rank not in errors for rank in failures):
             break  # the others know no more than that a rank is gone
@@ -201,6 +203,7 @@ def _explain_failure(
     told = {rank: error for rank, error in errors.items() if not isinstance(error, Agreed) and not is_lost(error)}
     if told:
         sentences = {str(error) for error in told.values()}
+        # Where all ranks say the same, the fault is not in one of them: no number is named.
         if len(sentences) == 1 and len(told) == count:
             return told[0]
         return ProblemError(join_sentences({rank: str(error) for rank, error in told.items()}, count))
@@ -247,6 +250,7 @@ def _as_told(error: BaseException, rank: int, count: int) -> GaverifyError:
         # What the user's code raises is a ProblemError by then; anything else is a fault of ours.
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
         return InternalError("\n".join([f"rank {rank} of {count} raised:", *lines]))
+    # What it was raised from may hold tensors or the user's classes, which cannot be pickled.
     foreseen.__cause__ = foreseen.__context__ = foreseen.__traceback__ = None
     return foreseen
 

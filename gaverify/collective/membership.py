@@ -158,6 +158,7 @@ class Member:
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the sum of some numbers over the ranks, the same bits on each, on the CPU."""
+        # NCCL reduces tensors on its own devices only.
         summed = numbers.to(self.device)
         dist.all_reduce(summed)
         return summed.to("cpu")
@@ -203,6 +204,7 @@ class Member:
         """What the ranks that failed have said."""
         with suppress(RuntimeError):  # whoever holds the store may have ended already
             for rank in range(self.count):
+                # Kept, because the store may be gone at the next question.
                 if rank not in self._heard and self.store.check([f"failed/{rank}"]):
                     self._heard[rank] = pickle.loads(self.store.get(f"failed/{rank}"))
         return dict(self._heard)
@@ -345,6 +347,7 @@ def membership(timeout: float | None, tell_end: Callable[[str], None] | None = N
         if dist.get_world_size() == 1:
             yield None
             return
+        # Every rank makes the same calls in the same order: the number is a name that all of them know.
         global _calls
         _calls += 1
         store = dist.distributed_c10d.PrefixStore(f"gaverify/{_calls}", dist.distributed_c10d._get_default_store())

@@ -77,6 +77,7 @@ def verify_together(
             report(what)
 
         experiment = replace(experiment, sizes=sizes, progress=report_progress)
+        # Ranks that were seeded differently would compare the gradients of different models.
         described = member.everyones("model", (tuple(experiment.parameters), description(experiment), settings.seed))
         odd = next(
             (rank for rank, description_of_rank in enumerate(described) if description_of_rank != described[0]), None
@@ -85,6 +86,7 @@ def verify_together(
         plain = PlainModel(experiment, member) if is_plain else None
         trained = Trained(member, engine, strategy, plain=plain, shared_batch=shared_batch)
         judged = judge_together(experiment, trained, diagnose=settings.diagnose, exact=settings.exact)
+        # The others wait for rank 0's answer, so that all ranks return the same verdict.
         rank_answer = answer(*judged) if member.rank == 0 else None
     return member.answer_of_first(rank_answer)  # type: ignore[no-any-return]
 
@@ -155,6 +157,7 @@ def batch_of_all(problem: Problem, steps: int, member: Member) -> tuple[Problem,
         odd = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
         if odd is not None:
             raise Agreed(f"rank {odd} has {numbers[odd]} {what}, rank 0 has {numbers[0]}: give every rank as many")
+    # The same batch on every rank is meant as the full batch, not as R copies of it.
     alike = len({entry[2] for entry in said}) == 1
     if alike:
         member.agree("cuts", explain_small_batch(size, steps, member.count))

@@ -49,6 +49,7 @@ class _Finder:
         return spec_from_file_location(name, file)
 
 
+# By name, not by identity: a module that is imported twice has another class `_Finder`.
 if not any(getattr(finder, "__qualname__", "") == "_Finder" for finder in sys.meta_path):
     sys.meta_path.append(_Finder)
 
@@ -86,6 +87,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The name of the module that is missing tells a wrong spec from a module with a wrong import.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _make_import_error(name, error) from error  # the module is there; it imports one that is not
         raise SpecError(no_module(name, error.name), "model") from error
@@ -156,6 +158,7 @@ def _package_depth(file: Path) -> int:
     if not needed:
         return 0
     packages = 0
+    # Absolute imports of the package start at its topmost folder, which may lie above what the dots reach.
     while (file.parents[packages] / "__init__.py").is_file():
         packages += 1
     return min(max(needed, packages), len(file.parents) - 1)
@@ -173,6 +176,7 @@ def _module_name(file: Path, depth: int) -> str:
         return alias(file)
     if name in sys.modules:
         return name if getattr(sys.modules[name], "__file__", None) == path else alias(file)
+    # Folders of earlier specs do not count: what they hold is forgotten where this one has the same name.
     installed = [entry for entry in sys.path if entry not in _FOLDERS]
     module_spec = importlib.machinery.PathFinder.find_spec(name, installed)
     return name if module_spec is None or module_spec.origin == path else alias(file)

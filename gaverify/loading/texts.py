@@ -65,6 +65,7 @@ def module_classes(tree: ast.Module) -> list[str]:
     for name, written in bases.items():  # a class stands behind those that it inherits from
         if any(base in modules or base.startswith(("nn.", "torch.nn.")) or base.endswith("Module") for base in written):
             modules.append(name)
+    # No class is visibly a module: one may inherit from a base of the user's own in another file.
     return modules or [name for name, written in bases.items() if written]
 
 
@@ -79,6 +80,7 @@ def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
     """Raises `SpecError` where a module's text shows that it has no such name at its top; other texts are let pass."""
     names: dict[str, bool] = {}  # each name, and whether it is a function or class of the module's own
     for node in ast.walk(tree):
+        # The text cannot show which names such a module will have.
         if isinstance(node, ast.Name) and node.id in _MAKERS:
             return
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -71,6 +71,7 @@ class Project(NamedTuple):
 
     def shows(self, code: str) -> bool:
         """Whether a note of this code is shown; a fault always is."""
+        # An empty tuple would match no code, the empty text matches all.
         return code.startswith(self.select or "") and not (self.ignore and code.startswith(self.ignore))
 
 
@@ -120,6 +121,7 @@ def _entry_problems(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(code, str) and code.strip():
         if not re.fullmatch(r"GAV\d{3}", code):
             yield ".code", f"must be a code such as GAV101, got `{code}`; `gaverify rules` lists all"
+        # A code that no rule has would never accept anything, and nobody would notice.
         elif code not in rule_codes():
             near = nearest(code, sorted(rule_codes()))
             yield ".code", f"there is no rule {code}; did you mean {near}? `gaverify rules` lists all"
@@ -133,7 +135,9 @@ def project_settings(start: Path | None = None) -> Project:
     Raises:
         SpecError: The table is wrong, or a file on the way is not TOML.
     """
+    # Resolved: the parents of a relative path end at `.`.
     folder = (start or Path.cwd()).resolve()
+    # A `pyproject.toml` without the table does not end the search: a project may lie in another one.
     for candidate in (folder, *folder.parents):
         file = candidate / "pyproject.toml"
         if file.is_file():

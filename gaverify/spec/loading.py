@@ -112,6 +112,7 @@ def toml_files(
     for path in map(Path, paths):
         files = [path]
         if path.is_dir():
+            # Nobody means a project's settings when naming its folder.
             exclude = [*exclude, "pyproject.toml"]
             files = [file for file in sorted(path.glob("*.toml")) if not _is_excluded(file, path, exclude)]
             files += _deeper(path, path, exclude) if deep else []
@@ -155,6 +156,7 @@ def is_meant_as_spec(file: Path) -> bool:
         keys = {key.replace("-", "_") for key in table_of_file(file, "spec")}
     except SpecError:
         return True
+    # The options of an audit beside the specs are meant for another command.
     if keys & {"script", "module"} and "model" not in keys:
         return False
     return not keys or not keys.isdisjoint(OPTIONS) or bool(nearest("model", keys))
@@ -195,6 +197,7 @@ def _check(
     options = {field: value for field, value in overrides.items() if value is not None}
     arguments = options.pop("model_args", {})
     values, written, in_file = _normalise(table)
+    # The nearer wins: command line, then the spec, then the project.
     values = {**project.defaults, **values, **options}
     if arguments:
         stated = values.get("model_args", {})
@@ -213,6 +216,7 @@ def _check(
         text = reason or sentence(field, key, values, option=option)
         (on_line if option else in_file).append(f"{place}: {text}")
     for needed, fields, reason in _ONLY_WITH:
+        # Under torchrun there are ranks without the option.
         started = needed == "ranks" and read_launcher() is not None
         if not (table.get(needed) or options.get(needed) or started):  # `--no-trace` over a spec that traces is meant
             on_line += [f"--{field}: {reason}" for field in fields if field in options]
