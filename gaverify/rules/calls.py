@@ -30,7 +30,7 @@ from gaverify.rules.rule import (
     rule_of_loops,
     word_control,
 )
-from gaverify.rules.wording import difference, first_place, place, quote_names, times, told_apart, weights_text
+from gaverify.rules.wording import difference, first_place, place, quote_names, show_distinct, times, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 _SMALLER = "with losses too small to be clipped, the difference"
@@ -60,16 +60,16 @@ def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and loop.controls.transformed is not None:
-        yield _transformed(loop, update, loop.controls.transformed)
+        yield _finding_of_transformed(loop, update, loop.controls.transformed)
     elif any(clipping.active for clipping in inside):
-        yield _clipping_finding(loop, inside)
+        yield _finding_of_clips(loop, inside)
     elif update is not None and (edits := _edits(loop, update)):
-        yield _clipped_by_hand(loop, update, edits)
+        yield _finding_of_edits(loop, update, edits)
     # of several ranks, clipping before the reduction is GAV706
     elif update is not None and loop.together is None and any(map(_agrees_unclipped, update.stages)):
-        yield _clipped_too_early(loop, update)
+        yield _finding_of_early_clips(loop, update)
     elif inside:
-        yield _clipping_finding(loop, inside)
+        yield _finding_of_clips(loop, inside)
 
 
 def clipped_inside(facts: Facts) -> bool:
@@ -81,7 +81,7 @@ def clipped_inside(facts: Facts) -> bool:
     )
 
 
-def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
+def _finding_of_clips(loop: Record, inside: Sequence[Clipping]) -> Finding:
     number = inside[0].update
     in_window = [event for event in inside if event.update == number]
     active = [clipping for clipping in inside if clipping.active]
@@ -109,7 +109,7 @@ def _clipping_finding(loop: Record, inside: Sequence[Clipping]) -> Finding:
     )
 
 
-def _transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
+def _finding_of_transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
     """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
     window = loop.window_of(update.number)
     # a script that takes gradients out of `.grad` clears them there, next to the line that transforms them
@@ -144,7 +144,7 @@ def _agrees_unclipped(stage: StageComparison) -> bool:
     return stage.stage is Stage.UNCLIPPED and stage.outcome is Outcome.EQUIVALENT
 
 
-def _clipped_too_early(loop: Record, update: UpdateComparison) -> Finding:
+def _finding_of_early_clips(loop: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
     window = loop.window_of(update.number)
     control, proven = _without_clips(loop)
@@ -196,7 +196,7 @@ def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
     return [] if is_division else edits
 
 
-def _clipped_by_hand(loop: Record, update: UpdateComparison, edits: Sequence[GradientsEdited]) -> Finding:
+def _finding_of_edits(loop: Record, update: UpdateComparison, edits: Sequence[GradientsEdited]) -> Finding:
     factors = [factor for event in edits for factor in event.factors]
     known_factors = [factor for factor in factors if factor is not None]
     by = (
@@ -249,7 +249,7 @@ def _word_rates(update: UpdateComparison | None) -> str:
     pairs = zip(update.step.learning_rates, update.step.learning_rates_full, strict=False)
     if all(math.isclose(*pair, rel_tol=SAME_IN_FLOAT32) for pair in pairs):
         return ""
-    rates, full = told_apart(update.step.learning_rates, update.step.learning_rates_full)
+    rates, full = show_distinct(update.step.learning_rates, update.step.learning_rates_full)
     return f"; learning rate of update {update.number}: {rates}, in the full-batch run {full}"
 
 
@@ -292,7 +292,7 @@ def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
         # a scheduler that steps too often changes the weights as well, and GAV607 reports it
         if settings or (changed and not loop.inside(SchedulerStep)):
-            yield _made_otherwise(loop, update, settings)
+            yield _finding_of_settings(loop, update, settings)
             return
 
 
@@ -302,7 +302,7 @@ def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[Settin
     return [setting for setting in update.step.settings if not (rates and setting.name.endswith("lr"))]
 
 
-def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
+def _finding_of_settings(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = (
         f"uses another {names} than the full-batch run"
@@ -310,7 +310,8 @@ def _made_otherwise(loop: Record, update: UpdateComparison, settings: list[Setti
         else "turns the same gradient into another change of the weights"
     )
     descriptions = [
-        "`{}` {}{}, in the full-batch run {}".format(setting.name, *_beside(setting)) for setting in settings[:_SHOWN]
+        "`{}` {}{}, in the full-batch run {}".format(setting.name, *_show_setting(setting))
+        for setting in settings[:_SHOWN]
     ]
     moved = [stage for stage in update.stages if stage.stage is Stage.CHANGE]
     descriptions += [
@@ -352,9 +353,9 @@ def _repair_settings(loop: Record, update: UpdateComparison, settings: list[Sett
     )
 
 
-def _beside(setting: SettingDifference) -> tuple[str, str, str]:
+def _show_setting(setting: SettingDifference) -> tuple[str, str, str]:
     """The value, whose it is where that is not rank 0, and the full-batch run's value."""
-    accumulated, full = told_apart([setting.accumulated], [setting.full])
+    accumulated, full = show_distinct([setting.accumulated], [setting.full])
     return accumulated, f" in rank {setting.rank}" if setting.rank else "", full
 
 

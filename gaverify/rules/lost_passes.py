@@ -135,7 +135,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         return
     setting, update = loop.controls.overwritten, loop.divergent
     if setting is not None and update is not None:
-        yield _overwritten(update, setting)
+        yield _finding_of_overwritten(update, setting)
         return
     losses = cleared_inside(loop)
     if not losses:
@@ -160,7 +160,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
+def _finding_of_overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
     """Returns the finding where each backward pass writes its gradients over those of the passes before it."""
     return finding_of(
         f"update {update.number} uses 1 of {passes(update.window.steps)}: each overwrites the gradients instead of "

@@ -170,10 +170,10 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             proven=True,
         )
     if facts.loop is not None:
-        yield from _average(facts.loop)
+        yield from _judge_average(facts.loop)
 
 
-def _average(loop: Record) -> Iterator[Finding]:
+def _judge_average(loop: Record) -> Iterator[Finding]:
     inside = loop.inside(AverageUpdate)
     if not inside:
         return

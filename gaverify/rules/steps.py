@@ -24,12 +24,12 @@ def step_inside_window(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where a step comes too early, and one where parameters move without a step."""
     early = early_windows(loop)
     if early and is_ramp(loop):
-        yield _ramp(loop)
+        yield _finding_of_ramp(loop)
     elif early:
-        yield _step(loop, early)
-    moved = _moved_between_passes(loop)
+        yield _finding_of_early_step(loop, early)
+    moved = _find_moves(loop)
     if moved:
-        yield _movement(loop, moved)
+        yield _finding_of_moves(loop, moved)
 
 
 def is_ramp(loop: Record) -> bool:
@@ -40,7 +40,7 @@ def is_ramp(loop: Record) -> bool:
     return grows and len(set(counts)) >= _RAMP and counts[-1] <= (loop.steps or counts[-1])
 
 
-def _ramp(loop: Record) -> Finding:
+def _finding_of_ramp(loop: Record) -> Finding:
     first, last = loop.complete[0], loop.complete[-1]
     return finding_of(
         f"updates grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
@@ -127,7 +127,7 @@ def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[
     return [(window, wanted) for window, wanted in early if wanted == 1]
 
 
-def _step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
+def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
     window, wanted = early[0]
     step = window.steps[0] if window.steps else None
     inside = step is not None and step.inside
@@ -163,7 +163,7 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 
 
-def _moved_between_passes(loop: Record) -> list[tuple[Window, Event]]:
+def _find_moves(loop: Record) -> list[tuple[Window, Event]]:
     """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
     # weights that move in the full-batch run as well (averages, projections) are part of the method
     full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
@@ -178,7 +178,7 @@ def _by_hand(event: Event) -> bool:
     return isinstance(event, WeightsMoved) and event.where == "between"
 
 
-def _movement(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
+def _finding_of_moves(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
     number = moved[0][0].number
     in_window = sum(moved_window.number == number for moved_window, _ in moved)
     numbers = sorted({moved_window.number for moved_window, _ in moved})

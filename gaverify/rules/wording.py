@@ -209,7 +209,7 @@ def difference(update: UpdateComparison) -> str:
     return text + (f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else "")
 
 
-def told_apart(*sides: Sequence[float]) -> list[str]:
+def show_distinct(*sides: Sequence[float]) -> list[str]:
     """Returns each side's numbers in words, with as many digits as tell the sides apart."""
     texts = ([", ".join(f"{value:.{digits}g}" for value in side) for side in sides] for digits in (4, 6, 9, 17))
     return next(
