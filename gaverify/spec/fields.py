@@ -204,6 +204,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field as plain strings, numbers, lists and mappings, ready for JSON."""
+        # By way of JSON: tuples become the lists that a document holds when it is read back.
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
@@ -222,8 +223,10 @@ def wrong(values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
         name, kind = entry.name, OPTIONS[entry.name].kind
         value = right[name] = values.get(name, entry.default)
         if name == "model_args":
+            # What is no table at all has one problem, and no argument that could be named.
             arguments = value if isinstance(value, Mapping) else {"": None} if name in values else {}
             problems |= {(name, key): "" for key, argument in arguments.items() if not kind.fits(argument)}
+        # None is right where it is the default: the model decides then.
         elif not kind.fits(value) and (value is not None or entry.default is not None):
             problems[name, ""] = ""
             del right[name]
@@ -233,6 +236,7 @@ def wrong(values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields (field, sentence) for fields that are right alone and wrong together."""
     numbers = values.get("weighting")
+    # A count that is wrong itself has its own sentence, and says nothing of the weights.
     if isinstance(numbers, tuple) and {"steps", "ranks"} <= values.keys():
         steps = values["steps"] * (values["ranks"] or 1)
         if len(numbers) != steps:
