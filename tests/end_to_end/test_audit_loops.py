@@ -91,7 +91,7 @@ def test_targets_outside_the_forward_are_left_alone() -> None:
     result = audit(*SLICED, "--loop slices --inputs outside")
     assert (result.code, result.faults) == (3, set()), str(result)
     assert "did not see the same samples" in result.document["reason"]
-    assert "the forward at {}:{}".format(*marked("loops_unusual.py", "outside")) in result.document["reason"]
+    assert "the forward pass at {}:{}".format(*marked("loops_unusual.py", "outside")) in result.document["reason"]
 
 
 @slow
