@@ -397,7 +397,7 @@ def _describe_agreement(record: Record) -> str:
     # The gradients themselves differ in this case: "agree to rounding" would be false, only the weights agree.
     if len(factors) == len(judged):
         return (
-            f"{names}: the gradient is {factors[0]} times the full batch's, but the step undoes this factor (it "
-            "divides, or has a lower learning rate); the weights change equally up to rounding; "
+            f"{names}: the gradient is {factors[0]} times the full batch's, but the step undoes this factor (by a "
+            "division or a lower rate). The weights change equally, up to rounding; "
         )
     return f"{names}: {len(rows)} of {len(rows)} gradients agree to rounding; "

@@ -211,7 +211,7 @@ def _of_launcher(child: Child, status: int | None) -> str:
     if entered or status:
         return f"none of its processes reached an optimizer step; `{word}` ended with exit code {status}"
     return (
-        f"gaverify could not record any Python process that `{word}` started; the command has to pass on the variable "
+        f"gaverify could not record any Python process that `{word}` started. The command has to pass on the variable "
         "PYTHONPATH, and to run Python without -I, -E and -S"
     )
 
@@ -358,7 +358,7 @@ def check_ranks(request: Request, group_sizes: list[int]) -> None:
                 "process anew (torchrun, `mp.spawn`); do not fork it from a process that has imported torch"
             )
         raise ProblemError(
-            f"{option}: the script's process group had {counts} of {recorded} ranks at its first step; call "
+            f"{option}: the script's process group had {counts} of {recorded} ranks at its first step. Call "
             "torch.distributed.init_process_group with RANK and WORLD_SIZE from the environment, as under torchrun"
         )
 
@@ -382,7 +382,7 @@ def check_parameters(runs: Sequence[RecordedRun]) -> None:
             listing = join_texts([f"`{name}`" for name in differing], 5)
             raise ProblemError(
                 f"the ranks train different parameters: {listing} in the optimizer of only one of ranks 0 and {rank}, "
-                "or with another shape; give the optimizers of all ranks the same parameters"
+                "or with another shape. Give the optimizers of all ranks the same parameters"
             )
 
 
@@ -423,18 +423,18 @@ def _explain_missing_step(job: Job, run: RecordedRun) -> str:
         )
     if unseen.elsewhere:
         return (
-            "backward passes for tensors that are not an `nn.Parameter`, whose updates gaverify cannot judge; make the "
+            "backward passes for tensors that are not an `nn.Parameter`, whose updates gaverify cannot judge. Make the "
             "weights an `nn.Parameter` and give them to a `torch.optim` optimizer"
         )
     if any("capture" in why for why in unseen.left_out):
         return (
-            "calls inside the capture of a CUDA graph, whose replays gaverify cannot record; run it without the graph "
+            "calls inside the capture of a CUDA graph, whose replays gaverify cannot record. Run it without the graph "
             "for the audit, or call the optimizer's step outside of the graph"
         )
     if unseen.left_out.get("torch.func"):
         return (
-            "gradients with `torch.func` for weights that no module or optimizer has, which gaverify cannot judge; "
-            "assign them to the `.grad` of a module's parameters and use a `torch.optim` optimizer"
+            "gradients with `torch.func` for weights that no module or optimizer has, which gaverify cannot judge. "
+            "Assign them to the `.grad` of a module's parameters and use a `torch.optim` optimizer"
         )
     return f"neither a backward pass nor an optimizer step; {_TRAIN}"
 

@@ -177,7 +177,7 @@ def explain_small_batch(size: int, steps: int, count: int) -> str:
         each = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
         return (
             f"{count} ranks with {each} each are {steps * count} parts, which cannot be cut from a batch of "
-            f"{size} samples; lower ranks or steps, or raise the batch size"
+            f"{size} samples. Lower ranks or steps, or raise the batch size"
         )
     if size < 2 * count:
         return f"{count} ranks need a batch of at least {2 * count} samples, it has {size}"

@@ -35,7 +35,7 @@ class CriterionLoss(nn.Module):
             name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
             raise ProblemError(
                 f"the loss is {name}, which compares outputs with targets, and the batch is a {type(batch).__name__} "
-                "and not `(inputs, targets)`; write a function `loss(model, batch)` that unpacks it"
+                "and not `(inputs, targets)`. Write a function `loss(model, batch)` that unpacks it"
             )
         inputs, targets = batch
         return self.criterion(model(inputs), targets)

@@ -195,5 +195,5 @@ def check_initialised(tensors: list[nn.Parameter] | list[torch.Tensor]) -> None:
     if waiting:
         raise ProblemError(
             f"{waiting} of the model's {len(tensors)} parameters and buffers have no shape yet, because a lazy module "
-            "(such as nn.LazyLinear) has not seen an input; run one forward first, for example `loss(model, batch)`"
+            "(such as nn.LazyLinear) has not seen an input. Run one forward first, for example `loss(model, batch)`"
         )
