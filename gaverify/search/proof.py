@@ -169,7 +169,8 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
 def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
     modules = _find_layers_of_class(bench, path)
-    names = f"`{path}`" if len(modules) == 1 else f"all {len(modules)} {type(modules[0]).__name__} layers"
+    several = "both" if len(modules) == 2 else f"all {len(modules)}"
+    names = f"`{path}`" if len(modules) == 1 else f"{several} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
     run = bench.run(f"{names} frozen", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.FROZEN)
     return replace(run, modules=active), probe
