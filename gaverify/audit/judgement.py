@@ -416,12 +416,12 @@ def _unrepeatable(runs: Runs, round_: Round, number: int, unit: float, noise: fl
     start = _distance(full, perturbed, "before")
     # Only before the first update: later weights differ by what training makes of one roundoff, which may be much.
     if number == 1 and start > MANY_UNITS * unit:
-        return f"its initial weights differ by {start:.1e} (relative) when run again"
+        return f"initial weights differ by {start:.1e} (relative) between two such runs"
     # One division by K = 2 too many halves the gradient: noise above that would hide such a fault completely.
     if floors_allowed(unit) * noise > VISIBLE:
         rows = _data(runs.full, full, runs.perturbed, perturbed)
-        row_note = "" if rows.same else f", and {rows.differing} of its {rows.full} rows are different samples"
-        return f"its gradients differ by {noise:.1e} (relative) when run again{row_note}"
+        row_note = "" if rows.same else f", and so do {rows.differing} of {rows.full} rows"
+        return f"gradients differ by {noise:.1e} (relative) between two such runs{row_note}"
     return ""
 
 
