@@ -30,7 +30,7 @@ from gaverify.torch_internals import (
     without_torch_function,
 )
 
-CAPTURED = "CUDA graph capture: its replays are seen only at optimizer steps"
+CAPTURED = "CUDA graph capture, whose replays are seen only at optimizer steps"
 """The reason that is reported for calls that could not be recorded during a capture."""
 
 
