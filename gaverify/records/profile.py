@@ -23,6 +23,10 @@ LABELS = {"full-batch": "full batch", "summed-loss": "summed loss", "accumulate"
 """How reports call the strategies."""
 
 
+MemoryKind = Literal["cuda-allocated", "resident"]
+"""How peak memory is measured: by torch's allocator on a GPU, or of the process on a CPU."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One row to measure."""
@@ -79,7 +83,7 @@ class Setting:
 class Memory:
     """Device memory around one update."""
 
-    kind: Literal["cuda-allocated", "resident"]
+    kind: MemoryKind
     """"cuda-allocated" (torch's allocator on a GPU) or "resident" (the process, on a CPU)."""
     baseline: int
     """Bytes with the model, the batch and its micro-batches loaded, before the update."""

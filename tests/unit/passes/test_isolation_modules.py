@@ -326,7 +326,7 @@ def test_what_only_the_loss_knows_is_restored() -> None:
 def test_lazy_modules_must_have_seen_an_input(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4)), (torch.randn(8, 6), torch.randint(4, (8,)))
-    with pytest.raises(ProblemError, match=r"2 of .* have no shape yet.*run one forward first"):
+    with pytest.raises(ProblemError, match=r"2 of .* have no shape yet.*Run one forward first"):
         gaverify.verify(model, cross_entropy, batch, steps=4, **options)
     model(batch[0])
     assert gaverify.verify(model, cross_entropy, batch, steps=4, **options).outcome is Outcome.EQUIVALENT

@@ -21,6 +21,7 @@ from gaverify.records.numbers import Number
 from gaverify.records.profile import (
     Line,
     Memory,
+    MemoryKind,
     Profile,
     Row,
     Seconds,
@@ -179,7 +180,7 @@ class VerdictDocument(Shape, record=Verdict):
 class MemoryItem(Shape, record=Memory):
     """Device memory around one update, bytes."""
 
-    kind: Literal["cuda-allocated", "resident"]
+    kind: MemoryKind
     baseline: int
     peak: int
     reserved: int | None
