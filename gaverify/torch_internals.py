@@ -212,12 +212,18 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def distribute(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """Returns a tensor, which every rank holds whole, cut as the `DTensor` `like` is. Every rank has to call it."""
+    """Returns this rank's shard of a tensor, which every rank holds whole, as a `DTensor` cut as `like` is."""
     try:
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor
     except ImportError:  # torch 2.4
-        from torch.distributed._tensor import distribute_tensor  # type: ignore
-    return distribute_tensor(tensor, like.device_mesh, like.placements)  # type: ignore[no-any-return]
+        from torch.distributed._tensor import DTensor  # type: ignore
+    # Not `distribute_tensor`: rank 0 would send what every rank has already.
+    shape, offset = local_shape_and_offset(like)
+    part = tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(
+        part.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def gather(tensor: Any) -> torch.Tensor:

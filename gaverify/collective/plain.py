@@ -132,7 +132,7 @@ class PlainModel:
         renew_reducers(self._wrapped, hooks=True)
 
     def place(self, gradients: Gradients) -> Gradients:
-        """Returns gradients of the plain model cut as the engine cuts the parameters. Every rank has to call it."""
+        """Returns gradients of the plain model cut as the engine cuts the parameters."""
         parameters = self._sharded
         return {
             name: gradient if gradient is None or name not in parameters else distribute(gradient, parameters[name])
