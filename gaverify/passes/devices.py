@@ -122,12 +122,6 @@ def backend_of(devices: Sequence[torch.device]) -> str:
     return "cpu:gloo,cuda:nccl" if one_each else "gloo"
 
 
-def release_memory(device: torch.device) -> None:
-    """Hands cached memory of an accelerator back, for other processes to take."""
-    if counts_memory(device):
-        _module(device.type).empty_cache()
-
-
 def generators_in_use() -> dict[torch.device, torch.Generator]:
     """Returns the default generators that may have been drawn from: the CPU's, and those of accelerators in use."""
     devices = [device for kind in ACCELERATORS if _is_initialised(kind) for device in _devices_of(kind)]

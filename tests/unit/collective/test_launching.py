@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_a_rank_that_loses_another_does_not_hide_its_reason() -> None:
 
     with pytest.raises(ProblemError, match=r"^rank 1: the batch is too small$"):
         run_on_ranks(work, 2)
+
+
+def test_no_rank_works_before_all_are_there() -> None:
+    """One that is forked while another connects would inherit a lock of the C library, and hang."""
+
+    def count_started(progress: Progress, tell_end: TellEnd) -> int:
+        return len(list(Path(tempfile.gettempdir()).glob("started-*")))
+
+    assert run_on_ranks(count_started, 6) == 6
 
 
 def test_a_rank_that_its_watcher_ends_tells_why() -> None:
