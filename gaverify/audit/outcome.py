@@ -382,7 +382,7 @@ def _differing(update: UpdateComparison) -> str:
         return f"{text}; every {of} of the full-batch run is zero"
     if not math.isfinite(difference):
         return f"{text}; some gradients are missing or not finite in one of the runs"
-    return f"{text}; relative difference of the whole {of} {difference:.2g}{ratio}"
+    return f"{text}; relative difference of the whole {of} {difference:.1e}{ratio}"
 
 
 def _describe_agreement(record: Record) -> str:

@@ -67,10 +67,15 @@ class Request:
     )
     """(name, replacement) pairs for values in the full-batch run's source."""
     accumulated_set: tuple[tuple[str, str], ...] = option(
-        _VALUES, "The same in the accumulated run; repeatable.", "--accumulated-set", default=()
+        _VALUES,
+        "Change a constant or a default (also argparse's) in the accumulated run; repeatable.",
+        "--accumulated-set",
+        default=(),
     )
     """(name, replacement) pairs for values in the accumulated run's source."""
-    both_set: tuple[tuple[str, str], ...] = option(_VALUES, "The same in every run; repeatable.", "--set", default=())
+    both_set: tuple[tuple[str, str], ...] = option(
+        _VALUES, "Change a constant or a default (also argparse's) in every run; repeatable.", "--set", default=()
+    )
     """(name, replacement) pairs for values in every run's source."""
     seed: int | None = option(
         Number("N", example=0, accepts=lambda seed: 0 <= seed < 2**32, limits=_SEED),

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -206,7 +206,9 @@ def failures_of(
         as_rows: Print it on stdout, where other specs have a row; a fault of gaverify is told on stderr all the same.
     """
     names_itself = isinstance(error, SpecError) and error.source == source
-    sentences = error.problems if isinstance(error, SpecError) and names_itself else (failure_message(error),)
+    sentences = (
+        error.problems if isinstance(error, SpecError) and names_itself else (failure_message(error, invocation.words),)
+    )
     foreseen = as_foreseen(error)
     if as_rows and foreseen is not None and foreseen.exit_code == USAGE and not (_received or invocation.debug):
         for sentence in sentences:
@@ -237,7 +239,7 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
         for line in "".join(traceback.format_exception(error)).splitlines():
             tell(line)
     foreseen = as_foreseen(error)
-    message = failure_message(error)
+    message = failure_message(error, invocation.words)
     where = f"{source}: " if source else ""
     if foreseen is not None and not isinstance(foreseen, InternalError):
         say("\n".join(where + line for line in message.splitlines() or [type(error).__name__]))
@@ -252,10 +254,20 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
     return INTERNAL
 
 
-def failure_message(error: BaseException) -> str:
-    """Returns the sentence for an exception: gaverify's own, or Python's with its type in front."""
+def failure_message(error: BaseException, words: Sequence[str] = ()) -> str:
+    """Returns the sentence for an exception: gaverify's own, or Python's with its type in front.
+
+    Args:
+        error: What arrived.
+        words: The command line. A number of micro-batches that stands there is named as it was given.
+    """
     foreseen = as_foreseen(error)
-    return f"{type(error).__name__}: {text_of(error)}" if foreseen is None else str(foreseen)
+    if foreseen is None:
+        return f"{type(error).__name__}: {text_of(error)}"
+    # Whoever finds K too large for the batch knows a number alone, which may be from a file or a call as well.
+    if any(word.partition("=")[0] == "--steps" for word in words):
+        return re.sub(r"\bsteps = (\d+) micro-batches", r"--steps \1: \1 micro-batches", str(foreseen))
+    return str(foreseen)
 
 
 def _report_usage(error: click.ClickException) -> int:

@@ -129,9 +129,9 @@ def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
     if settings.strategy != "accumulate":
         return f"strategy {settings.strategy!r} cannot run on ranks; give a function, or leave it out"
     if settings.rtol is not None:
-        return "rtol and atol cannot be used with several ranks; leave them out"
+        return "--rtol and --atol (rtol=, atol=) cannot be used with several ranks: leave them out"
     if settings.trace:
-        return "trace works with one process only; leave it out, or start one process"
+        return "--trace (trace=True) works with one process only: leave it out, or leave out --ranks or the launcher"
     if settings.time_limit is not None and not is_plain:
         return "time_limit would end the search on some ranks before others; leave it out"
     return ""

@@ -14,7 +14,8 @@ from gaverify.records.stages import Clip, Stage
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
-from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line
+from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, word_resolution
+from gaverify.tracebacks import display_path
 
 _INDENT = 14
 """Columns in front of what was run: one more than `accumulated` needs."""
@@ -145,9 +146,10 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
     elif data.adds_nothing:
         yield f"{data.accumulated} of {data.full} samples, the others have no gradient"
     else:
-        yield f"{data.differing} rows of `{data.path}` differ"
+        rows = f"{count_text(data.differing, 'row')} of the model's input `{data.path}`"
+        yield f"not the full batch's samples ({rows} {'is' if data.differing == 1 else 'are'} in one run only)"
     if not update.judged:
-        yield "not judged"
+        yield "no verdict on its gradients"
 
 
 def _stages(update: UpdateComparison) -> str:
@@ -158,9 +160,9 @@ def _stages(update: UpdateComparison) -> str:
     parts = []
     for stage in update.stages:
         # relative to a gradient of zero there is no percentage
-        far = f"{percent(stage.relative_difference)} apart"
+        far = f"relative difference {number(stage.relative_difference)}"
         text = (
-            f"{_STAGES[stage.stage]} {'zero in the full-batch run' if math.isinf(stage.relative_difference) else far}"
+            f"{_STAGES[stage.stage]}: {'zero in the full-batch run' if math.isinf(stage.relative_difference) else far}"
         )
         parts.append(text + (f" (norm ratio {stage.norm_ratio:.4g})" if math.isfinite(stage.norm_ratio) else ""))
     return "; ".join(parts)
@@ -210,7 +212,7 @@ def _method(report: AuditReport) -> str:
         how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"
         if math.isfinite(decisive.resolution):
-            text += f"; smallest relative difference it could have seen: {number(decisive.resolution)}"
+            text += f"; {word_resolution(decisive.resolution)}"
         return text
     return "judged by the order of the script's calls" if report.events_only else ""
 
@@ -237,7 +239,8 @@ def _timeline(moments: Sequence[Moment]) -> Iterator[tuple[str, list[Repeated]]]
 
 
 def _call(moment: Moment) -> Call:
-    return moment.kind, f"{moment.file}:{moment.line}" if moment.file and moment.line else moment.file or ""
+    file = display_path(moment.file) if moment.file else ""
+    return moment.kind, f"{file}:{moment.line}" if file and moment.line else file
 
 
 _LONGEST_REPEAT = 12  # calls of one micro-batch that are recognised as a repeating group

@@ -19,7 +19,7 @@ from gaverify.report.documents.reading import answer_of
 from gaverify.report.layout import clean
 from gaverify.report.pages import Answer, Report, page_of
 from gaverify.report.plot import plot_svg
-from gaverify.report.wording import NOT_RELATIVE, measures, number, sort_rows, worst
+from gaverify.report.wording import footnotes, measures, number, sort_rows, worst
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -146,6 +146,6 @@ def _template(name: str) -> Template:
     views = (_visible_sections, _source_lines, _parameter_rows, _parameter_charts, _rows_with_notes, plot_svg)
     for function in (_mark_code, _block_name, *views):
         environment.filters[function.__name__.lstrip("_")] = function
-    environment.globals["not_relative"] = NOT_RELATIVE
+    environment.globals["footnotes"] = footnotes
     environment.globals["limit"] = _LIMIT
     return environment.get_template(name)

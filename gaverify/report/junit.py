@@ -97,7 +97,7 @@ def _child(case: ElementTree.Element, tag: str, kind: str, message: str, text: s
 
 def _difference(row: ParameterComparison) -> str:
     size = row.relative_difference
-    return f"differs by {percent(size)}" if 0 <= size < float("inf") else row.reason or "differs"
+    return f"differs by {number(size)} (relative)" if 0 <= size < float("inf") else row.reason or "differs"
 
 
 def _numbers(row: ParameterComparison) -> list[str]:

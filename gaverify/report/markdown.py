@@ -13,11 +13,13 @@ from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, Section, Table
 from gaverify.report.layout import clean
 from gaverify.report.pages import Report, page_of
-from gaverify.report.wording import measures, sort_rows
+from gaverify.report.wording import footnotes, measures, sort_rows
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50
 """Rows of a table without `--all`: GitHub refuses a summary of more than 1 MiB."""
+_NORM = "(norm)"
+"""Marks numbers that are not relative; a star would be read as the beginning of a list or of emphasis."""
 _CODE = re.compile(r"(`[^`]+`)")
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more would be special
 
@@ -98,12 +100,14 @@ def _parameters(parameters: Parameters, show_all: bool) -> Iterator[str]:
         ("parameter", "shape", "full", "relative difference", "allowed", "outcome"), map(_cells, first_rows)
     )
     yield ""
+    for note in footnotes(first_rows, _NORM):
+        yield f"{text(note)}\n"
     if len(first_rows) < len(rows):
         yield f"{len(rows) - len(first_rows):,} more are left out; `--all` shows them."
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
-    return (text(row.name or "(unnamed)"), *measures(row, " (norm)"), row.outcome.value)
+    return (text(row.name or "(unnamed)"), *measures(row, f" {_NORM}"), row.outcome.value)
 
 
 def _rows(table: Table) -> Iterator[str]:

@@ -10,7 +10,7 @@ from gaverify.records.findings import Finding
 from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table, TextBars
 from gaverify.report.layout import Layout, Line, cells, clean, columns, join_paragraphs, pad
 from gaverify.report.pages import Report, page_of
-from gaverify.report.wording import NOT_RELATIVE, measures, number, sort_rows, value, worst
+from gaverify.report.wording import footnotes, measures, number, sort_rows, value, worst
 
 _WIDEST = 28
 """Columns of a name; a spec's path is told apart by its end, which shortening keeps."""
@@ -97,15 +97,15 @@ def _parameters(parameters: Parameters, layout: Layout, show_all: bool) -> list[
 
 
 def _parameter_table(parameters: Iterable[ParameterComparison], layout: Layout, show_all: bool) -> list[Line]:
-    """The table with its header, the folded count and the footnote; nothing where there is no parameter."""
+    """The table with its header, the folded count and the footnotes; nothing where there is no parameter."""
     rows = sort_rows(parameters)
     if not rows:
         return []
     visible_rows = rows if show_all or len(rows) <= _SMALL else _failing(rows)
     lines = _parameter_rows(visible_rows, layout, with_worst=show_all) if visible_rows else []
     lines += _lines_of_fold(rows[len(visible_rows) :], layout, "… and {} more" if visible_rows else "{}")
-    if any(row.vanishing for row in visible_rows):
-        lines += layout.wrap(NOT_RELATIVE, indent=2, style="dim")
+    for note in footnotes(visible_rows):
+        lines += layout.wrap(note, indent=2, style="dim")
     return lines
 
 
@@ -229,7 +229,7 @@ def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...], layout: Layo
 def page_line(page: Page) -> str:
     """Returns an answer in one line: outcome, name, code and place of its first cause, why.
 
-    `DIVERGENT cnn.py:factory GAV101 features.1 cnn.py:9, 8 of 10 parameters differ, by up to 85 %`
+    `DIVERGENT cnn.py:factory GAV101 features.1 cnn.py:9, 8 of 10 parameters differ, relative difference up to 8.5e-01`
     """
     outcome = ", ".join([page.headline.outcome.name, *page.headline.states])
     faults = [block.finding for block in page.findings if block.finding.severity == "fault"]

@@ -12,7 +12,7 @@ from gaverify.records.verdict import RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
-from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value
+from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import TENTH
 
 
@@ -182,7 +182,8 @@ def _divergent(verdict: Verdict, total: int) -> str:
     sizes = [row.relative_difference for row in rows if not row.vanishing]
     finite = [size for size in sizes if math.isfinite(size)]
     if finite:
-        text += f", by up to {percent(max(finite))}"
+        # In the notation of the table and of the findings, where the same number stands again.
+        text += f", relative difference up to {number(max(finite))}"
     if any(math.isnan(size) for size in sizes):
         text += "; not every gradient is finite and there on both sides"
     elif vanishing_rows or any(math.isinf(size) for size in sizes):
@@ -222,7 +223,7 @@ def _verb(phrase: str, count: int) -> str:
 
 
 def method(verdict: Verdict) -> str:
-    """Returns how the verdict was decided and the smallest fault that this way could have seen."""
+    """Returns how the verdict was decided, and above which difference a fault would have been detected."""
     verb = "compared" if verdict.outcome is Outcome.INCONCLUSIVE else "decided"
     counts = Counter(row.method for row in verdict.parameters if row.method != Method.NOT_COMPARED)
     uncompared = len(verdict.parameters) - counts.total()
@@ -250,5 +251,5 @@ def method(verdict: Verdict) -> str:
     if verdict.control_failure:
         text += f"; float64 was impossible: {verdict.control_failure}"
     if math.isfinite(verdict.resolution) and verdict.resolution > 0:
-        text += f"; smallest relative difference it could have seen: {number(verdict.resolution)}"
+        text += f"; {word_resolution(verdict.resolution)}"
     return text

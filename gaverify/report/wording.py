@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from gaverify.amounts import bytes_text
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
@@ -25,8 +25,25 @@ METHODS: Mapping[str, str] = {
 }
 
 
-NOT_RELATIVE = "* not relative: the full-batch gradient is zero, or rounding"
-"""The footnote of what `measures` marks."""
+_IN_FLOAT64 = (Method.FLOAT64_CONTROL, Method.FLOAT64_PART)
+
+
+def footnotes(rows: Sequence[ParameterComparison], mark: str = "*") -> list[str]:
+    """Returns what stands below a table of these parameters: what `mark` means, and which numbers are of float64."""
+    compared = [row for row in rows if row.method != Method.NOT_COMPARED]
+    in_float64 = sum(row.method in _IN_FLOAT64 for row in compared)
+    notes = []
+    if any(row.vanishing for row in rows):
+        notes.append(f"{mark} absolute, not relative: the full-batch gradient is zero up to rounding")
+    if in_float64:
+        which = "" if in_float64 == len(compared) else f" for {in_float64} of {len(compared)} parameters"
+        notes.append(f"‖full‖, relative difference and allowed: computed in float64{which}")
+    return notes
+
+
+def word_resolution(resolution: float) -> str:
+    """Says which difference the deciding method would not have missed."""
+    return f"a relative difference above {number(resolution)} would have been detected"
 
 
 def number(value: float) -> str:

@@ -22,7 +22,7 @@ from gaverify.rules.controls import (
 )
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import contradict_losses
-from gaverify.rules.wording import difference, module_name, quote_names, word_trial
+from gaverify.rules.wording import difference, module_name, quote_names
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 _IN_LOSS = {
@@ -59,13 +59,13 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"replace it by {run.what}: {word_trial(run)}"
+            f"replace it by {run.what} (another model; tested: its accumulated gradient agrees with its full batch's)"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
-            # freezing is offered only where it was the control, so that every offered repair has run
-            remedies.append("freeze its statistics (`.eval()` on the layer, after every `model.train()`)")
+            # stored statistics are offered only where they were the control, so that every offered repair has run
+            remedies.append("keep it in evaluation mode (`.eval()` on the layer, after every `model.train()`)")
         what = f"{module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
         remedy = "; or ".join(remedies) or "use statistics of each sample (LayerNorm, GroupNorm) or stored ones"
         yield _meeting(facts, cause, what, remedy)

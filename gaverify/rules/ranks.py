@@ -158,9 +158,12 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         measured_evidence(
             "ranks", f"buffers differ between the ranks: {join_texts([f'`{name}`' for name in names])}", buffers=names
         ),
-        word_control("ranks", "with these layers frozen in both runs the difference", difference_left, proven),
+        word_control(
+            "ranks", "with these layers in evaluation mode in both runs the difference", difference_left, proven
+        ),
         location=Location(owners[0]),
-        remedy="use GroupNorm or LayerNorm, freeze these layers (`.eval()`), or use SyncBatchNorm if K = 1",
+        remedy="use GroupNorm or LayerNorm, keep these layers in evaluation mode (`.eval()`), or use SyncBatchNorm if "
+        "K = 1",
         proven=proven,
     )
 

@@ -93,7 +93,7 @@ def _word_failures(facts: Facts) -> Iterator[str]:
 
 def _advice(facts: Facts) -> str:
     """Where to look, by what is known."""
-    halves = "bisect: run with half of the layers frozen or bypassed"
+    halves = "bisect: run with half of the layers in evaluation mode or bypassed"
     if facts.failures:
         return f"enable what could not run (a smaller batch, kernels with float64), or {halves}"
     if facts.forward.agree:

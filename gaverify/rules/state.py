@@ -206,7 +206,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
             "values in both runs",
             measured_evidence(
                 "random-draws",
-                f"{count_text(draws.dealt, 'draw')} split over the micro-batches",
+                _word_split_draws(facts),
                 draws=draws.count,
                 dealt=draws.dealt,
             ),
@@ -219,6 +219,14 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     # with K = 1 the one micro-batch draws what the full batch draws
     if shared and facts.window.steps > 1:
         yield _finding_of_shared_draws(facts, shared)
+
+
+def _word_split_draws(facts: Facts) -> str:
+    draws = facts.draws
+    text = f"{count_text(draws.count, 'draw')} of the full batch"
+    if facts.loop is not None:  # an audit does not count how often each was reused
+        return f"{text}, of which each micro-batch reused the rows of its own samples"
+    return f"{text}; the micro-batches reused rows of them {times(draws.dealt)}, each those of its own samples"
 
 
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:

@@ -156,10 +156,16 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     """What all micro-batches give at the same weights."""
     text = f"with every step undone a difference of {undone.residual:.1e} remains"
     if undone.residual < loop.tolerance:
-        one = abs(undone.factor - 1) < loop.tolerance
-        residual_left = max(undone.residual, undone.factor_residual if one else 0.0)
-        text = f"with every step undone, {passes(len(undone.weights))} at the same weights give the full-batch gradient"
-        text += f" to {residual_left:.0e}{'' if one else f', times {undone.factor:.4g}'}: proven"
+        summed = f"with every step undone, {passes(len(undone.weights))} at the same weights sum to"
+        is_one = abs(undone.factor - 1) < loop.tolerance
+        times_full = "the full batch's gradient" if is_one else f"{undone.factor:.4g} times the full batch's gradient"
+        left = max(undone.residual, undone.factor_residual)
+        text = f"{summed} {times_full}, up to a relative difference of {left:.0e}: proven"
+        # Micro-batches of wrong shares have no one factor: then only the right weights give the full batch's gradient.
+        if undone.factor_residual >= loop.tolerance:
+            text = (
+                f"{summed} the full batch's gradient if each has the right weight, up to {undone.residual:.0e}: proven"
+            )
     return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 
 

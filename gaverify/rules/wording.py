@@ -63,13 +63,14 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
         text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
         if in_model:
             text += ": samples interact through choices (sorting, a threshold, a branch), which have no gradient"
-        return (Evidence("coupling", "coupling", text, values),)
+        return (Evidence("coupling", "samples", text, values),)
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
-        f"{where}the output for sample {probe.sample} depends on {probe.others} of {probe.batch - 1} other samples "
-        f"(gradients up to {probe.strength:.1e} times the one to its own input)"
+        f"{where}the model's output for sample {probe.sample} depends on {probe.others} of {probe.batch - 1} other "
+        f"samples: its gradient with respect to one of them is up to {probe.strength:.1e} times that with respect to "
+        "its own input"
     )
-    return (Evidence("coupling", "coupling", text, values),)
+    return (Evidence("coupling", "samples", text, values),)
 
 
 def harm(facts: Facts) -> tuple[Evidence, ...]:

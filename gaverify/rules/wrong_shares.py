@@ -354,14 +354,14 @@ def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     window = facts.window
     if named := window.name_shares(fit.weights):
         amounts = window.sizes if named == "samples" else window.valid_targets
-        remedy = "weight each micro-batch by its share of all valid targets (--weighting tokens)"
-        if named == "samples":
-            remedy = "weight each micro-batch by n_k/N (--weighting samples)"
+        share, option = ("the samples", "samples") if named == "samples" else ("all valid targets", "tokens")
+        remedy = f"in your loop, weight each micro-batch's loss by n_k/N, its share of {share}"
+        remedy += f" (gaverify: --weighting {option})"
         return f"{_MEANINGS[named]}: {share_texts(amounts)}", remedy
     if are_ones(fit.weights, fit.residual):
         return (
             "; each loss is a sum over its samples, divided by the same number in every micro-batch",
-            "add the losses up as they are, without 1/K or n_k/N (--weighting none)",
+            "in your loop, add the losses up as they are, without 1/K or n_k/N (gaverify: --weighting none)",
         )
     return "", _SHARE_OF_MEAN
 

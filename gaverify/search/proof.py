@@ -172,7 +172,7 @@ def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, 
     several = "both" if len(modules) == 2 else f"all {len(modules)}"
     names = f"`{path}`" if len(modules) == 1 else f"{several} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
-    run = bench.run(f"{names} frozen", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.FROZEN)
+    run = bench.run(f"{names} in evaluation mode", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.FROZEN)
     return replace(run, modules=active), probe
 
 

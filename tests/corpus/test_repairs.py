@@ -50,7 +50,7 @@ def test_group_norm_is_offered_for_layers_that_only_normalise(kind: type[nn.Batc
     remedies = " ".join(finding.remedy for finding in verdict.findings)
     assert fault_codes(verdict) == {"GAV101"}, story(verdict)
     assert ("GroupNorm" in remedies) is only, remedies
-    assert "freeze its statistics" in remedies or kind is Rewritten, remedies
+    assert "keep it in evaluation mode" in remedies or kind is Rewritten, remedies
 
 
 def test_a_layer_with_hooks_does_what_they_do() -> None:
@@ -246,7 +246,7 @@ def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_tho
     verdict = gaverify.verify(Towers(), lambda model, batch: compared(model(*batch)), batch)
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert (first.code, last.code) == ("GAV101", "GAV103") and first.proven and last.proven, story(verdict)
-    assert first.remedy.startswith("fix 1 of 2, in this order: freeze its statistics")
+    assert first.remedy.startswith("fix 1 of 2, in this order: keep it in evaluation mode")
     assert last.remedy.startswith("fix 2 of 2, in this order: ") and "tested together with the fixes" in last.remedy
 
 

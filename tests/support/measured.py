@@ -131,8 +131,8 @@ def evidence(finding: Finding, label: str) -> str:
 
 NORM = Operation("native_batch_norm", "1", "BatchNorm1d")
 LINE = Operation("mm", None, "", file="train.py", line=12, source="logits = a @ b.T")
-HELPED = ControlRun("`1` frozen", 1e-16, True, kind=ControlKind.FROZEN)
-HALVED = ControlRun("`1` frozen", 0.1, False, kind=ControlKind.FROZEN)
+HELPED = ControlRun("`1` in evaluation mode", 1e-16, True, kind=ControlKind.FROZEN)
+HALVED = ControlRun("`1` in evaluation mode", 0.1, False, kind=ControlKind.FROZEN)
 
 
 def cause(

@@ -71,10 +71,13 @@ def batchnorm() -> Finding:
                 {"relative": 0.88, "operation": "native_batch_norm", "shape": (8, 32), "limit": math.inf},
             ),
             Evidence(
-                "freeze", "control", "with `1` frozen in both runs the difference is 8e-08: proven", {"after": 8e-8}
+                "freeze",
+                "control",
+                "with `1` in evaluation mode in both runs the difference is 8e-08: proven",
+                {"after": 8e-8},
             ),
         ),
-        "GroupNorm(4, 32) in its place: tested, equivalent; or freeze its statistics",
+        "replace it by GroupNorm(4, 32) (another model); or keep it in evaluation mode",
         proven=True,
     )
 

@@ -615,6 +615,12 @@ class TestWeights:
         early = record("BSZ BBBBSZ", "BSZ BSZ", steps_undone=fit(4.0, right=(0.25,) * 4))
         found = findings_for(early)
         assert set(faults(found)) == {"GAV601", "GAV201"} and all(finding.proven for finding in found)
+        assert "sum to 4 times the full batch's gradient, up to a relative difference of 1e-07: proven" in str(found)
+
+    def test_steps_undone_of_unequal_shares_have_no_factor(self) -> None:
+        unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
+        told = str(findings_for(record("BSZ BBBBSZ", "BSZ BSZ", steps_undone=unequal)))
+        assert "sum to the full batch's gradient if each has the right weight, up to 1e-07: proven" in told
 
     @pytest.mark.parametrize(("numbers", "codes"), [((2, 3), []), ((2, 4), ["GAV601", "GAV201"])])
     def test_steps_undone_join_only_windows_that_were_meant_to_be_one(

@@ -353,7 +353,7 @@ def test_a_cause_in_a_loop_is_proven_by_its_control_alone(left: float) -> None:
     control = ControlRun("`1` in evaluation mode", left, left < 1e-6, kind=ControlKind.FROZEN)
     facts = facts_of_loop(Record((), Ledger((), ()), controls=ControlResults(coupling=(Cause(suspect, control),))))
     (found,) = batch_statistics.judge(facts)
-    assert (found.code, found.proven, "freeze its statistics" in found.remedy) == ("GAV101", left < 1e-6, True)
+    assert (found.code, found.proven, "keep it in evaluation mode" in found.remedy) == ("GAV101", left < 1e-6, True)
     assert not [*cross_sample_operation.judge(facts), *batch_coupled_loss.judge(facts)]
 
 

@@ -137,6 +137,16 @@ def test_a_sentence_and_exit_2(file: str, factory: str, said: str, capsys: pytes
     assert said in err and "\x1b" not in err and "Traceback" not in err and "bug in gaverify" not in err
 
 
+def test_a_number_of_micro_batches_is_named_as_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "mlp", "--steps", "99"]) == main(["run", "mlp", "--steps=99"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    said = "--steps 99: 99 micro-batches cannot be cut from a batch of 8 samples; lower steps to 8 or less"
+    assert said in first == second
+    (tmp_path / "spec.toml").write_text('model = "mlp"\nsteps = 99\n')
+    assert main(["run", str(tmp_path / "spec.toml")]) == 2
+    assert "steps = 99 micro-batches cannot be cut" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["99999999999999", "999999999999999999", "9" * 30])
 @pytest.mark.parametrize("model", ["mlp", "{file}:huge"])
 def test_sizes_beyond_any_memory(file: str, model: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:

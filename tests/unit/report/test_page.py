@@ -171,6 +171,12 @@ def test_equal_updates_are_one_entry_of_the_timeline() -> None:
     assert "updates 1 to 3 backward a.py:3 step a.py:3 update 4 step" in text
 
 
+def test_places_below_the_current_folder_are_relative_in_the_timeline() -> None:
+    moments = Moment("step", 1, str(Path("scripts", "a.py").absolute()), 3), Moment("backward", 2, "/elsewhere/b.py", 4)
+    text = Reader(page(replace(samples.audited(), calls=RecordedCalls(timeline=moments)))).text
+    assert "step scripts/a.py:3" in text and "backward /elsewhere/b.py:4" in text
+
+
 def test_a_chart_whose_bars_are_all_red_is_left_out() -> None:
     red = [samples.row(f"{at}.weight", Outcome.DIVERGENT) for at in range(3)]
     assert not parameters_chart(red)

@@ -33,5 +33,6 @@ def test_print_shows_the_outcome_and_every_finding(sample) -> None:
 
 def test_the_prompt_shows_one_line() -> None:
     line = repr(samples.divergent())
-    assert line == "<Verdict DIVERGENT mlp-batchnorm GAV101 1 train.py:12, 3 of 6 parameters differ, by up to 88 %>"
+    why = "3 of 6 parameters differ, relative difference up to 8.8e-01"
+    assert line == f"<Verdict DIVERGENT mlp-batchnorm GAV101 1 train.py:12, {why}>"
     assert repr(samples.audited()).startswith("<AuditReport DIVERGENT train.py GAV101 1 train.py:12, update 2: ")

@@ -44,10 +44,11 @@ def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
     finding = only(divergent(causes=(norm(remedies=(group, failed)),)))
     assert finding.summary == "`1` (BatchNorm1d) normalises with the statistics of the micro-batch"
     assert finding.location == Location("1", "BatchNorm1d")
-    assert finding.remedy.startswith("replace it by GroupNorm(2, 8): tested, equivalent; or freeze its statistics")
+    assert finding.remedy.startswith("replace it by GroupNorm(2, 8) (another model; tested: its accumulated gradient")
+    assert "; or keep it in evaluation mode (`.eval()`" in finding.remedy
     assert "LayerNorm" not in finding.remedy
     assert finding.proven
-    assert evidence(finding, "control") == "with `1` frozen in both runs the difference is 1e-16: proven"
+    assert evidence(finding, "control") == "with `1` in evaluation mode in both runs the difference is 1e-16: proven"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,11 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
 
 def test_a_coupling_of_a_part_says_among_which_samples() -> None:
     facts = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, 4))
-    said = evidence(only(facts), "coupling")
+    said = evidence(only(facts), "samples")
     assert facts.batch_size > 4
-    assert said.startswith("among the first 4 samples, the output for sample 1 depends on 3 of 3"), said
+    assert said.startswith("among the first 4 samples, the model's output for sample 1 depends on 3 of 3"), said
     whole = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, facts.batch_size))
-    assert evidence(only(whole), "coupling").startswith("the output for sample 1 depends on 3 of ")
+    assert evidence(only(whole), "samples").startswith("the model's output for sample 1 depends on 3 of ")
 
 
 def test_the_reduction_is_the_culprit_of_what_reads_it() -> None:
