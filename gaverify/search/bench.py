@@ -53,6 +53,8 @@ class Bench:
     """Measured rounding, as a share of the gradient, below float32; 0 elsewhere."""
     live: Bench | None = None
     """The bench with the draws as they are, where this one holds them constant."""
+    in_part: bool = False
+    """Whether the batch is the first samples of a larger one, on all of which causes and their repairs run again."""
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gaverify.records.accumulation import AccumulationWindow
-from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_shares, is_constant
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, WeightFit, are_shares, is_constant
 from gaverify.records.facts import Facts, State
 from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench
@@ -70,7 +70,10 @@ def _largest_rest(bench: Bench) -> float:
 
 
 def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
-    """How to confirm the one cause that explains everything in the first samples; None without exactly one."""
+    """How to confirm what explains everything in the first samples: one cause, or several classes of layers.
+
+    None where there is nothing of that kind.
+    """
     twice = part_facts.repeatability
     still = twice is not None and max(twice.forward, twice.backward) < AGREE_FLOAT64
     if (
@@ -79,9 +82,11 @@ def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
         or part_facts.backward.kept is not None
     ):
         return None
-    controls: list[tuple[ControlRun | None, _Confirm]] = [
-        (cause.control, _confirm_cause) for cause in part_facts.forward.causes
-    ]
+    causes = part_facts.forward.causes
+    controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _confirm_causes) for cause in causes]
+    if len(causes) > 1 and all(run is not None and run.kind is ControlKind.FROZEN for run, _ in controls):
+        # The last one's control ran with the others frozen, and left nothing. So it does again.
+        controls = controls[-1:]
     if part_facts.window.has_wrong_weights:
         controls.append((part_facts.window.remedy, _confirm_weights))
     if part_facts.state is not None and part_facts.state.blamed:
@@ -223,18 +228,38 @@ def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     return backward.ask(bench, replace(facts, forward=replace(part_facts.forward, loss_gap=gap, shares=used)))
 
 
+def _confirm_causes(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+    """Confirms the last cause with the layers of those before it frozen, as it was found."""
+    *earlier, last = part_facts.forward.causes
+    last_facts = replace(part_facts, forward=replace(part_facts.forward, causes=(last,)))
+    facts = _confirm_cause(proof.freeze_causes(bench, earlier), facts, last_facts)
+    if not (earlier and facts.cleared):
+        return facts
+    # what each makes alone was measured in the first samples, whose controls the earlier ones keep
+    (confirmed,) = facts.forward.causes
+    causes = [_mark_as_part(cause, part_facts) for cause in earlier]
+    causes.append(replace(confirmed, alone=last.alone, explained=last.explained))
+    return replace(facts, forward=replace(facts.forward, causes=tuple(causes)))
+
+
+def _mark_as_part(cause: Cause, part_facts: Facts) -> Cause:
+    """The cause with a control that says on which samples it ran."""
+    assert cause.control is not None
+    what = f"{cause.control.what} on the first {part_facts.batch_size} samples"
+    # how many samples of the whole batch differ is not known
+    suspect = replace(cause.suspect, samples=0)
+    return replace(cause, suspect=suspect, control=replace(cause.control, what=what))
+
+
 def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Runs the control that helped, and the repairs, which must have the same results as on the first samples."""
     (before,) = part_facts.forward.causes
     # Where GroupNorm replaces the layers, the repair shows what the control would: without these layers nothing is
     # left. It is run instead of the control.
-    by_others = [run.kind for run in before.remedies] == [ControlKind.REPLACED]
-    replaced = proof.rerun_replacement(bench, before) if by_others else None
-    if replaced is not None and replaced.control and replaced.remedies[0].left <= _largest_rest(bench):
-        control_of_part = replace(
-            replaced.control, what=f"{replaced.control.what} on the first {part_facts.batch_size} samples"
-        )
-        forward = replace(part_facts.forward, causes=(replace(replaced, control=control_of_part),))
+    is_frozen = before.control is not None and before.control.kind is ControlKind.FROZEN
+    replaced = proof.rerun_replacement(bench, before) if is_frozen else None
+    if replaced is not None and replaced.remedies[0].left <= _largest_rest(bench):
+        forward = replace(part_facts.forward, causes=(_mark_as_part(replaced, part_facts),))
         return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
     cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None

@@ -94,13 +94,12 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
         yield Bench(experiment, reference=reference, total=total)
 
 
-def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
+def search_causes(bench: Bench, facts: Facts) -> Facts:
     """Returns the facts with what the questions found; a question that could not be asked is noted.
 
     Args:
         bench: Where controls run.
         facts: What the passes showed.
-        in_part: Whether the bench's batch is the first samples of a larger one.
     """
     facts = replace(facts, left=facts.compared.total)
     try:
@@ -115,7 +114,7 @@ def search_causes(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts
             difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
-        facts = second_batch.ask(bench, facts, in_part=in_part)
+        facts = second_batch.ask(bench, facts)
         facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
     except TimeUp:
         facts = replace(facts, stopped_after=bench.experiment.limit.seconds)
@@ -143,8 +142,9 @@ def _is_explained_by_frozen_layers(bench: Bench, facts: Facts) -> bool:
     is_state_to_blame = facts.state is not None and (facts.state.control is not None or bool(facts.state.blamed))
     if not facts.cleared or facts.window.has_wrong_weights or is_state_to_blame:
         return False
+    # The last of several was frozen beside those before it, and their controls were not to leave nothing.
     controls = [cause.control for cause in facts.forward.causes]
-    if not all(run is not None and run.kind is ControlKind.FROZEN and run.rounding for run in controls):
+    if not all(run is not None and run.kind is ControlKind.FROZEN for run in controls):
         return False
     modules = dict(bench.experiment.named_modules())
     kinds = {type(modules[name]) for run in controls if run is not None for name in run.modules}
@@ -239,6 +239,6 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
     facts = replace(facts, diagnosed=True)
     try:
         with limit.searching(), open_control_runs(measurement, decision, facts.compared.total) as bench:
-            return search_causes(bench, facts, in_part=in_part)
+            return search_causes(replace(bench, in_part=in_part), facts)
     except TimeUp:
         return replace(facts, stopped_after=limit.seconds)

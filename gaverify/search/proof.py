@@ -115,6 +115,13 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
 
 
+def freeze_causes(bench: Bench, causes: Sequence[Cause]) -> Bench:
+    """The bench with the layers of some causes in evaluation mode."""
+    paths = [cause.suspect.operation.module for cause in causes]
+    layers = [layer for path in paths if path is not None for layer in _find_layers_of_class(bench, path)]
+    return bench.without(EvaluationMode(layers)) if layers else bench
+
+
 def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
     """Runs the repair that replaces a cause by other layers, on another bench; None where it leaves a difference.
 
@@ -202,7 +209,8 @@ def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> It
         if in_the_window is None:
             return
         yield in_the_window
-    if not suspect.statistics or path is None:
+    # a replacement for frozen layers runs once, on all of the batch
+    if not suspect.statistics or path is None or (bench.in_part and isinstance(probe, EvaluationMode)):
         return
     layers = [m for m in _find_layers_of_class(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not layers or not all(map(only_normalises, layers)):

@@ -33,23 +33,18 @@ _FIXED = ("uniform", "samples", "none")  # weightings that are the same for ever
 _TRIED = 3  # batches on which weights without a meaning have to be right
 
 
-def ask(bench: Bench, facts: Facts, *, in_part: bool = False) -> Facts:
+def ask(bench: Bench, facts: Facts) -> Facts:
     """Marks the repairs that leave something on a second batch; where none can be made, they stay as they are.
 
     With several causes nothing is marked: no single repair would leave nothing.
-
-    Args:
-        bench: Where to run.
-        facts: What the search showed.
-        in_part: Whether the bench's batch is the first samples of a larger one. What is found there is confirmed on
-            all of that (`confirming`), whose other samples are a second batch: only numbers that have no meaning of
-            their own are tried on batches that are drawn anew.
     """
     weight_facts, causes, state_facts = facts.window, facts.forward.causes, facts.state
     cause_count = len(causes) + weight_facts.has_wrong_weights + (state_facts is not None and bool(state_facts.blamed))
     if not facts.cleared or facts.draws.control is not None or cause_count != 1:
         return facts
-    if in_part and (weight_facts.remedy is None or _has_meaning(weight_facts)):
+    # The other samples of a larger batch are a second batch (`confirming`): only numbers without a meaning of their own
+    # are tried on batches that are drawn anew.
+    if bench.in_part and (weight_facts.remedy is None or _has_meaning(weight_facts)):
         return facts
     if weight_facts.remedy is not None:
         return _mark_weights(bench, facts)
