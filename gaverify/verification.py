@@ -40,7 +40,7 @@ from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
 from gaverify.search.confirming import confirm_in_working_precision, confirm_on_batch
 from gaverify.search.first_samples import FirstSamplesAnswer, examine_first_samples
-from gaverify.search.investigation import collect_facts, open_control_runs, search_causes, watch_state
+from gaverify.search.investigation import collect_facts, open_control_runs, search_causes, watch_passes
 from gaverify.sources import with_excerpts
 from gaverify.verdict.decision import Decision, decide, decide_by_tolerance, decide_open, needs_gradients
 from gaverify.verdict.measurement import Measurement, measure_strategies
@@ -236,7 +236,7 @@ def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Mea
         decision = first_samples.decision or decision
     # What is still open is decided by float64 on all of the batch; a search for the cause watches its micro-batches.
     if decision.needs_float64:
-        make_watch = watch_state if settings.diagnose else None
+        make_watch = watch_passes if settings.diagnose else None
         decision = decide_open(measurement, decision, exact=settings.exact, make_watch=make_watch)
     if not settings.trace:
         measurement.free_gradients()
@@ -272,7 +272,7 @@ def _find_causes(
                 if confirmed is not None:
                     return decision, confirmed
                 # It is not the whole batch's, so that what they decided counts no more: float64 on all of it decides.
-                decision = decide_open(measurement, first_samples.open_decision, make_watch=watch_state)
+                decision = decide_open(measurement, first_samples.open_decision, make_watch=watch_passes)
                 facts = collect_facts(measurement, decision)
                 if not facts.compared.divergent:
                     return decision, facts

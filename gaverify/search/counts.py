@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +37,11 @@ from gaverify.records.experiment import ControlKind, ControlRun, Count, Function
 from gaverify.records.facts import Facts
 from gaverify.search.bench import Bench
 from gaverify.search.trace.operations import intercept_calls
+from gaverify.search.trace.state import StateWatch
 from gaverify.search.trace.traces import locate_operation
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, without_torch_function
+from gaverify.tracebacks import hands_over
 
 _DIVISIONS = ("div", "div_", "true_divide", "divide")
 _PRODUCTS = ("mul", "mul_", "multiply")
@@ -237,6 +239,9 @@ def _find_undivided_terms(
 
 def _listen_to_window(bench: Bench) -> list[_Listener]:
     """Listens to the forward of the full batch, then to those of the micro-batches."""
+    watch = bench.reference.watch if bench.reference is not None and not bench.experiment.probes else None
+    if isinstance(watch, SearchWatch) and len(watch.forwards) == bench.experiment.steps + 1:
+        return [watch.forwards[k] for k in (None, *range(bench.experiment.steps))]
     dealing = bench.experiment.deal()
     return [_listen_to_forward(bench.experiment, k, dealing) for k in (None, *range(bench.experiment.steps))]
 
@@ -262,6 +267,7 @@ class _Listener(PassProbe):
         self._inputs: dict[int, tuple[torch.Tensor, set[FunctionKey]]] = {}
         self._applied: set[FunctionKey] = set()
         self._returns_loss = False
+        self._has_ended = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
         self.beside_constants: dict[FunctionKey, float] = {}
         self.terms: dict[FunctionKey, float] = {}
@@ -280,6 +286,7 @@ class _Listener(PassProbe):
             key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
             if key is not None:
                 self.terms[key] = float(value)
+        self._has_ended = True
         self._numbers.clear()  # its keys keep the whole graph of the forward in memory
         # A model that returns its loss contains the loss's own means. Only divisors whose results go through a layer
         # with parameters scale activations there; of any other model, all divisors inside do.
@@ -303,6 +310,8 @@ class _Listener(PassProbe):
 
     def _handle_call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
+        if self._has_ended:  # a backward that calls functions, or computes parts of the forward again
+            return result
         self._follow_inputs((args, kwargs), result)
         # inside a transform of torch.func one tensor stands for many, whose numbers cannot be read
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
@@ -334,6 +343,33 @@ class _Listener(PassProbe):
         self._in_model += [(tensor.grad_fn, key) for key in keys]
         if tensor.grad_fn is None:
             self._inputs[id(tensor)] = tensor, keys
+
+
+class SearchWatch(StateWatch):
+    """Watches the state of the micro-batches, and listens to the counts of all forwards, while both strategies run."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        self._model = experiment.problem.model
+        self._listener = _Listener(self._model)
+        self.forwards: dict[int | None, _Listener] = {}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Looks on at one pass; the state of the full batch's is of no interest."""
+        self._listener = _Listener(self._model)
+        with nullcontext() if k is None else super().around(k), self._listener.around(k):
+            yield
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Ends the listening, and runs the backward."""
+        self._listener.note_terms(loss)
+        self.forwards[k] = self._listener
+        if k is None:
+            PassProbe.backward(self, k, loss, weight)
+        else:
+            super().backward(k, loss, weight)
 
 
 class _Rescaled(PassProbe):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from gaverify.passes.experiment import Experiment
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.facts import Facts
-from gaverify.search.investigation import investigate, watch_state
+from gaverify.search.investigation import investigate, watch_passes
 from gaverify.thresholds import FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
@@ -57,7 +57,7 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
         if part is None:
             return FirstSamplesAnswer(decision)
         part.progress(f"a part of the batch: {part.batch_size} samples")
-        part_answer = _judge_first_samples(part, measurement, decision, watch_state if searches else None)
+        part_answer = _judge_first_samples(part, measurement, decision, watch_passes if searches else None)
         rows = _decide_by_first_samples(measurement, decision, *part_answer)
         if searches:
             facts = investigate(*part_answer, diagnose=True, in_part=True)

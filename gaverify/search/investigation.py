@@ -66,11 +66,9 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
 """In this order: what is cheap to ask, and what the later questions have to know, comes first."""
 
 
-def watch_state(experiment: Experiment) -> PassProbe:
-    """Makes what watches the state through the micro-batches of an experiment."""
-    from gaverify.search.trace.state import StateWatch  # an equivalent verdict does not wait for this import
-
-    return StateWatch(experiment)
+def watch_passes(experiment: Experiment) -> PassProbe:
+    """Makes what looks on at the passes that decide, for the first questions of a search."""
+    return counts.SearchWatch(experiment)
 
 
 @contextmanager
@@ -90,7 +88,11 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
             if control.watched is not None:
                 shares = control.watched.sums.shares(reference.gradient, control.accumulated.weights)
                 losses = control.accumulated.micro_losses
-                reference = replace(reference, watch=control.watched.probe, shares=shares, losses=losses)
+                watch = control.watched.probe
+                # The questions look at every micro-batch from the restored state, and these ran one after the other.
+                if isinstance(watch, counts.SearchWatch) and state.read_changes(watch.changes()):
+                    watch.forwards.clear()
+                reference = replace(reference, watch=watch, shares=shares, losses=losses)
         yield Bench(experiment, reference=reference, total=total)
 
 

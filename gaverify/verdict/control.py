@@ -29,7 +29,7 @@ MakeWatch = Callable[[Experiment], PassProbe]
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of the micro-batches of the float64 runs, so that a diagnosis need not run them again."""
+    """What was seen of the float64 runs, so that a diagnosis need not run them again."""
 
     probe: PassProbe
     """What looked on."""
@@ -48,7 +48,7 @@ class Float64Run:
     accumulated: PassResult
     """The micro-batches' pass, without its gradients."""
     watched: Watched | None = None
-    """What looked on at the micro-batches; None: nothing did, or they ran only without it."""
+    """What looked on at the passes; None: nothing did, or they ran only without it."""
 
     def check_losses(self, full: PassResult, accumulated: PassResult) -> None:
         """Refuses a control whose losses are no numbers, although those in working precision are.
@@ -71,33 +71,32 @@ def run_in_float64(experiment: Experiment, make_watch: MakeWatch | None = None) 
 
     Args:
         experiment: What to run.
-        make_watch: Makes what looks on at the micro-batches; where these do not run with it, they run without it.
+        make_watch: Makes what looks on at both; where they do not run with it, they run without it.
 
     Raises:
         Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
     """
     with experiment.in_float64() as exact:
         exact.progress("float64 control: the full batch")
-        full = exact.full_batch()
-        accumulated, watched = _run_watched(exact, full, make_watch)
+        full, accumulated, watched = _run_watched(exact, make_watch)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients, exact.ranks)}
         # The full batch keeps its gradients: the noise floor and the repairs are compared with them.
         accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
     return Float64Run(rows, full, accumulated, watched)
 
 
-def _run_watched(
-    exact: Experiment, full: PassResult, make_watch: MakeWatch | None
-) -> tuple[PassResult, Watched | None]:
-    """The accumulated pass in float64, watched where that is possible."""
+def _run_watched(exact: Experiment, make_watch: MakeWatch | None) -> tuple[PassResult, PassResult, Watched | None]:
+    """Both passes in float64, watched where that is possible."""
     if make_watch is not None:
         try:
             watched = Watched(make_watch(exact), Sums(exact))
-            return exact.micro_batches(full, watched.probe, after_backward=watched.sums.note), watched
+            full = exact.full_batch(watched.probe)
+            return full, exact.micro_batches(full, watched.probe, after_backward=watched.sums.note), watched
         except Exception as error:
             if is_own_fault(error):
                 raise
-    return exact.micro_batches(full), None
+    full = exact.full_batch()
+    return full, exact.micro_batches(full), None
 
 
 def float64_floor(experiment: Experiment, float64_run: Float64Run) -> dict[str, float]:

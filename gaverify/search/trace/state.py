@@ -6,7 +6,7 @@ Values are compared because the kernel of BatchNorm changes running statistics w
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -44,6 +44,8 @@ _MOST = 1_000  # entries of one container that are looked at
 _ALL = 10_000  # values that are looked at in all
 _BYTES = 1 << 20  # of an array that are hashed
 _DEPTH = 6
+_NUMBERS = (int, float, bool, str, type(None))
+_PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 
 
 def take_digest(value: Any) -> Any:
@@ -51,6 +53,8 @@ def take_digest(value: Any) -> Any:
 
     None for modules, functions, classes and random generators, whose state is compared elsewhere or is no state.
     """
+    if type(value) in _NUMBERS:  # most attributes of modules
+        return value
     try:
         return _Summary().of(value, 0)
     except Exception:  # an object of the user's that raises when it is read must not hide the other values
@@ -74,6 +78,8 @@ class _Summary:
         # A parameter above and a module here are named and compared on their own.
         if isinstance(value, nn.Module | FunctionType | MethodType | type):
             return None
+        if type(value) in _PLAIN_CONTAINERS:  # before the questions below, which are slow
+            return self._container(value, depth)
         if isinstance(value, RewindableIterator):
             return value.position
         ndarray, generators = numpy_types()
@@ -192,6 +198,7 @@ class StateWatch(PassProbe):
         self._kinds = {path: type(module).__name__ for path, module in modules.items()}
         self._changed: dict[str, str] = {}
         self._trained = list(experiment.parameters.values())
+        self._last: tuple[int, dict[str, Any]] | None = None  # the last micro-batch, and the state that it left
         self.clears_gradients = False
         self.clearing: Operation | None = None  # what changed a gradient first, with its line
         self._reads: set[str] = set()
@@ -201,7 +208,9 @@ class StateWatch(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Compares the state before and after one forward and its backward."""
-        before = self._take_digests()
+        # Between two micro-batches nothing runs that could change the state.
+        follows = k is not None and self._last is not None and k == self._last[0] + 1
+        before = self._last[1] if follows and self._last is not None else self._take_digests()
         # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
         names = {
             address(value): name
@@ -217,6 +226,7 @@ class StateWatch(PassProbe):
         ):
             yield
         after = self._take_digests()
+        self._last = (k, after) if k is not None else None
         for name, value in after.items():
             if before.get(name) != value:
                 self._changed[name] = self._named[name][0] if name in self._named else "parameter"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from gaverify.passes.calls import OperationMode, operation_name
 from gaverify.passes.isolation import written_arguments, written_tensors
 from gaverify.search.trace.traces import Frame
-from gaverify.torch_internals import tree_leaves, tree_map_only, without_torch_function
+from gaverify.torch_internals import tree_map_only, without_torch_function
 from gaverify.tracebacks import calling_frame
 
 
@@ -39,8 +39,8 @@ def watch_writes(
             if name is not None:
                 notice(name, operation_name(func), calling_frame())
         # reading every argument of every operation is slow, and worth it only where some state is no parameter
-        for tensor in tree_leaves((args, kwargs)) if kept else ():
-            name = kept.get(address(tensor)) if isinstance(tensor, torch.Tensor) else None
+        for tensor in _tensors_of(args, kwargs) if kept else ():
+            name = kept.get(address(tensor))
             if name is not None and not any(tensor is target for target in written):
                 read(name)
         return func(*args, **kwargs)
@@ -74,6 +74,14 @@ def divert_writes(addresses: Set[int]) -> OperationMode:
         return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), (tensor,))[0], result)
 
     return OperationMode(handle)
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation at the dispatcher, which has lists of them and nothing deeper."""
+    for value in (*args, *kwargs.values()):
+        for entry in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(entry, torch.Tensor):
+                yield entry
 
 
 def address(tensor: Any) -> int:

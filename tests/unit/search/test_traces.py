@@ -333,14 +333,14 @@ def test_a_diagnosis_that_hears_finds_what_one_of_its_own_finds(
 ) -> None:
     heard = gaverify.verify(build(), steps=4, **options)
     with_it = len(runs)
-    monkeypatch.setattr("gaverify.verification.watch_state", None)
+    monkeypatch.setattr("gaverify.verification.watch_passes", None)
     alone = gaverify.verify(build(), steps=4, **options)
     assert told(heard) == told(alone)
     assert with_it == len(runs) - with_it - 1, "the micro-batches were run once less"
 
 
 def test_an_equivalent_verdict_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verification.watch_state", lambda _: pytest.fail("listened"))
+    monkeypatch.setattr("gaverify.verification.watch_passes", lambda _: pytest.fail("listened"))
     gaverify.verify(problems_weights.mean_loss(), steps=4, exact=True)
     with pytest.raises(pytest.fail.Exception, match="listened"):
         gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
@@ -354,7 +354,7 @@ class _Refusing(PassProbe):
 def test_a_control_that_cannot_be_listened_to_runs_without(runs: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gaverify.verdict.control.is_own_fault", lambda _: False)
     monkeypatch.setattr("gaverify.passes.user_code.is_own_fault", lambda _: False)
-    monkeypatch.setattr("gaverify.verification.watch_state", lambda _: _Refusing())
+    monkeypatch.setattr("gaverify.verification.watch_passes", lambda _: _Refusing())
     verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
     assert fault_codes(verdict) == {"GAV201"} and verdict.method is Method.FLOAT64_CONTROL
     assert len(runs) == 1
