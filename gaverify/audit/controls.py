@@ -168,7 +168,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
     """
     update, right = record.divergent, multipliers_of(record)
     shares = trial.factors_of_passes(record, right)
-    has_control = record.controls.overwritten is not None or record.controls.weighed is not None
+    has_control = record.controls.overwritten is not None or record.controls.weighted_run is not None
     # Ranks have a control of their own, which multiplies the losses of each rank: `control_ranks`.
     if update is None or not shares or has_control or record.ranks > 1:
         return record
@@ -178,7 +178,7 @@ def control_weights(trial: Trial, record: Record) -> Record:
     loss_line = next((backward.origin.made for backward in reversed(passes) if backward.origin.made), None)
     results = replace(
         record.controls,
-        weighed=compare_weighed_run(trial.full, control_run, record),
+        weighted_run=compare_weighed_run(trial.full, control_run, record),
         loss_line=(loss_line[0], loss_line[1]) if loss_line else None,
     )
     return replace(record, controls=results)
@@ -347,7 +347,7 @@ def control_ranks(trial: Trial, record: Record) -> Record:
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients()))
     elif ranks.at_fault and ranks.replicas.buffers:
         ranks = replace(
-            ranks, frozen_control=difference_left(UseEvaluationMode(ranks.replicas.buffers), also_full=True)
+            ranks, evaluation_mode_control=difference_left(UseEvaluationMode(ranks.replicas.buffers), also_full=True)
         )
     elif ranks.at_fault and ranks.gathers and not ranks.shares_to_try:
         ranks = replace(ranks, gather_control=difference_left(DifferentiateGathers()))

@@ -335,8 +335,8 @@ def find_coupling(trial: Trial, record: Record) -> Record:
     if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
     bench = CouplingBench(trial, record, update)
-    coupling = tuple(_causes(bench))  # finds `bench.weighed` as well
-    return replace(record, controls=replace(record.controls, coupling=coupling, weighed=bench.weighed))
+    coupling = tuple(_causes(bench))  # finds `bench.weighted_run` as well
+    return replace(record, controls=replace(record.controls, coupling=coupling, weighted_run=bench.weighted_run))
 
 
 PairsOfRanks = Sequence[Sequence[Pair | None]]
@@ -380,7 +380,7 @@ class CouplingBench:
 
     def __init__(self, trial: Trial, record: Record, update: UpdateComparison, factor: float = 1.0) -> None:
         self._trial, self.record, self.update, self._factor = trial, record, update, factor
-        self.weighed: ControlRun | None = None
+        self.weighted_run: ControlRun | None = None
 
     def run_both(self, pins: Pins, first: PairsOfRanks = ()) -> PinnedRuns:
         """Makes both runs.
@@ -399,7 +399,7 @@ class CouplingBench:
         shares = self._trial.factors_of_passes(self.record, fit.multipliers) if self.record.ranks == 1 else ()
         if shares:
             control_run = self._run_accumulated(runs.full, runs.pins, first, WeightMicroBatches(shares))
-            self.weighed = compare_weighed_run(runs.full, control_run, self.record)
+            self.weighted_run = compare_weighed_run(runs.full, control_run, self.record)
 
     def _run_accumulated(self, full: RecordedRun, pins: Pins, first: PairsOfRanks, *changes: Change) -> RecordedRun:
         rows = tuple(
@@ -480,13 +480,13 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         pins, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
         runs = bench.run_both(pins, first)
         following = first_module(runs.pairs, unit)
-        if following is not None and following.operation == suspect.operation and kind is ControlKind.FROZEN:
+        if following is not None and following.operation == suspect.operation and kind is ControlKind.EVALUATION_MODE:
             # It differs in evaluation mode, too: its buffers are not the cause.
             pins, what, kind = _pin_module(suspect, before, {})
             runs = bench.run_both(pins, first)
         control = bench.control(runs, what, kind)
-        statistics = suspect.statistics or kind is ControlKind.FROZEN
-        control = replace(control, modules=_owners(pins.evaluated) if kind is ControlKind.FROZEN else ())
+        statistics = suspect.statistics or kind is ControlKind.EVALUATION_MODE
+        control = replace(control, modules=_owners(pins.evaluated) if kind is ControlKind.EVALUATION_MODE else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
         if control.fit is not None and not control.rounding:
             bench.run_weighted(runs, control.fit, first)
@@ -538,7 +538,7 @@ def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]
         steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
         buffers = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
         if buffers:
-            return replace(pins, evaluated=buffers), _describe_modules(buffers), ControlKind.FROZEN
+            return replace(pins, evaluated=buffers), _describe_modules(buffers), ControlKind.EVALUATION_MODE
     what = f"outputs and gradients of `{path or '(root)'}` replaced by the full batch's"
     return replace(pins, modules=(*pins.modules, path)), what, ControlKind.FULL_BATCH
 

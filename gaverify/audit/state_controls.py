@@ -61,7 +61,7 @@ def control_state(trial: Trial, record: Record) -> Record:
             )
             results = replace(record.controls, state=state)
             if suspect_control.fit is not None:
-                results = replace(results, weighed=bench.run_weighted(state, suspect_control.fit))
+                results = replace(results, weighted_run=bench.run_weighted(state, suspect_control.fit))
             if not bench.evaluated:  # putting the state back is enough, without what makes samples interact
                 results = replace(results, coupling=())
             return replace(record, controls=results)
@@ -82,7 +82,7 @@ class _StateBench:
         """The last control that put layers into evaluation mode; None where that was not the last one."""
         coupling = self._record.controls.coupling
         control = coupling[-1].control if coupling else None
-        return control if control is not None and control.kind is ControlKind.FROZEN else None
+        return control if control is not None and control.kind is ControlKind.EVALUATION_MODE else None
 
     def _buffers_to_evaluate(self) -> tuple[str, ...]:
         """Returns the buffers of the layers whose evaluation mode removes a part of the difference."""

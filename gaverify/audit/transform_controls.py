@@ -58,7 +58,7 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     )
     used = [_used_gradients(run, update) for run in (trial.accumulated, *runs)]
     transformed = compare_responses(record, update, labels(trial.full, trial.accumulated), *used)
-    transformed = transformed and replace(transformed, sums_apart=difference_of_sums)
+    transformed = transformed and replace(transformed, sums_difference=difference_of_sums)
     return replace(record, controls=replace(record.controls, transformed=transformed))
 
 
@@ -101,7 +101,7 @@ def compare_responses(
 
 
 def _may_be_transformed(record: Record, update: UpdateComparison) -> bool:
-    if record.controls.weighed is not None and not record.controls.weighed.rounding:
+    if record.controls.weighted_run is not None and not record.controls.weighted_run.rounding:
         return True
     is_no_weighted_sum = update.window.fit is not None and update.window.fit.used_residual > record.tolerance
     return is_no_weighted_sum and not is_explained(record)

@@ -348,7 +348,7 @@ def weights_of_strategy(
         else fit.multipliers
     )
     if weights.lost_micro_batches:
-        what, kind, wanted = "their losses taken as zero", ControlKind.LOST, measurement.accumulated.gradients
+        what, kind, wanted = "their losses taken as zero", ControlKind.LOST_LOSSES, measurement.accumulated.gradients
     reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(measurement.experiment)))
     repaired, _ = reweighted.window(measurement.experiment, measurement.full)
     difference_left = left_between(repaired.gradients, wanted, measurement.experiment.ranks)

@@ -42,7 +42,7 @@ class AccumulationWindow:
     fit: WeightFit | None = None
     """The weights that would be right; in an audit at the stage that decided the update; None without a fit."""
     remedy: ControlRun | None = None
-    """The run with them, or with the window's counts; in an audit `ControlResults.weighed` holds it."""
+    """The run with them, or with the window's counts; in an audit `ControlResults.weighted_run` holds it."""
     failure: str = ""
     """Why that run was impossible; the weights stay suspected then."""
     place: Operation | None = None

@@ -185,9 +185,9 @@ class TransformedGradients:
     """Factor on the losses in the control."""
     responses: tuple[float, ...]
     """By which factor each of these gradients grew then; `times` for a gradient that nothing transforms."""
-    sums_apart: float
+    sums_difference: float
     """Relative difference of the backward passes' sum from the full batch's gradient; NaN if not measured."""
-    halves_apart: float
+    halves_difference: float
     """How far two halves of the window are from adding up, relative to their norms."""
     all_of_it: bool
     """Whether no other parameter differs."""
@@ -213,7 +213,7 @@ class ControlResults:
     """Parameters whose gradients each micro-batch transforms before they are summed; None where none was found."""
     state: State | None = None
     """Values that forwards change and read again, where restoring them before each micro-batch helped; else None."""
-    weighed: ControlRun | None = None
+    weighted_run: ControlRun | None = None
     """Accumulated run with its losses multiplied by the fitted weights; None if that control did not run."""
     loss_line: tuple[str, int] | None = None
     """File and line that computed the reweighted loss, where a framework's loop differentiates it; else None."""

@@ -86,7 +86,7 @@ class Suspect:
     """Torch calls whose results a control run keeps constant."""
     source_functions: tuple[FunctionKey, ...] = ()
     """Torch calls of the reductions over the batch, for the same control."""
-    again: tuple[FunctionKey, ...] = ()
+    functions_on_equal_lines: tuple[FunctionKey, ...] = ()
     """Differing torch calls on this line and on equal lines in modules of the same class, without `functions`."""
     exits: tuple[FunctionKey, ...] = ()
     """Next calls downstream whose samples differ, for the same control."""
@@ -231,24 +231,24 @@ def alike(values: Sequence[float], rel_tol: float) -> bool:
 class ControlKind(Enum):
     """What a control run neutralised, or what it put in place of something."""
 
-    HELD = "a result held constant"
-    FROZEN = "modules in eval mode, on stored statistics"
+    RESULT_PINNED = "a result held constant"
+    EVALUATION_MODE = "modules in eval mode, on stored statistics"
     CACHED_GRADIENTS = "the loss computed once over all outputs, the model backward per micro-batch"
     OWN_CACHE = "the full batch handed to a loss that caches gradients itself"
     DECISIONS = "the full batch's decisions taken by every micro-batch"
     STATE_RESTORED = "the state restored before each micro-batch"
     STATE_PRIMED = "one forward of the full batch before both runs, whose changes stay"
-    STATE_PRIMED_AND_HELD = "one forward of the full batch before both runs, writes to state without effect after it"
-    STATE_HELD = "writes to state without effect"
-    DRAWS_HELD = "every random draw held constant"
+    STATE_PRIMED_AND_PINNED = "one forward of the full batch before both runs, writes to state without effect after it"
+    STATE_PINNED = "writes to state without effect"
+    DRAWS_PINNED = "every random draw held constant"
     WEIGHTS = "other micro-batch weights"
-    LOST = "losses that never reach a gradient, taken as zero"
+    LOST_LOSSES = "losses that never reach a gradient, taken as zero"
     COUNTS = "the window's counts in the place of each micro-batch's own"
     FULL_BATCH = "what code gives and gives back, taken from the full batch"
     GRADIENTS_KEPT = "gradients that a forward clears put back"
     REPLACED = "another layer in the place of one"
-    HELD_IN_WINDOW = "a value of the full batch held constant in every micro-batch, the full batch as it is"
-    OTHERS = "everything but one cause neutralised"
+    FULL_BATCH_VALUE = "a value of the full batch held constant in every micro-batch, the full batch as it is"
+    OTHER_CAUSES = "everything but one cause neutralised"
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class ControlRun:
     """Whether that is rounding."""
     fit: WeightFit | None = None
     """The weights that would be right in this run; None where they were not asked for."""
-    kind: ControlKind = ControlKind.HELD
+    kind: ControlKind = ControlKind.RESULT_PINNED
     """The control for rules."""
     reached: frozenset[str] = frozenset()
     """Parameters whose gradient in this run was not zero."""
@@ -293,7 +293,7 @@ class Cause:
     """The runs with its repairs."""
     explained: float = math.nan
     """Share of the divergence that went away with it."""
-    alone: float = math.nan
+    difference_alone: float = math.nan
     """Relative difference that it makes with every other cause neutralised."""
     failure: str = ""
     """Why no control run was possible, where there is none."""

@@ -43,11 +43,11 @@ class State:
     """The changes that matter."""
     remedies: tuple[ControlRun, ...] = ()
     """The runs that can be written as repairs."""
-    alone: float = math.nan
+    difference_alone: float = math.nan
     """Relative difference that the blamed changes make with every other cause neutralised."""
-    beside: float = math.nan
+    accumulated_change: float = math.nan
     """How much restoring them changes the accumulated gradient, where no other cause can be neutralised separately."""
-    elsewhere: float = math.nan
+    new_state_difference: float = math.nan
     """Distance of the gradient without changes of the state from the full batch's, whose own forward changes it."""
 
 
@@ -93,7 +93,7 @@ class Draws:
     """Draw without a row per sample, of which every micro-batch used all → its line, where known."""
     control: ControlRun | None = None
     """The run with every draw constant."""
-    alone: float = math.nan
+    difference_alone: float = math.nan
     """Relative difference that unaligned draws make with all other causes neutralised."""
 
 
@@ -203,7 +203,7 @@ class Facts:
     @property
     def weights_run(self) -> ControlRun | None:
         """The accumulated run with the right weights of its micro-batches; None where none was made."""
-        return self.window.remedy if self.loop is None else self.loop.controls.weighed
+        return self.window.remedy if self.loop is None else self.loop.controls.weighted_run
 
     @property
     def weights_first(self) -> bool:

@@ -163,7 +163,7 @@ class RankFacts:
     """Difference if every backward pass reduces; NaN if that control did not run."""
     clip_control: float = math.nan
     """Difference if losses are too small to be clipped; NaN if that control did not run."""
-    frozen_control: float = math.nan
+    evaluation_mode_control: float = math.nan
     """Difference if layers use the statistics in their buffers; NaN if that control did not run."""
 
     @property

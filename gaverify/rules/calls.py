@@ -119,7 +119,7 @@ def _finding_of_transformed(loop: Record, update: UpdateComparison, control: Tra
     between = responses[0] if len(responses) == 1 else f"{responses[0]} to {responses[-1]}"
     text = f"with every loss multiplied by -{control.times:g} the optimizer sees {between} times as much, "
     text += f"not {control.times:g}"
-    alone = f"with half of the micro-batches at a time the changes add up to {control.halves_apart:.0e}: "
+    alone = f"with half of the micro-batches at a time the changes add up to {control.halves_difference:.0e}: "
     meaning = "each micro-batch is transformed separately" + (": proven" if control.all_of_it else "")
     return finding_of(
         f"each micro-batch transforms the gradients of {quote_names(control.parameters)} before they are added up "
@@ -127,13 +127,13 @@ def _finding_of_transformed(loop: Record, update: UpdateComparison, control: Tra
         measured_evidence(
             "comparison",
             f"{difference(update)}; the untransformed gradients add up to the full batch's, up to one factor, to "
-            f"{control.sums_apart:.0e}",
-            apart=control.sums_apart,
+            f"{control.sums_difference:.0e}",
+            apart=control.sums_difference,
             parameters=list(control.parameters),
             update=update.number,
         ),
         control_evidence("control", text, times=control.times, responses=list(control.responses)),
-        control_evidence("control", alone + meaning, left=control.halves_apart),
+        control_evidence("control", alone + meaning, left=control.halves_difference),
         remedy="add up the gradients of all micro-batches first, then transform the sum once, before the step",
         location=first_place(events),
         proven=control.all_of_it,

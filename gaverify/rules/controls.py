@@ -11,10 +11,10 @@ from gaverify.rules.rule import control_evidence, measured_evidence
 from gaverify.thresholds import FIT_FLOAT64, SMALL_PART
 
 _INEXACT = {
-    ControlKind.HELD: "it fixes values, and gradients can flow around them",
+    ControlKind.RESULT_PINNED: "it fixes values, and gradients can flow around them",
     ControlKind.CACHED_GRADIENTS: "modules that the loss itself calls and trains still run per micro-batch",
     ControlKind.DECISIONS: "it fixes decisions, but not the values behind them",
-    ControlKind.DRAWS_HELD: "it inserts typical values, which later code may treat differently",
+    ControlKind.DRAWS_PINNED: "it inserts typical values, which later code may treat differently",
 }
 """Why a control may leave something although nothing else is at fault."""
 
@@ -57,9 +57,9 @@ def control(facts: Facts, cause: Cause) -> Evidence:
     if run is None:
         why = cause.failure or "it cannot be kept fixed or replaced from outside"
         return control_evidence("control", f"no control run was possible ({why}): suspected, not proven")
-    text = left_by(run)
+    text = word_difference_left(run)
     if not run.rounding:
-        remainder = "the other causes listed explain the rest" if facts.cleared else rest_of(facts, run)
+        remainder = "the other causes listed explain the rest" if facts.cleared else explain_rest(facts, run)
         # with all causes removed, what this one leaves can only come from the weights
         weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
         text += (
@@ -67,11 +67,13 @@ def control(facts: Facts, cause: Cause) -> Evidence:
             if weighs
             else f": {_word_share(cause.explained)}{remainder}"
         )
-    if cause.alone > 0 and several(facts):
-        text += f"; with the other causes removed, it alone makes a difference of {cause.alone:.0e}: proven"
+    if cause.difference_alone > 0 and has_several_causes(facts):
+        text += f"; with the other causes removed, it alone makes a difference of {cause.difference_alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
-    return control_evidence("control", text, left=run.left, explained=cause.explained, alone=cause.alone, **more)
+    return control_evidence(
+        "control", text, left=run.left, explained=cause.explained, alone=cause.difference_alone, **more
+    )
 
 
 def _word_share(share: float) -> str:
@@ -81,41 +83,41 @@ def _word_share(share: float) -> str:
     return f"this explains {most}, " if share > 0 else ""
 
 
-def left_by(run: ControlRun, article: str = "") -> str:
+def word_difference_left(run: ControlRun, article: str = "") -> str:
     """Says what was neutralised and what difference that left; `proven` where none is left."""
     text = f"with {article}{run.what} in both runs the difference is {run.left:.0e}"
     return f"{text}: proven" if run.rounding else text
 
 
-def rest_of(facts: Facts, run: ControlRun) -> str:
+def explain_rest(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
     # a term with a wrong factor is another cause, whatever the control of this one leaves
     fits = [term.fit for term in facts.loop.controls.terms] if facts.loop is not None else []
     is_term_wrong = any(
         fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
     )  # a term that counts wrongly
-    if several(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
+    if has_several_causes(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
         return "another cause remains"
     return f"the control is not exact, because {_INEXACT[run.kind]}"
 
 
-def held_remedy(cause: Cause) -> str:
+def find_constant_remedy(cause: Cause) -> str:
     """The repair "hold it constant", where it was run and gave the full batch's gradient; empty where not."""
     # constant in both runs is the proof; constant in the accumulated run alone is the repair, which may lose a gradient
-    run = next((run for run in cause.remedies if run.kind is ControlKind.HELD_IN_WINDOW), None)
+    run = next((run for run in cause.remedies if run.kind is ControlKind.FULL_BATCH_VALUE), None)
     if run is None or not run.repairs:
         return ""
     return "compute it once over the full batch and use this constant in every micro-batch: tested, equivalent"
 
 
-def paired_remedy(suspect: Suspect) -> str:
+def find_pairing_remedy(suspect: Suspect) -> str:
     """The repair of partners (mixup): operations that only move rows; empty for others, as for a choice of rows."""
     if suspect.kind == "control-flow" or suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
         return ""
     return "pair the samples before the batch is split, so that partners and their targets share a micro-batch"
 
 
-def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
+def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     """A remedy with its number, where operations have several, or one and the weights: they are made one by one.
 
     Args:
@@ -130,28 +132,28 @@ def in_order(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
 
 
-def behind(before: Sequence[Cause]) -> str:
+def word_earlier_fixes(before: Sequence[Cause]) -> str:
     """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
     if not before:
         return ""
     # freezing a layer is a repair itself, while constant values are a control that nobody can train with
-    applied = all(cause.control is not None and cause.control.kind is ControlKind.FROZEN for cause in before)
+    applied = all(cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE for cause in before)
     return " together with the fixes before it" if applied else " with the earlier causes kept constant"
 
 
-def beside(facts: Facts) -> str:
+def word_other_fixes(facts: Facts) -> str:
     """What weights were tested with: the causes of the forward, else the state that moves beside them; empty alone."""
     moving = facts.state is not None and bool(facts.state.blamed)
-    return ("" if facts.weights_first else behind(facts.forward.causes)) or (
+    return ("" if facts.weights_first else word_earlier_fixes(facts.forward.causes)) or (
         " with the state kept fixed" if moving else ""
     )
 
 
-def several(facts: Facts) -> bool:
+def has_several_causes(facts: Facts) -> bool:
     """Whether more than one cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
     weights = facts.window.has_wrong_weights
-    return len(facts.forward.causes) + state + weights + (facts.draws.alone > 0) > 1
+    return len(facts.forward.causes) + state + weights + (facts.draws.difference_alone > 0) > 1
 
 
 def proven(facts: Facts, cause: Cause) -> bool:
@@ -159,4 +161,4 @@ def proven(facts: Facts, cause: Cause) -> bool:
     # its own control decides first; next to other causes it has to explain a share when all of them are removed
     if cause.control is None or cause.control.rounding:
         return cause.control is not None
-    return facts.cleared and (cause.alone > 0 or cause.explained > SMALL_PART)
+    return facts.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)

@@ -11,14 +11,14 @@ from gaverify.records.experiment import Cause, ControlKind, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.controls import (
-    behind,
     control,
+    find_constant_remedy,
+    find_pairing_remedy,
     first_operation,
-    held_remedy,
-    in_order,
-    left_by,
-    paired_remedy,
+    number_remedy,
     proven,
+    word_difference_left,
+    word_earlier_fixes,
 )
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import contradict_losses
@@ -63,7 +63,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
-        if cause.control is not None and cause.control.kind is ControlKind.FROZEN:
+        if cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE:
             # stored statistics are offered only where they were the control, so that every offered repair has run
             remedies.append("keep it in evaluation mode (`.eval()` on the layer, after every `model.train()`)")
         what = f"{module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
@@ -82,7 +82,7 @@ def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence
         *more,
         control(facts, cause),
         location=cause.suspect.culprit.location,
-        remedy=in_order(facts, remedy, cause),
+        remedy=number_remedy(facts, remedy, cause),
         proven=proven(facts, cause),
         together=_places(cause),
     )
@@ -111,7 +111,7 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
             "make the operation treat one sample at a time, or use statistics that do not depend on the micro-batch"
         )
         # a repair that has run comes before one that follows from the kind of operation
-        remedy = held_remedy(cause) or paired_remedy(suspect) or remedy
+        remedy = find_constant_remedy(cause) or find_pairing_remedy(suspect) or remedy
         yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
 
 
@@ -153,14 +153,15 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
         # an earlier cause in the model spoils this control unless it is repaired before
         before = facts.forward.causes[: facts.forward.causes.index(cause)]
-        return f"{cached}: tested{behind(before)}, gives the full-batch gradient with the memory of one micro-batch"
+        tested = f"tested{word_earlier_fixes(before)}"
+        return f"{cached}: {tested}, gives the full-batch gradient with the memory of one micro-batch"
     if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
         return "pass the full batch to the loss, which caches gradients itself, part by part: tested"
-    constant_remedy = held_remedy(cause)
+    constant_remedy = find_constant_remedy(cause)
     if constant_remedy:
         return constant_remedy
     loss_remedy = "compute the loss once over the outputs of all micro-batches"
-    return paired_remedy(cause.suspect) or (
+    return find_pairing_remedy(cause.suspect) or (
         loss_remedy if facts.diagnosed else f"{loss_remedy}: {cached} does it, not tried here"
     )
 
@@ -193,7 +194,7 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
             f"{facts.compared.largest}; all operations of the forward pass agree{restored}, the losses {losses}{where}",
             loss_gap=facts.forward.loss_gap,
         ),
-        *([] if run is None else [control_evidence("backward", left_by(run), left=run.left)]),
+        *([] if run is None else [control_evidence("backward", word_difference_left(run), left=run.left)]),
         remedy=_BACKWARD_REMEDIES[place or BackwardPlace.MODULE],
         location=culprit.location if culprit else Location(rows[0].name.rpartition(".")[0] if rows else None),
         proven=run is not None and run.rounding,

@@ -12,7 +12,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.stages import Stage
 from gaverify.records.windows import Window
-from gaverify.rules.controls import left_by
+from gaverify.rules.controls import word_difference_left
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, rule_of_loops
 from gaverify.rules.wording import count_calls, difference, first_place, join_texts, line_of, passes, place, updates
 from gaverify.thresholds import LOST_SHARE
@@ -209,7 +209,7 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     yield finding_of(
         "the forward clears the gradients of earlier micro-batches",
         measured_evidence("gradients", f"{facts.compared.largest}{line}"),
-        control_evidence("gradients", left_by(run), left=run.left),
+        control_evidence("gradients", word_difference_left(run), left=run.left),
         remedy="clear the gradients once per update, after the step"
         + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
         location=by.location if by is not None else None,

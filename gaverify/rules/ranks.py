@@ -146,7 +146,7 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where buffers of the ranks are apart and holding their layers still repairs the gradient."""
     if facts.loop is None or not ranks.at_fault or not ranks.replicas.buffers:
         return
-    difference_left, proven = ranks.frozen_control, ranks.is_rounding(ranks.frozen_control)
+    difference_left, proven = ranks.evaluation_mode_control, ranks.is_rounding(ranks.evaluation_mode_control)
     # buffers differ in harmless loops as well: only a control that helps makes them a cause
     if not difference_left < ranks.difference:
         return

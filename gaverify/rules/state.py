@@ -11,13 +11,13 @@ from gaverify.records.events import AverageUpdate
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.controls import control, first_operation, left_by, proven, rest_of
+from gaverify.rules.controls import control, explain_rest, first_operation, proven, word_difference_left
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule
 from gaverify.rules.wording import first_place, join_texts, quote_names, times, word_trial
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name
-_PRIMED = (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD)
+_PRIMED = (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_PINNED)
 _SHOWN = 3  # changed values that are written out
 
 
@@ -78,11 +78,13 @@ def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Ev
     if state.control is not None:
         # the name of that control is a clause of its own: `one forward of the full batch before …`
         article = "" if is_set_once(state) else "the "
-        text = left_by(state.control, article)
-        if state.alone > 0:
-            text += f"; with the other causes removed, it alone makes a difference of {state.alone:.0e}: proven"
-        if state.beside > 0:
-            text += f"; restoring it alone changes the accumulated gradient by {state.beside:.0e}: proven"
+        text = word_difference_left(state.control, article)
+        if state.difference_alone > 0:
+            text += (
+                f"; with the other causes removed, it alone makes a difference of {state.difference_alone:.0e}: proven"
+            )
+        if state.accumulated_change > 0:
+            text += f"; restoring it alone changes the accumulated gradient by {state.accumulated_change:.0e}: proven"
         evidence.append(control_evidence("state", text, left=state.control.left))
     return tuple(evidence)
 
@@ -95,7 +97,7 @@ def is_set_once(state: State) -> bool:
 
 def _moves_on(state: State) -> bool:
     """Whether what the first forward sets is moved by later ones as well, so that it has to be held still, too."""
-    return state.control is not None and state.control.kind is ControlKind.STATE_PRIMED_AND_HELD
+    return state.control is not None and state.control.kind is ControlKind.STATE_PRIMED_AND_PINNED
 
 
 def _remedy(state: State) -> str:
@@ -105,7 +107,7 @@ def _remedy(state: State) -> str:
         return f"{first}, and update the state once per optimizer step, after it: tested with the state kept fixed"
     if is_set_once(state):
         return f"{first}: tested, equivalent"
-    if state.alone > 0 or state.beside > 0:
+    if state.difference_alone > 0 or state.accumulated_change > 0:
         return (
             "update the state once per optimizer step, after it: tested with the state kept fixed, together with the "
             "other repairs"
@@ -113,11 +115,11 @@ def _remedy(state: State) -> str:
     if state.remedies:
         return f"restore the state before each micro-batch: {word_trial(state.remedies[0])}"
     text = "update the state once per optimizer step, after it: tested with the state kept fixed, equivalent"
-    if not state.elsewhere > SAME_IN_FLOAT32:
+    if not state.new_state_difference > SAME_IN_FLOAT32:
         return text
     return (
         f"{text} to a full batch that reads the state from before the update; one that reads its own new state differs "
-        f"by {state.elsewhere:.1e}"
+        f"by {state.new_state_difference:.1e}"
     )
 
 
@@ -265,15 +267,14 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         evidence += [first_operation(facts, decisive), control(facts, decisive)]
     still = facts.draws.control
     if still is not None:
-        without = facts.draws.alone == 0  # measured, with the causes that are named neutralised
+        without = facts.draws.difference_alone == 0  # measured, with the causes that are named neutralised
         remainder = "the other causes listed remain, and without them the draws make no difference" if without else ""
-        text = left_by(still) + ("" if still.rounding else f": {remainder or rest_of(facts, still)}")
-        if facts.draws.alone > 0:
-            text += (
-                f"; with the other causes removed, the draws alone make a difference of {facts.draws.alone:.0e}: proven"
-            )
+        text = word_difference_left(still) + ("" if still.rounding else f": {remainder or explain_rest(facts, still)}")
+        if facts.draws.difference_alone > 0:
+            difference = f"{facts.draws.difference_alone:.0e}"
+            text += f"; with the other causes removed, the draws alone make a difference of {difference}: proven"
         evidence.append(control_evidence("random-draws", text, left=still.left))
-    decides = decisive is not None or (still is not None and still.rounding) or facts.draws.alone > 0
+    decides = decisive is not None or (still is not None and still.rounding) or facts.draws.difference_alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
     fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
     yield finding_of(
@@ -285,7 +286,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         + (", or switch the randomness off for the audit" if facts.loop is not None else ""),
         proven=(decisive is not None and proven(facts, decisive))
         or (still is not None and still.rounding)
-        or facts.draws.alone > 0,
+        or facts.draws.difference_alone > 0,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
-from gaverify.rules.controls import beside
+from gaverify.rules.controls import word_other_fixes
 from gaverify.rules.rule import control_evidence
 from gaverify.rules.wording import word_trial
 
@@ -83,7 +83,7 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
         result=_word_result(facts, run, means=means),
         proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
         refuted=means and not (run.rounding or is_explained),
-        tested=f": {word_trial(run, beside(facts) if loop is None else '')}" if run.rounding else "",
+        tested=f": {word_trial(run, word_other_fixes(facts) if loop is None else '')}" if run.rounding else "",
     )
 
 

@@ -13,7 +13,7 @@ from gaverify.records.experiment import ControlRun, TermKind
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
 from gaverify.records.windows import Window
-from gaverify.rules.controls import in_order
+from gaverify.rules.controls import number_remedy
 from gaverify.rules.frameworks import repair_scale, repair_shares
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, rule_of_loops
 from gaverify.rules.scale import (
@@ -84,7 +84,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
             residual=factor.residual,
         ),
         *trial.evidence("" if counts else f"weights {right}"),
-        remedy=in_order(facts, trial.replace_refuted(remedy)),
+        remedy=number_remedy(facts, trial.replace_refuted(remedy)),
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
     )
@@ -106,7 +106,7 @@ def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
         f"a term of the loss, {places(counts)}, {what}",
         measured_evidence("micro-batch-weights", f"{facts.compared.largest}{line}"),
         *trial.evidence("other weights of this term"),
-        remedy=in_order(facts, counts_remedy(facts, counts, run)),
+        remedy=number_remedy(facts, counts_remedy(facts, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],

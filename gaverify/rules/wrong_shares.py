@@ -21,7 +21,7 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.controls import beside, in_order
+from gaverify.rules.controls import number_remedy, word_other_fixes
 from gaverify.rules.frameworks import repair_shares
 from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import (
@@ -282,7 +282,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
             determined=fit.determined,
         ),
         *trial.evidence() if run is None else (),
-        remedy=in_order(facts, trial.replace_refuted(remedy)),
+        remedy=number_remedy(facts, trial.replace_refuted(remedy)),
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
     )
@@ -298,7 +298,7 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
     count_texts = "; ".join(map(_describe_count, counts))
     fit, text, weights = facts.window.fit, "", dict[str, Any]()
-    if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not beside(facts):
+    if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not word_other_fixes(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
     windows, trial = [count.window for count in counts], read_trial(facts)
@@ -312,7 +312,7 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
             counts=[list(count.micro_batches) for count in counts],
         ),
         *trial.evidence(more=text, counts=windows, **weights),
-        remedy=in_order(facts, counts_remedy(facts, counts, run)),
+        remedy=number_remedy(facts, counts_remedy(facts, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],
@@ -337,7 +337,7 @@ def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> s
     for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
         if of_kind := [count for count in counts if count.term is kind]:
             steps.append(f"give {places(of_kind)} a weight of {weight}")
-    return f"{'; '.join(steps if divided else steps[1:])}: {word_trial(run, beside(facts))}"
+    return f"{'; '.join(steps if divided else steps[1:])}: {word_trial(run, word_other_fixes(facts))}"
 
 
 def places(counts: Sequence[Count]) -> str:

@@ -88,7 +88,9 @@ class Bench:
             return self.floor
         return min(COMPUTED_FLOAT32, max(SAME_IN_FLOAT32, SMALL_PART * self.total))
 
-    def run(self, what: str, *probes: PassProbe, fit: bool = False, kind: ControlKind = ControlKind.HELD) -> ControlRun:
+    def run(
+        self, what: str, *probes: PassProbe, fit: bool = False, kind: ControlKind = ControlKind.RESULT_PINNED
+    ) -> ControlRun:
         """Runs both strategies and returns what difference is left, with the weights that fit on request."""
         self.experiment.progress(f"control: {what}")
         full = self.experiment.full_batch(*probes)
@@ -109,7 +111,7 @@ class Bench:
         self,
         what: str,
         *probes: PassProbe,
-        kind: ControlKind = ControlKind.HELD,
+        kind: ControlKind = ControlKind.RESULT_PINNED,
         fit: bool = False,
         exactly: bool = True,
     ) -> ControlRun:

@@ -84,8 +84,8 @@ def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
         return None
     causes = part_facts.forward.causes
     controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _confirm_causes) for cause in causes]
-    if len(causes) > 1 and all(run is not None and run.kind is ControlKind.FROZEN for run, _ in controls):
-        # The last one's control ran with the others frozen, and left nothing. So it does again.
+    if len(causes) > 1 and all(run is not None and run.kind is ControlKind.EVALUATION_MODE for run, _ in controls):
+        # The last one's control ran with the others in evaluation mode, and left nothing. So it does again.
         controls = controls[-1:]
     if part_facts.window.has_wrong_weights:
         controls.append((part_facts.window.remedy, _confirm_weights))
@@ -229,16 +229,16 @@ def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
 
 
 def _confirm_causes(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
-    """Confirms the last cause with the layers of those before it frozen, as it was found."""
+    """Confirms the last cause with the layers of those before it in evaluation mode, as it was found."""
     *earlier, last = part_facts.forward.causes
     last_facts = replace(part_facts, forward=replace(part_facts.forward, causes=(last,)))
-    facts = _confirm_cause(proof.freeze_causes(bench, earlier), facts, last_facts)
+    facts = _confirm_cause(proof.put_causes_in_evaluation_mode(bench, earlier), facts, last_facts)
     if not (earlier and facts.cleared):
         return facts
     # what each makes alone was measured in the first samples, whose controls the earlier ones keep
     (confirmed,) = facts.forward.causes
     causes = [_mark_as_part(cause, part_facts) for cause in earlier]
-    causes.append(replace(confirmed, alone=last.alone, explained=last.explained))
+    causes.append(replace(confirmed, difference_alone=last.difference_alone, explained=last.explained))
     return replace(facts, forward=replace(facts.forward, causes=tuple(causes)))
 
 
@@ -256,8 +256,8 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     (before,) = part_facts.forward.causes
     # Where GroupNorm replaces the layers, the repair shows what the control would: without these layers nothing is
     # left. It is run instead of the control.
-    is_frozen = before.control is not None and before.control.kind is ControlKind.FROZEN
-    replaced = proof.rerun_replacement(bench, before) if is_frozen else None
+    in_evaluation_mode = before.control is not None and before.control.kind is ControlKind.EVALUATION_MODE
+    replaced = proof.rerun_replacement(bench, before) if in_evaluation_mode else None
     if replaced is not None and replaced.remedies[0].left <= _largest_rest(bench):
         forward = replace(part_facts.forward, causes=(_mark_as_part(replaced, part_facts),))
         return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
@@ -270,7 +270,7 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     ):
         return facts
     cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
-    if cut_off and control.kind is ControlKind.HELD and not _is_first_divergence(bench, facts, part_facts):
+    if cut_off and control.kind is ControlKind.RESULT_PINNED and not _is_first_divergence(bench, facts, part_facts):
         return facts
     holds_by_kind = {run.kind: run.holds for run in before.remedies}
     remedies = tuple(replace(run, holds=holds_by_kind[run.kind]) for run in cause.remedies)

@@ -36,7 +36,7 @@ def _ask_draws(bench: Bench, facts: Facts) -> Facts:
     if not facts.draws.unaligned:
         return facts
     what = "every random draw kept constant"
-    control = bench.attempt("random draws", lambda: _hold_draws(bench).run(what, kind=ControlKind.DRAWS_HELD))
+    control = bench.attempt("random draws", lambda: _hold_draws(bench).run(what, kind=ControlKind.DRAWS_PINNED))
     if control is None or math.isinf(control.left):
         return facts
     draws = replace(facts.draws, control=control)
@@ -112,7 +112,7 @@ def search_causes(bench: Bench, facts: Facts) -> Facts:
             if _is_settled(facts):
                 break
             facts = ask(_choose_bench(counted_bench, facts), facts)
-        if _needs_repeats(facts) and not _is_explained_by_frozen_layers(bench, facts):
+        if _needs_repeats(facts) and not _is_explained_by_evaluation_mode(bench, facts):
             difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
@@ -135,7 +135,7 @@ def _needs_repeats(facts: Facts) -> bool:
     return bool(facts.forward.causes) or facts.window.has_wrong_weights or unnamed or facts.backward.place is not None
 
 
-def _is_explained_by_frozen_layers(bench: Bench, facts: Facts) -> bool:
+def _is_explained_by_evaluation_mode(bench: Bench, facts: Facts) -> bool:
     """Whether nothing is left of the difference with layers of torch or of another library in evaluation mode.
 
     That control compares one forward with K: a schedule of the forwards would still show. The user's own layers may
@@ -144,9 +144,9 @@ def _is_explained_by_frozen_layers(bench: Bench, facts: Facts) -> bool:
     is_state_to_blame = facts.state is not None and (facts.state.control is not None or bool(facts.state.blamed))
     if not facts.cleared or facts.window.has_wrong_weights or is_state_to_blame:
         return False
-    # The last of several was frozen beside those before it, and their controls were not to leave nothing.
+    # The last of several was in evaluation mode beside those before it, and their controls were not to leave nothing.
     controls = [cause.control for cause in facts.forward.causes]
-    if not all(run is not None and run.kind is ControlKind.FROZEN for run in controls):
+    if not all(run is not None and run.kind is ControlKind.EVALUATION_MODE for run in controls):
         return False
     modules = dict(bench.experiment.named_modules())
     kinds = {type(modules[name]) for run in controls if run is not None for name in run.modules}

@@ -70,7 +70,8 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
     forward = replace(explanation.forward or facts.forward, coupling=facts.forward.coupling)
     ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
     if weights_run is not None and explanation.is_complete and len(causes) == 1:
-        causes = (replace(causes[0], alone=weights_run.left),)  # the one cause makes all that the weights leave
+        # The one cause makes all that the weights leave.
+        causes = (replace(causes[0], difference_alone=weights_run.left),)
     facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
     if explanation.is_complete and weights_run is None:
         weight_facts = facts.window
@@ -122,7 +123,7 @@ def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) ->
     run = bench.possible(lambda: without_counts.run_again(pinned_bench))
     if run is None or not run.rounding:
         return facts, explanation
-    control = state.run_control(bench, ControlKind.STATE_HELD, changes)
+    control = state.run_control(bench, ControlKind.STATE_PINNED, changes)
     return replace(facts, state=replace(state_facts, control=control)), replace(without_counts, left=run.left)
 
 
@@ -140,12 +141,12 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
             difference_left, blamed = alone.left, None
             if neutral_bench is not None:
                 blamed = bench.attempt("state held", lambda: state.find_blamed(neutral_bench, read, difference_left))
-            facts = replace(facts, state=replace(state_facts, blamed=blamed or read, alone=difference_left))
+            facts = replace(facts, state=replace(state_facts, blamed=blamed or read, difference_alone=difference_left))
     if bench.live is not None:
         live_bench = bench.live if state_probe is None else bench.live.without(state_probe)
         alone = bench.attempt("draws released", lambda: _run_with_draws(explanation, live_bench))
         difference_alone = alone.left if alone is not None and not alone.rounding else 0.0
-        facts = replace(facts, draws=replace(facts.draws, alone=difference_alone))
+        facts = replace(facts, draws=replace(facts.draws, difference_alone=difference_alone))
     return facts
 
 
@@ -231,7 +232,7 @@ class Explanation:
             return weights.run_fitted_weights(control_bench, self.fit)
         if self.counts is not None:
             control_bench = self.counts.apply_to(control_bench)
-        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHERS)
+        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHER_CAUSES)
 
 
 def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Explanation]:
@@ -380,7 +381,7 @@ def _release_causes(explanation: Explanation) -> Explanation:
     # The last cause was found with all others neutralised: what was left then is its own difference, without a run.
     if explanation.trials and not explanation.has_weights:
         *before, last = explanation.trials
-        last = replace(last, cause=replace(last.cause, alone=explanation.left_before))
+        last = replace(last, cause=replace(last.cause, difference_alone=explanation.left_before))
         explanation = replace(explanation, trials=(*before, last))
     # A last cause without a probe cannot be released: the others are released beside its cached gradients.
     kept = () if explanation.has_weights else explanation.trials[-1:]
@@ -393,11 +394,13 @@ def _release_causes(explanation: Explanation) -> Explanation:
 
     # Those on probation are released first. A cause that helped by itself stays, even if another one hides it now.
     needed = find_needed(sorted(released, key=lambda e: e.helps), control, keep=lambda e: e.helps)
-    alone = {id(entry.item): entry.alone for entry in needed}
+    differences = {id(entry.item): entry.alone for entry in needed}
     trials = [
-        replace(trial, cause=replace(trial.cause, alone=alone[id(trial)])) if alone.get(id(trial), 0.0) > 0 else trial
+        replace(trial, cause=replace(trial.cause, difference_alone=differences[id(trial)]))
+        if differences.get(id(trial), 0.0) > 0
+        else trial
         for trial in explanation.trials
-        if trial in kept or id(trial) in alone
+        if trial in kept or id(trial) in differences
     ]
     return replace(explanation, trials=tuple(trials))
 

@@ -72,12 +72,12 @@ def try_suspect(
             remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
             return trial if probe is not None else _put_on_probation(bench, trial, left) or trial
-        # Only frozen layers leave the loss running as it is. A pinned result would cut off what is counted before it.
+        # Only evaluation mode leaves the loss running as it is. A pinned result cuts off what is counted before it.
         if isinstance(probe, EvaluationMode) and counted(bench.without(probe)):
             return trial
-        # Frozen layers stay the best guess: they are a repair, and other suspects can be tried behind them.
-        frozen = best is not None and isinstance(best.probe, EvaluationMode)
-        if probe is not None and (best is None or (explained > best.cause.explained and not frozen)):
+        # These layers stay the best guess: they are a repair, and other suspects can be tried behind them.
+        is_best_repair = best is not None and isinstance(best.probe, EvaluationMode)
+        if probe is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
             best = replace(trial, helps=False)
     return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
@@ -112,10 +112,10 @@ def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     control, probe = run_and_probe
     remedies = tuple(_run_remedies(bench, cause.suspect, probe)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
-    return replace(cause, control=control, remedies=remedies, explained=explained, alone=bench.total)
+    return replace(cause, control=control, remedies=remedies, explained=explained, difference_alone=bench.total)
 
 
-def freeze_causes(bench: Bench, causes: Sequence[Cause]) -> Bench:
+def put_causes_in_evaluation_mode(bench: Bench, causes: Sequence[Cause]) -> Bench:
     """The bench with the layers of some causes in evaluation mode."""
     paths = [cause.suspect.operation.module for cause in causes]
     layers = [layer for path in paths if path is not None for layer in _find_layers_of_class(bench, path)]
@@ -130,7 +130,9 @@ def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
     remedies = tuple(_run_remedies(bench, cause.suspect, None))
     if [(run.kind, run.rounding) for run in remedies] != [(ControlKind.REPLACED, True)]:
         return None
-    return replace(cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, alone=bench.total)
+    return replace(
+        cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, difference_alone=bench.total
+    )
 
 
 _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
@@ -140,11 +142,11 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
     """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
     path, experiment = suspect.operation.module, bench.experiment
 
-    def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.HELD) -> _Control:
+    def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.RESULT_PINNED) -> _Control:
         return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
 
     if suspect.statistics and path is not None:
-        yield ControlKind.FROZEN, lambda: _freeze_modules(bench, path, fit=fit)
+        yield ControlKind.EVALUATION_MODE, lambda: _run_in_evaluation_mode(bench, path, fit=fit)
     in_loss = suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model)
     # Cached gradients leave whole every module that mixes samples. If the model mixes samples itself, they would repair
     # the model too, and prove nothing about the loss.
@@ -173,19 +175,21 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
         yield run(f"the output of `{path}` kept constant", PinnedOutputs(experiment, module, suspect.outputs))
 
 
-def _freeze_modules(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
+def _run_in_evaluation_mode(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
     modules = _find_layers_of_class(bench, path)
     several = "both" if len(modules) == 2 else f"all {len(modules)}"
     names = f"`{path}`" if len(modules) == 1 else f"{several} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
-    run = bench.run(f"{names} in evaluation mode", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.FROZEN)
+    run = bench.run(
+        f"{names} in evaluation mode", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.EVALUATION_MODE
+    )
     return replace(run, modules=active), probe
 
 
 def _list_calls_everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
     """The suspect's calls and equal ones in modules of the same class; empty if there are none of those."""
-    return (*suspect.functions, *suspect.again) if suspect.again else ()
+    return (*suspect.functions, *suspect.functions_on_equal_lines) if suspect.functions_on_equal_lines else ()
 
 
 def _describe_lines(functions: Sequence[FunctionKey]) -> str:
@@ -230,7 +234,7 @@ def _pin_in_window(bench: Bench, probe: PinnedValues) -> ControlRun:
     """
     what = "the full batch's value as a constant in every micro-batch"
     # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves another full batch.
-    return bench.run_repair(what, probe, kind=ControlKind.HELD_IN_WINDOW, exactly=False)
+    return bench.run_repair(what, probe, kind=ControlKind.FULL_BATCH_VALUE, exactly=False)
 
 
 @contextmanager

@@ -67,9 +67,11 @@ class _LineWatch(PassProbe):
 
 _WORDS = {
     ControlKind.STATE_RESTORED: "state restored before each micro-batch",
-    ControlKind.STATE_HELD: "state kept fixed",
+    ControlKind.STATE_PINNED: "state kept fixed",
     ControlKind.STATE_PRIMED: "one forward of the full batch first",
-    ControlKind.STATE_PRIMED_AND_HELD: ("one forward of the full batch first, and the state kept fixed from then on,"),
+    ControlKind.STATE_PRIMED_AND_PINNED: (
+        "one forward of the full batch first, and the state kept fixed from then on,"
+    ),
 }
 _FARTHEST = 5  # forwards between the two farthest ones of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
@@ -94,17 +96,17 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         or set_once
         or find_blamed(bench, changes, facts.left)
     )
-    if control.kind is ControlKind.STATE_HELD:
+    if control.kind is ControlKind.STATE_PINNED:
         primed = bench.attempt("state initialised", lambda: _run_primed_and_pinned(bench, changes, blamed))
         control = primed or control
     # Writes without effect prove a cause and repair nothing: the training needs the state to change.
-    remedies = () if control.kind is ControlKind.STATE_HELD else (control,)
+    remedies = () if control.kind is ControlKind.STATE_PINNED else (control,)
     state = replace(state, control=control, blamed=blamed, remedies=remedies)
-    if control.kind is ControlKind.STATE_HELD:
+    if control.kind is ControlKind.STATE_PINNED:
         # An update of the state once per window changes the reference as well: by how much is part of the answer.
         state_probe = PinnedState(bench.experiment, [change.name for change in changes])
-        pinned_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_HELD], state_probe))
-        state = replace(state, elsewhere=math.nan if pinned_run is None else pinned_run.left)
+        pinned_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_PINNED], state_probe))
+        state = replace(state, new_state_difference=math.nan if pinned_run is None else pinned_run.left)
     return replace(facts, state=state, left=control.left, cleared=True)
 
 
@@ -126,7 +128,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
         if fit is not None:
             return replace(
                 weights.try_weights(restored_bench, facts, fit),
-                state=replace(unnamed_state, alone=facts.compared.total),
+                state=replace(unnamed_state, difference_alone=facts.compared.total),
             )
     return facts
 
@@ -191,11 +193,11 @@ def run_control(
         fit: Whether to fit weights.
     """
     probes = [watch] if watch is not None else []
-    if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_HELD):
+    if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_PINNED):
         probes.insert(0, PrimedState(bench.experiment))
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
         return bench.run_repair(_WORDS[kind], RestoredState(bench.experiment.state), kind=kind, fit=fit)
-    if kind in (ControlKind.STATE_HELD, ControlKind.STATE_PRIMED_AND_HELD):
+    if kind in (ControlKind.STATE_PINNED, ControlKind.STATE_PRIMED_AND_PINNED):
         # entered after the priming forward, whose writes have to stay
         probes.append(PinnedState(bench.experiment, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
@@ -229,7 +231,7 @@ def blame_beside_control(bench: Bench, state_facts: State) -> State:
         return state_facts
     read = read_changes(state_facts.changes)
     named = tuple(each for each in read if each.place in ("parameter", "buffer")) or read
-    return replace(state_facts, blamed=named, beside=change)
+    return replace(state_facts, blamed=named, accumulated_change=change)
 
 
 def measure_restoring(bench: Bench) -> float:
@@ -294,7 +296,7 @@ def _run_nearest_control(
     restored = run_control(bench, ControlKind.STATE_RESTORED, fit=True)
     if restored.rounding:
         return restored, ()
-    pinned_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_HELD, changes, fit=True))
+    pinned_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PINNED, changes, fit=True))
     if pinned_run is None:  # constant state may stop a model: a counter that stays at zero
         return restored, ()
     # Weights may remain as a second cause after either control; those with a meaning show the right one.
@@ -348,7 +350,7 @@ def _run_primed_and_pinned(
     # forward show such state.
     if not writes(bench) - writes(bench.without(PrimedState(bench.experiment))):
         return None
-    run = run_control(bench, ControlKind.STATE_PRIMED_AND_HELD, changes)
+    run = run_control(bench, ControlKind.STATE_PRIMED_AND_PINNED, changes)
     return run if run.rounding else None
 
 
@@ -367,4 +369,4 @@ def _run_pinned(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | No
         return None
     names = [change.name for change in changes]
     what = f"{', '.join(f'`{name}`' for name in names)} kept fixed"
-    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=ControlKind.STATE_HELD))
+    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=ControlKind.STATE_PINNED))

@@ -69,7 +69,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     "draws_unaligned": ("draws", "unaligned"),
     "foreign_draws_differ": ("draws", "foreign_differ"),
     "draw_control": ("draws", "control"),
-    "draws_alone": ("draws", "alone"),
+    "draws_alone": ("draws", "difference_alone"),
     "draw_places": ("draws", "places"),
     "drift": ("buffers", "drift"),
     "causes": ("forward", "causes"),
@@ -131,8 +131,8 @@ def evidence(finding: Finding, label: str) -> str:
 
 NORM = Operation("native_batch_norm", "1", "BatchNorm1d")
 LINE = Operation("mm", None, "", file="train.py", line=12, source="logits = a @ b.T")
-HELPED = ControlRun("`1` in evaluation mode", 1e-16, True, kind=ControlKind.FROZEN)
-HALVED = ControlRun("`1` in evaluation mode", 0.1, False, kind=ControlKind.FROZEN)
+HELPED = ControlRun("`1` in evaluation mode", 1e-16, True, kind=ControlKind.EVALUATION_MODE)
+HALVED = ControlRun("`1` in evaluation mode", 0.1, False, kind=ControlKind.EVALUATION_MODE)
 
 
 def cause(

@@ -96,7 +96,7 @@ class SuspectFinder:
             statistics="batch_norm" in step.name,
             functions=_sort_functions(functions),
             source_functions=_sort_functions({f for i in reductions if (f := self._held_function(i)) is not None}),
-            again=_sort_functions(self._functions_of_lines(scope_steps) - functions),
+            functions_on_equal_lines=_sort_functions(self._functions_of_lines(scope_steps) - functions),
             order=self._matching.order.get(index),
         )
 

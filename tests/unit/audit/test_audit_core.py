@@ -60,7 +60,7 @@ from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
-from gaverify.rules.controls import rest_of
+from gaverify.rules.controls import explain_rest
 from gaverify.rules.scale import constant
 from gaverify.rules.wrong_scale import short_by
 
@@ -100,7 +100,7 @@ def record(text: str, full: str = "", **fields: Any) -> Record:
     """Two runs; that with the right weights is the full batch's, unless `fields` say otherwise."""
     events, whole = loop(text), loop(full, 8)
     results = {each.name: fields.pop(each.name) for each in dataclasses.fields(ControlResults) if each.name in fields}
-    controls = ControlResults(**{"weighed": ControlRun("each loss multiplied", 1e-7, True), **results})
+    controls = ControlResults(**{"weighted_run": ControlRun("each loss multiplied", 1e-7, True), **results})
     fields = {"full_ledger": ledger_of(whole), "controls": controls, **fields}
     return Record(windows_of(events), ledger_of(events), windows_of(whole), **fields)
 
@@ -471,7 +471,7 @@ class TestWeights:
         factor, left = (4.0, 1e-7) if right[0] == right[1] else (4.0, 0.1)
         differs = update(ratio=4.0, fit=fit(factor, left, right=right), valid_targets=(1, 2, 3, 4))
         for run, proven in ((weighed, False), (ControlRun("each loss multiplied", 1e-7, True), True)):
-            found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighed=run))
+            found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighted_run=run))
             assert {each.proven for each in found} == {proven}, found
             assert ("tested, equivalent" in found[-1].remedy) == proven, found
 
@@ -507,7 +507,7 @@ class TestWeights:
         factor = fit(0.75, 0.3, right=(1.0, 4 / 3, 4 / 3, 4 / 3), residual=2 * left)
         empty = update(ratio=0.75, fit=factor, valid_targets=(0, 4, 4, 4), ignored_targets=True)
         weighed = ControlRun("each loss multiplied", left, proven)
-        judged = findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,), weighed=weighed))
+        judged = findings_for(record(RIGHT, "BSZ BSZ", updates=(empty,), weighted_run=weighed))
         found = [f for f in judged if f.code == "GAV203"]
         assert [finding.proven for finding in found] == [proven]
         tried = [entry.values["left"] for entry in found[0].evidence if entry.label == "control"]
@@ -799,7 +799,7 @@ class TestTerms:
         run = ControlRun("the loss once", 0.1, False, kind=ControlKind.CACHED_GRADIENTS)
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
         terms = (LossTerm(1, 2, self.UNKNOWN), LossTerm(2, 2, fit(factor), False))
-        assert said in rest_of(facts_of_loop(with_results(loop, terms=terms)), run)
+        assert said in explain_rest(facts_of_loop(with_results(loop, terms=terms)), run)
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []

@@ -350,7 +350,7 @@ def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
 def test_a_cause_in_a_loop_is_proven_by_its_control_alone(left: float) -> None:
     suspect = first_module(pairs(nn.BatchNorm1d(8)), UNIT)
     assert suspect is not None
-    control = ControlRun("`1` in evaluation mode", left, left < 1e-6, kind=ControlKind.FROZEN)
+    control = ControlRun("`1` in evaluation mode", left, left < 1e-6, kind=ControlKind.EVALUATION_MODE)
     facts = facts_of_loop(Record((), Ledger((), ()), controls=ControlResults(coupling=(Cause(suspect, control),))))
     (found,) = batch_statistics.judge(facts)
     assert (found.code, found.proven, "keep it in evaluation mode" in found.remedy) == ("GAV101", left < 1e-6, True)

@@ -58,4 +58,4 @@ def test_a_gradient_that_each_micro_batch_transforms_is_named(
     assert (found is not None) is is_named
     if found is not None:
         assert found.parameters == ("weight",) and found.all_of_it
-        assert found.responses == pytest.approx([found.responses[0]]) and found.halves_apart < 1e-12
+        assert found.responses == pytest.approx([found.responses[0]]) and found.halves_difference < 1e-12

@@ -111,7 +111,7 @@ def test_a_strategy_that_clips_too_early_is_named_whatever_else_it_does(left: fl
     ("used", "lost"), [((0.0, 1.0, 1e-5, 0.5), "2 of 4 micro-batches"), ((0.5, 1.0, 0.9, 0.5), "")]
 )
 def test_micro_batches_that_never_reach_a_strategys_gradient_are_named(used: tuple[float, ...], lost: str) -> None:
-    run = ControlRun("their losses taken as zero", 0.0, True, kind=ControlKind.LOST)
+    run = ControlRun("their losses taken as zero", 0.0, True, kind=ControlKind.LOST_LOSSES)
     weights = AccumulationWindow(used, SCRIPT, (1, 1, 1, 1), 4, fit=WeightFit((0.25,) * 4, 1e-7, used=used), remedy=run)
     facts = divergent(steps=4)
     found = [*gradients_cleared_inside_window.judge(replace(facts, window=weights))]
@@ -256,7 +256,7 @@ LOOP_CASES = {
     },
     "norms of shards": (sharded(shards=SHARES), {"GAV706"}),
     "norms of what is then reduced by hand": (ranks(fit(), shards=SHARES, summed_apart=1.4), {"GAV706"}),
-    "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=2e-7), {"GAV707"}),
+    "statistics": (ranks(None, buffers_apart=("0:1.running_mean",), evaluation_mode_control=2e-7), {"GAV707"}),
     "every time": (ranks(None, divergent=False, reduced=(652, 652), update_bytes=163), {"GAV708"}),
 }
 QUIET = {
@@ -276,7 +276,7 @@ QUIET = {
         fit((0.3, 0.3), factor=1.7, left=2e-7), targets=((4, 4), (5, 3)), weights_control=2e-7
     ),
     "shards that differ in more than a factor": sharded(shards=(Share(1.5, 0.3, 1.5), Share(1.34, 0.3, 1.34))),
-    "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), frozen_control=0.5),
+    "buffers that holding does not repair": ranks(None, buffers_apart=("0:1.seen",), evaluation_mode_control=0.5),
     "a count that is reduced": ranks(None, divergent=False, reduced=(8, 660), update_bytes=163),
 }
 
@@ -307,7 +307,7 @@ def test_neighbours_stay_quiet(name: str) -> None:
         ranks(fit((0.25, 0.25), factor=2.0, left=2e-7)),
         sharded(shards=(Share(2.0, 2e-7, 1.5), Share(2.0, 2e-7, 1.34))),
         sharded(shards=(Share(1.5, 2e-7, 1.7), Share(1.34, 2e-7, 1.2))),
-        ranks(None, buffers_apart=("0:1.running_mean",), frozen_control=0.1),
+        ranks(None, buffers_apart=("0:1.running_mean",), evaluation_mode_control=0.1),
     ],
 )
 def test_without_a_control_that_came_out_nothing_is_proven(facts: RankFacts) -> None:

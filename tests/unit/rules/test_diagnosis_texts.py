@@ -92,7 +92,7 @@ def test_the_cached_gradient_is_promised_only_where_it_was_run() -> None:
 def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: float, told: bool) -> None:
     """Dice, VICReg: the control holds the statistics in both runs; as a repair they lose the gradient through them."""
     held = ControlRun("the reduction over the batch kept constant", 1e-16, True)
-    tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.HELD_IN_WINDOW)
+    tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.FULL_BATCH_VALUE)
     for make in (coupled, cause):
         finding = only(divergent(causes=(make(control=held, remedies=(tried,)),)))
         assert ("use this constant in every micro-batch: tested, equivalent" in finding.remedy) is told

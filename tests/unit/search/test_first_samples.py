@@ -523,7 +523,7 @@ def test_many_things_are_halved() -> None:
 # --- What a part of the batch showed is looked for on the whole where it is one thing, told without a doubt ----------
 
 
-CONTROL = ControlRun("with the weights that fit", 1e-9, True, kind=ControlKind.HELD)
+CONTROL = ControlRun("with the weights that fit", 1e-9, True, kind=ControlKind.RESULT_PINNED)
 FOUND = measured.divergent(weight_remedy=CONTROL, cleared=True, left=1e-9)
 NOT_ALONE = replace(FOUND, forward=replace(FOUND.forward, causes=(measured.cause(control=CONTROL),)))
 DOUBTFUL = {

@@ -254,7 +254,9 @@ def test_the_control_that_counts(
 ) -> None:
     """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
     runs = [(ControlRun("held", left, rounding), probe) for left, rounding, probe in tried]
-    monkeypatch.setattr(proof, "_list_controls", lambda *_: [(ControlKind.HELD, lambda run=run: run) for run in runs])
+    monkeypatch.setattr(
+        proof, "_list_controls", lambda *_: [(ControlKind.RESULT_PINNED, lambda run=run: run) for run in runs]
+    )
     bench: Any = SimpleNamespace(without=lambda _: None)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
     assert found is not None and (found.cause.control, found.probe) == runs[chosen]
