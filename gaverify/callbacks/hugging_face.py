@@ -37,6 +37,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             return self.gate.skip("no Trainer called the callback")
         if steps == 1 or args.world_size > 1:
             return self.gate.skip("nothing is accumulated" if steps == 1 else "several processes train; see `--ranks`")
+        # Samplers and data sets draw: training has to go on as if nothing had been verified.
         with isolated_generators():
             try:
                 window = Window(trainer.get_train_dataloader(), steps)
@@ -45,6 +46,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             if len(window.batches) < 2 or not window.even:
                 return self.gate.skip("the first window has fewer than two micro-batches, or uneven ones")
             loss = _Loss(trainer, window)
+            # Training calls the wrapped model, which may be compiled.
             model = trainer.model_wrapped if trainer.model_wrapped is not None else trainer.model
             problem = shared_problem(model, loss, window, type(trainer.model).__name__)
             self.gate.check(problem, len(window.batches), "none")  # what the Trainer divides by is in its loss
@@ -81,6 +83,7 @@ class _Loss:
         configured = trainer.args.gradient_accumulation_steps
         accelerator = trainer.accelerator
         losses: list[torch.Tensor] = []
+        # `training_step` puts the model into training mode, whatever mode a run in evaluation mode asked for.
         training = [module.training for module in model.modules()]
         accelerator.backward = lambda loss, **_: losses.append(
             loss
@@ -88,6 +91,7 @@ class _Loss:
         try:
             if saved:
                 setattr(trainer, current, steps)
+            # Some versions of TrainingArguments refuse plain assignments.
             object.__setattr__(trainer.args, "gradient_accumulation_steps", steps)
             inputs = self.window.collate(samples)
             _call_with_accepted(trainer.training_step, model, inputs, self.items)

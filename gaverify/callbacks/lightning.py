@@ -58,6 +58,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
                 # a module that divides by what the trainer accumulates divides by 1 where nothing is
                 trainer.accumulate_grad_batches = 1 if len(samples) == len(window.samples) else steps
                 try:
+                    # Autocast, where the trainer's precision asks for it.
                     with trainer.precision_plugin.train_step_context():
                         step_output = module.training_step(batch, 0)
                 finally:
@@ -74,7 +75,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
 def _quiet(module: Any) -> Iterator[None]:
     """Leaves out what the module logs: these steps are none of the training's."""
     for name in ("log", "log_dict"):
-        object.__setattr__(module, name, _nothing)
+        object.__setattr__(module, name, _nothing)  # an attribute hides the method until it is removed
     try:
         yield
     finally:

@@ -53,8 +53,10 @@ class Gate:
 
     def check(self, problem: Problem, steps: int, weighting: str) -> None:
         """Verifies and prints on stderr; raises `DivergentTraining` where training must not start."""
+        # mode=None: every layer stays in the mode that the user's trainer has put it in.
         unmarked = verify(problem, steps=steps, weighting=weighting, mode=None, **self.options)
         verdict = self.verdict = mark_accepted(unmarked, self.accept, project_settings())
+        # On stderr, as a script's stdout may be read by another program.
         print_answer(verdict, file=sys.stderr)
         seconds = verdict.timings.get("total", 0.0)
         print(f"gaverify: the first window was verified in {seconds:.1f} s before training", file=sys.stderr)
@@ -84,6 +86,7 @@ class Window:
                 "the first window cannot be put together as one batch: its loader has no batch sampler over a dataset "
                 "with `__getitem__`; `gaverify audit` checks such a script"
             )
+        # Indices of the sampler, not batches of the loader, which cannot be taken apart into samples again.
         self.batches = [list(indices) for indices in islice(iter(sampler), steps)]
         self.samples = [dataset[index] for indices in self.batches for index in indices]
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn

@@ -113,6 +113,7 @@ def read_options(file: Path) -> AuditFile:
 
 def audit_options(command: _Command) -> _Command:
     """Adds an argument or option per field of `Request` to a command, whose words `Request.from_words` reads."""
+    # Click lists first the option that was added last.
     for name, option in reversed(OPTIONS.items()):
         kind = option.kind
         settings: dict[str, Any] = {"shell_complete": partial(_complete_path, kind.completes)} if kind.completes else {}

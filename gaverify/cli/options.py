@@ -104,6 +104,7 @@ def _factories(file: str) -> list[str]:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
+    # Completion answers at every press of Tab: importing the file would import torch.
     nodes = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
     return [node.name for node in nodes if not node.name.startswith("_")]
 
@@ -120,6 +121,7 @@ def _paths(start: str, ending: str) -> list[CompletionItem]:
         names = sorted(os.listdir(folder or "."))
     except OSError:
         return []
+    # Files that begin with a dot are offered only to a word that does, as shells do.
     candidates = [os.path.join(folder, name) for name in names if os.path.join(folder, name).startswith(start)]
     visible = [path for path in candidates if start.rpartition("/")[2].startswith(".") or not _is_hidden(path)]
     return [

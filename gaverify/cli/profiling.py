@@ -155,6 +155,7 @@ def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
 
 def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple[int, ...]:
     parts = [part.strip() for part in word.split(",")]
+    # Nine digits at most: no batch has more samples, and Python refuses to read numbers of thousands of digits.
     if not all(re.fullmatch(r"\d{1,9}", part) and int(part) > 0 for part in parts):
         problems.append(f"{option}: must be whole numbers of at least 1, got `{word}`; write `{option} {example}`")
         return ()
@@ -171,6 +172,7 @@ def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ..
         problems.append(
             f"--strategy: unknown strategy {', '.join(f'`{word}`' for word in unknown)}; known are {strategy_names}"
         )
+    # In the order of the table, whatever the order of the words.
     return tuple(name for name in STRATEGIES if name in names or not names)
 
 

@@ -64,7 +64,7 @@ class DelayedProgress:
     def __enter__(self) -> DelayedProgress:
         if _has_terminal():
             self._timer = threading.Timer(DELAY, self._show)
-            self._timer.daemon = True
+            self._timer.daemon = True  # a program that ends sooner does not wait for it
             self._timer.start()
         elif self._says_start:
             tell(f"gaverify: running {self._which}{self._title}")
@@ -100,7 +100,7 @@ class DelayedProgress:
             # the user's prints already go to stderr; rich must not take stdout over for its own
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
             self._task = self._bar.add_task(self._title, total=None)
-            self._bar.tasks[0].start_time = self._began
+            self._bar.tasks[0].start_time = self._began  # the clock counts what ran before the bar was shown, too
             self._bar.start()
             self._update()
 

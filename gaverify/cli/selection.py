@@ -22,7 +22,7 @@ def read_expression(text: str) -> Choice:
     tokens = _TOKEN.findall(text)
     try:
         choice = _read_or(tokens)
-    except IndexError:
+    except IndexError:  # a word was missing, or stood where none of its kind may stand
         tokens = ["its end"]
     if tokens or not text.strip():
         raise SpecError(
@@ -32,6 +32,8 @@ def read_expression(text: str) -> Choice:
     return choice
 
 
+# One function for each level of precedence, as in Python: `or` binds weakest, then `and`, then `not`. Each takes its
+# tokens off the front of the list.
 def _read_or(tokens: list[str]) -> Choice:
     choices = [_read_and(tokens)]
     while tokens and tokens[0] == "or":

@@ -123,6 +123,7 @@ def exit_code_of(
 
 def check_outputs(outputs: Sequence[Path]) -> None:
     """Finds out before a long run whether its reports can be written."""
+    # The room of reports takes a moment to import, which most calls can do without.
     if outputs:
         from gaverify.report import check_writable
 

@@ -151,7 +151,7 @@ def verify_in_workers(
                 answer = worker.read(progress)
                 if answer is None:
                     continue
-                number = worker.number
+                number = worker.number  # read before the worker is given the next spec
                 # A process that died or was stopped at its limit can verify nothing more.
                 if worker.is_over or not waiting:
                     workers.remove(worker)

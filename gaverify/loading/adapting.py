@@ -58,6 +58,7 @@ def first_batch(batch: Any) -> Any:
             f"the batch is a data set, {type(batch).__name__}; return a batch of it, or "
             "`DataLoader(dataset, batch_size=8)`, whose first batch is used"
         )
+    # Fabric, for one, wraps loaders in a class of its own.
     wrapped = hasattr(batch, "__iter__") and hasattr(batch, "dataset") and not isinstance(batch, torch.Tensor | Mapping)
     if not (isinstance(batch, DataLoader | Iterator) or wrapped):
         return batch
@@ -91,6 +92,7 @@ def training_step_loss(model: nn.Module, name: str) -> Loss:
     with_index = len(inspect.signature(model.training_step).parameters) > 1  # type: ignore[arg-type]
 
     def loss(model: nn.Module, batch: Any) -> Any:
+        # 0 is the index of the batch, which most steps take and few read.
         returned = model.training_step(batch, 0) if with_index else model.training_step(batch)  # type: ignore[operator]
         if returned is None:
             raise ProblemError(f"`{name}`: its training_step returned None, which skips the batch; return the loss")
@@ -112,7 +114,7 @@ def training_batch(model: nn.Module, name: str) -> Any:
     try:
         setup = getattr(model, "setup", None)
         if callable(setup):
-            setup("fit")
+            setup("fit")  # Lightning calls it before any loader: many modules make their data sets in it
         loaded = loader()
     except (GaverifyError, KeyboardInterrupt):
         raise

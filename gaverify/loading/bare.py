@@ -103,8 +103,9 @@ def _output(model: nn.Module, name: str, inputs: torch.Tensor) -> torch.Tensor:
     # lazy layers take their shapes from this very call; anything else must not notice it
     tried = model if lazy else _copy_model(model)
     try:
+        # In evaluation mode running statistics stay as they are, and a BatchNorm takes a batch of one sample.
         with mode_set([tried], "eval"), eager_when_compiled([tried]), torch.no_grad():
-            returned = tried(inputs.clone())
+            returned = tried(inputs.clone())  # a forward may change its inputs in place
     except (Exception, SystemExit) as error:
         raise ProblemError(
             f"`{name}`: its forward on inputs of shape {list(inputs.shape)} raised {describe_error(error)}; "

@@ -24,6 +24,7 @@ def tensors_of(path: str) -> list[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about TorchScript, which is refused
+            # Only weights: a pickle may run any code, and the file may come from anywhere.
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if is_out_of_memory(error):
@@ -45,6 +46,7 @@ def _refusal(path: str, error: Exception) -> str:
         return f"`{path}` cannot be read: {error.strerror or error}"
     if PurePath(path).suffix == ".safetensors":
         return f"`{path}` is a safetensors file; convert it: `torch.save(load_file(path), 'model.pt')`"
+    # Checkpoints, TorchScript archives and exported programs are all zip files: their members tell them apart.
     members = {PurePath(name).name for name in zipfile.ZipFile(path).namelist()} if zipfile.is_zipfile(path) else set()
     if "constants.pkl" in members:
         return (

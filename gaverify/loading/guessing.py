@@ -135,6 +135,7 @@ def _texts_for_layer(layer: Any, vocabulary: int | None) -> list[str]:
     if hasattr(layer, "num_embeddings"):
         return [_input_text(shape, vocabulary) for shape in ((16,), ())]
     if hasattr(layer, "in_channels"):
+        # The weight has two dimensions (channels out, channels in) beside those of the kernel.
         planes = {1: (64,), 2: (32, 32), 3: (8, 16, 16)}
         return [_input_text((layer.in_channels, *planes[layer.weight.dim() - 2]))]
     if hasattr(layer, "input_size"):

@@ -93,7 +93,7 @@ def _import_module(name: str) -> ModuleType:
         raise SpecError(no_module(name, error.name), "model") from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a script without a main guard may call `sys.exit`
         raise _make_import_error(name, error) from error
 
 
@@ -125,7 +125,7 @@ def _import_file(file: Path) -> ModuleType:
     if depth:
         _put_first(str(source.parents[depth]))
     _put_first(str(source.parent))
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # `init` may have written the file a moment ago
     name = _module_name(source, depth)
     try:
         if depth:
@@ -134,6 +134,7 @@ def _import_file(file: Path) -> ModuleType:
         if specification is None or specification.loader is None:
             raise SpecError(f"`{file}` cannot be imported as Python", "model")
         module = importlib.util.module_from_spec(specification)
+        # Before its code runs, as the import system does it.
         sys.modules[name] = module  # dataclasses and pickle look their module up here
         specification.loader.exec_module(module)
     except (KeyboardInterrupt, SpecError):
@@ -174,6 +175,7 @@ def _module_name(file: Path, depth: int) -> str:
     name, path = file.stem, str(file)
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return alias(file)
+    # Imported already: the same file may have its name again, any other module keeps it.
     if name in sys.modules:
         return name if getattr(sys.modules[name], "__file__", None) == path else alias(file)
     # Folders of earlier specs do not count: what they hold is forgotten where this one has the same name.

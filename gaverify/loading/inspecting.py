@@ -66,6 +66,7 @@ def sketch(name: str) -> Sketch | None:
     for arguments, are_said in text.arguments():
         try:
             with isolated_generators():
+                # `made`, because the name of the class may be hidden in its module, or have a dot.
                 model = eval(f"made({arguments})", {**text.scope, "made": named})
                 guess = guess_batch_and_loss(model, text.tensors_for_argument)
         except Exception:  # it wants something else; its owner writes it where nothing else does
@@ -92,6 +93,7 @@ class _Text:
         needed = needed_parameters(self._made)
         if not needed:
             yield "", True
+        # What the file itself calls the class with is better than any guess.
         for call in self._calls():
             words = [ast.unparse(word) for word in (*call.args, *call.keywords)]
             if all(self._is_plain(word) for word in (*call.args, *call.keywords)):
@@ -146,6 +148,7 @@ class _Text:
 
     def _with_rows(self, maker: ast.Call) -> str:
         """The text of a tensor's maker with another number of rows, and constants of the module as numbers."""
+        # A copy: the nodes of the file are read again for other arguments.
         copied = ast.parse(ast.unparse(maker), mode="eval").body
         assert isinstance(copied, ast.Call)
         sizes: list[ast.expr] = copied.args

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
+# Half of glibc's own threshold, which besides grows up to 32 MiB by itself unless it is set.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 """Makes glibc return freed tensors to the system at once, see mallopt(3). By default much of it stays with the process,
 more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
@@ -73,12 +74,14 @@ def profile_spec(
                 }
                 messages = run_job(job, _reporter(progress, label, len(rows), len(plans)))
                 rows.append(row_from(plan, messages))
+                # A row that ran out of memory while it loaded has none, and all others have the same.
                 if setting is None and "about" in messages:
                     setting = Setting(**messages["about"])
     except KeyboardInterrupt:
         if not rows:
             raise
         interrupted = True
+    # After Ctrl-C the table still shows all that was asked for.
     rows += [Row(plan.strategy, plan.steps, "not-run") for plan in plans[len(rows) :]]
     return Profile(setting, tuple(rows), tuple(steps), interrupted, spec.to_dict())
 
@@ -93,6 +96,7 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
     Keys are those of the worker's messages; `returncode` and `stderr` (its last lines) are added.
     """
     messages: dict[str, Any] = {}
+    # A file, because nobody reads stderr while the child runs, and a full pipe would stop it.
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
         child = start_with_job("gaverify.profiling.worker", job, stderr=stderr, env={**os.environ, **ENVIRONMENT})
         try:
@@ -101,6 +105,7 @@ def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None)
             child.end()
         messages["returncode"] = child.process.returncode
         stderr.seek(0)
+        # A traceback ends with what was raised; a model that logs a lot would bury it.
         messages["stderr"] = stderr.read()[-2000:]
     return messages
 
@@ -162,7 +167,7 @@ def _end(told: dict[str, Any]) -> tuple[Status, str]:
 
 def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
     """What the exit code of a child that said nothing means."""
-    if code == -getattr(signal, "SIGKILL", 9):
+    if code == -getattr(signal, "SIGKILL", 9):  # Windows has no such signal
         return "out-of-memory", f"the system killed the process{_during(stage)}, as it does when its memory runs out"
     if code < 0:
         return "failed", f"the process died of {signal_name(-code)}{_during(stage)}"

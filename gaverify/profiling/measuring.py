@@ -53,6 +53,7 @@ def update_seconds(work: Workload, repeats: int, report: Callable[[int], None] =
         for repeat in range(WARM_UP + repeats):
             work.start()
             micro_batches = list(work.micro_batches())
+            # In here nothing is collected by itself, and what the last update left in cycles would fill the memory.
             gc.collect()
             seconds = clock(work, micro_batches)
             if repeat >= WARM_UP:
@@ -98,7 +99,7 @@ def _seconds_by_events(work: Workload, micro_batches: list[Any]) -> float:
         work.update(micro_batches)
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3  # torch gives milliseconds
 
 
 def _counted_peak(work: Workload, device: torch.device) -> Memory:
@@ -109,6 +110,7 @@ def _counted_peak(work: Workload, device: torch.device) -> Memory:
     gc.collect()
     module = torch.get_device_module(device)
     module.synchronize(device)
+    # Blocks that the first update freed would count as reserved in the second.
     module.empty_cache()
     module.reset_peak_memory_stats(device)
     baseline = module.memory_allocated(device)
@@ -128,6 +130,7 @@ def _resident_peak(work: Workload) -> Memory | None:
     work.start()
     gc.collect()
     return_freed()
+    # Last: the mark is to begin at the baseline, with what was freed above returned already.
     _reset_high_water()
     baseline = _resident()[0]
     work.update(work.micro_batches())
@@ -144,7 +147,7 @@ def _use_usual_allocator() -> None:
 
     Blocks up to 32 MiB are kept where glibc adapts by itself; see mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """
-    with suppress(OSError, AttributeError, TypeError):
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
         limit = ctypes.CDLL(None).mallopt
         limit(_MMAP_THRESHOLD, 32 * 2**20)
         limit(_TRIM_THRESHOLD, 64 * 2**20)
@@ -153,7 +156,7 @@ def _use_usual_allocator() -> None:
 def _reset_high_water() -> bool:
     """Forgets the high-water mark and says whether Linux let the process do so; see proc(5), `clear_refs`."""
     with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
-        control.write("5")
+        control.write("5")  # 1 to 4 clear other marks; only 5 sets VmHWM back to what is resident now
         return True
     return False
 

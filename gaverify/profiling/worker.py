@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def _measure(job: dict[str, Any], channel: IO[str]) -> None:
+    # Imported here, behind `private_stdout`: what torch or the user's code prints must not reach the channel.
     from gaverify.records.profile import Plan
     from gaverify.spec import parse_spec
 
@@ -55,13 +56,14 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
 
     with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
         _send(channel, about=_about(work, spec, job), micro_batches=work.experiment.sizes, stage="memory")
+        # The peak comes first: what another stage has freed would stay with the process and hide it.
         memory = peak_memory(work)
         _send(channel, memory=None if memory is None else vars(memory), stage="time")
         total = WARM_UP + job["repeats"]
         times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
         _send(channel, seconds=times, stage="activations")
         _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
-        work.optimizer = None
+        work.optimizer = None  # `verify` takes no step; the state would only take memory from it
         if plan.strategy != "full-batch":
             _send(channel, verdict=compare_with_full_batch(work, spec))
 
@@ -121,6 +123,7 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     experiment = work.experiment
     unique = {id(p): p for module in experiment.modules for p in module.parameters()}.values()
+    # Parameters of several types are named by the coarsest, which decides how much rounding there is.
     lowest = max({p.dtype.to_real() for p in experiment.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
     module = torch.get_device_module(experiment.device) if counts_memory(experiment.device) else None
     return {
@@ -131,7 +134,7 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "device": str(experiment.device),
         "device_name": module.get_device_name(experiment.device)
         if module
-        else platform.processor() or platform.machine(),
+        else platform.processor() or platform.machine(),  # Linux often names no processor
         "device_memory": module.get_device_properties(experiment.device).total_memory if module else None,
         "dtype": short_name(lowest),
         "autocast": spec.autocast,

@@ -304,6 +304,7 @@ class Record:
             full.backwards for full in self.full_windows if full.optimizers == full_window.optimizers
         ):
             return None  # the full batch's own window is longer than its others: it tells nothing about K
+        # Rounded, because the last micro-batch may be shorter than the others.
         return max(1, round(window.backwards * rows / window_rows))
 
     def update_of(self, number: int) -> UpdateComparison | None:

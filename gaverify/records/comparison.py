@@ -220,6 +220,7 @@ def hidden_share(rows: Iterable[ParameterComparison]) -> float:
     Tolerances that were asked for hide what they hide.
     """
     rows = [row for row in rows if row.why is None and row.method != Method.TOLERANCE]
+    # Their `allowed` is of the whole gradient already: added up it would count once for each parameter.
     if rows and all(row.method in TOGETHER for row in rows):
         return resolution_of(rows)
     return relative_total((row.allowed, row.reference_norm) for row in rows)

@@ -576,6 +576,7 @@ def _step(state: _State, event: Step) -> None:
 
 
 def _lost_passes(state: _State, lost: dict[int, Event | None]) -> tuple[LostPasses, ...]:
+    # By window: all of them have one cause, and are one finding.
     groups: dict[int, list[int]] = {}
     for at in sorted(lost):
         groups.setdefault(state.backwards[at].update, []).append(at)

@@ -111,6 +111,7 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
         groups.setdefault(event.update, []).append(event)
     members: dict[int, dict[StepKey, Step]] = {}
     for key, step in keys_of(events):
+        # A step that the other run lacks has no number: its window stands behind all that are compared.
         number = step.update if numbers is None else numbers.get(key, len(numbers) + step.update)
         members.setdefault(number, {})[key] = step
     together = {frozenset(optimizer for optimizer, _ in keys) for keys in members.values()}
@@ -133,6 +134,7 @@ def windows_of(events: Sequence[Event], numbers: Mapping[StepKey, int] | None = 
 def _own_window(events: Sequence[Event], number: int, steps: Mapping[StepKey, Step]) -> Window:
     """The window of some steps among those of other optimizers."""
     optimizers = {optimizer for optimizer, _ in steps}
+    # Steps of one update may be apart: the window reaches from the earliest beginning to the last step.
     begins = min(_begin(events, key) for key in steps)
     last = max(at for at, event in enumerate(events) if any(event is step for step in steps.values()))
     # Calls between a step and the next forward, such as `zero_grad`, still belong to the update of that step.
@@ -170,7 +172,7 @@ def _begin(events: Sequence[Event], key: StepKey) -> int:
     """Where the window of a step begins: at the first forward or backward after the step before it."""
     steps = [at for at, event in enumerate(events) if isinstance(event, Step) and event.optimizer == key[0]]
     if key[1] == 1:
-        return 0
+        return 0  # calls before the first forward (`zero_grad`) belong to the first window
     before = steps[key[1] - 2]
     return next((at for at in range(before, len(events)) if isinstance(events[at], Forward | Backward)), len(events))
 

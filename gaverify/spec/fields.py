@@ -266,6 +266,7 @@ def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -
     if isinstance(value, str):
         # the spelling of "gpu" is closer to "cpu", the one device that it does not mean
         is_gpu = field == "device" and re.fullmatch(r"gpu(:\d+)?", value.lower())
+        # 0.5, below the usual 0.6: these words are short, and one wrong letter counts much.
         near = f"cuda{is_gpu[1] or ''}" if is_gpu else nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5)
     return f"must be {must}, got {_short_value(value)}; " + (f'did you mean "{near}"?' if near else advice)
 
@@ -306,5 +307,6 @@ def join_problems(problems: Sequence[tuple[str, list[str]]]) -> SpecError:
         return several[0]
     lines = "\n".join(map(str, several)).splitlines()
     error = SpecError(lines, f"{len(several)} sources")
+    # Each line names its source already, which the constructor would put in front once more.
     error.args = ("\n".join(lines),)
     return error

@@ -36,7 +36,7 @@ def read_number(word: str) -> int | float | str:
         return word
     try:
         return int(word)
-    except ValueError:
+    except ValueError:  # it has a point or an exponent
         return float(word)
 
 

@@ -82,6 +82,7 @@ def read_specs(
     """
     entries: list[tuple[Path, Spec | SpecError]] = []
     problems: list[tuple[str, list[str]]] = []
+    # In the order of their arrival, which a set would not keep.
     on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
     nothing = "the folder holds no *.toml file; `gaverify init` writes one"
     for file, missing in toml_files(paths, nothing, exclude, deep=True):

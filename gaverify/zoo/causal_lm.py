@@ -122,6 +122,7 @@ def build(
 
 def _ragged_rows(batch_size: int, vocab: int, context: int, padding_target: int) -> dict[str, torch.Tensor]:
     """Returns rows of context·1/B, context·2/B, …, context tokens and, as labels, the token after each."""
+    # One token more than the context: the last position predicts it.
     tokens = torch.randint(1, vocab, (batch_size, context + 1))
     lengths = torch.tensor([max(1, context * (row + 1) // batch_size) for row in range(batch_size)]).unsqueeze(1)
     place = torch.arange(context)

@@ -88,6 +88,7 @@ def _transformers() -> Any:
 
 def _sentence(index: int) -> str:
     turn, place = divmod(index, len(SENTENCES))
+    # Cut at 60 bytes: the longest sentence has 86, and both together have to fit into CONTEXT.
     return SENTENCES[place] + (f" {SENTENCES[(place + turn) % len(SENTENCES)]}"[:60] if turn else "")
 
 
@@ -103,7 +104,7 @@ def _random(transformers: Any, width: int, depth: int, heads: int, dropout: floa
         attn_pdrop=dropout,
         bos_token_id=END,
         eos_token_id=END,
-        use_cache=False,
+        use_cache=False,  # keys and values of earlier tokens are for generation; in training they only take memory
     )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # what version 5 falls back to anyway, but with a warning

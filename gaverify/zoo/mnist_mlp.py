@@ -68,6 +68,7 @@ def drawn_digits(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     for image, digit in zip(images, targets.tolist(), strict=True):
         for segment in _LIT[digit]:
             image[0][_SEGMENTS[segment]] = 1.0
+        # Up to 3 pixels: the segments are 4 away from the border, so that none comes in again on the other side.
         down, right = torch.randint(-3, 4, (2,)).tolist()
         image[0] = image[0].roll((down, right), (0, 1))
     brightness = 0.6 + 0.4 * torch.rand(batch_size, 1, 1, 1)
@@ -124,6 +125,7 @@ def read_idx(file: Path, dimensions: int) -> torch.Tensor:
         )
     if not expected:  # torch.frombuffer refuses an empty buffer
         return torch.empty(sizes, dtype=torch.uint8)
+    # A copy in a bytearray, because torch warns of buffers that cannot be written, as bytes are.
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).reshape(sizes)
 
 
