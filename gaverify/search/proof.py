@@ -213,7 +213,7 @@ def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> It
         if in_the_window is None:
             return
         yield in_the_window
-    # a replacement for frozen layers runs once, on all of the batch
+    # a replacement for layers in evaluation mode runs once, on all of the batch
     if not suspect.statistics or path is None or (bench.in_part and isinstance(probe, EvaluationMode)):
         return
     layers = [m for m in _find_layers_of_class(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
