@@ -25,7 +25,7 @@ _STAGES = {
     Stage.SUMMED: "as the last backward pass left it",
     Stage.USED: "as the optimizer saw it",
     Stage.UNCLIPPED: "with losses too small to be clipped",
-    Stage.CHANGE: "what the optimizer makes of the same gradient",
+    Stage.CHANGE: "weight change that the same gradient makes",
 }
 _CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling", "state")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
@@ -69,7 +69,7 @@ def _sections(report: AuditReport) -> Iterator[Section]:
         summary = ", ".join(_describe_update(update))
         name = f"update {update.number}"
         parameters = Parameters(update.parameters, outcome, name, summary, causes, update.judged)
-        facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after it", _after(update))]
+        facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after step", _after(update))]
         rows = tuple((label, text) for label, text in facts if text)
         heading = f"{name}: {count_text(len(update.parameters), 'parameter')}"
         yield Section(heading, (parameters, Facts(rows, _INDENT)) if rows else (parameters,))
@@ -208,7 +208,7 @@ def _method(report: AuditReport) -> str:
     decisive = report.decisive
     if decisive is not None and decisive.judged:
         # every other method of an audit rests on the run with moved weights
-        how = "by the noise floor of the full-batch run"
+        how = "by the rounding noise of the full-batch run"
         how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"
         if math.isfinite(decisive.resolution):

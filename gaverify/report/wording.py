@@ -13,13 +13,13 @@ from gaverify.records.ranks import RankFacts
 
 METHODS: Mapping[str, str] = {
     Method.WORKING_PRECISION: "in working precision",
-    Method.FLOAT64_CONTROL: "by the float64 control",
-    Method.NOISE_FLOOR: "by the noise floor of the full batch",
+    Method.FLOAT64_CONTROL: "by repeating both runs in float64",
+    Method.NOISE_FLOOR: "by the rounding noise of the full batch",
     Method.TWO_SAMPLES: "by the rounding of two samples, which agree in float64",
     Method.FEW_SAMPLES: "by the weights that fit, and by float64 on a few samples",
     Method.WEIGHTS: "by the weights that fit",
     Method.FLOAT32_RUNS: "by the same runs in float32, where rounding hides nothing",
-    Method.MICRO_BATCH_FLOOR: "by the noise floor of a micro-batch and float64 on two samples",
+    Method.MICRO_BATCH_FLOOR: "by the rounding noise of a micro-batch and float64 on two samples",
     Method.FLOAT64_PART: "by float64 on a part of the batch",
     Method.TOLERANCE: "by the tolerances that were asked for",
 }

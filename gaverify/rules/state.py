@@ -225,10 +225,10 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
 
 def _word_split_draws(facts: Facts) -> str:
     draws = facts.draws
-    text = f"{count_text(draws.count, 'draw')} of the full batch"
-    if facts.loop is not None:  # an audit does not count how often each was reused
-        return f"{text}, of which each micro-batch reused the rows of its own samples"
-    return f"{text}; the micro-batches reused rows of them {times(draws.dealt)}, each those of its own samples"
+    # an audit does not count how often each was reused
+    how_often = "" if facts.loop is not None else f" {times(draws.dealt)}"
+    text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
+    return f"{text}: each got the rows of its own samples"
 
 
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:

@@ -156,7 +156,7 @@ def test_why_float64_was_impossible_is_told_in_text_and_json() -> None:
     why = '"_grouped_mm" not implemented for Double'
     verdict = samples.equivalent(method="noise-floor", control_failure=why)
     assert json.loads(verdict.to_json())["control_failure"] == why
-    assert f"by the noise floor of the full batch; float64 was impossible: {why}" in method(verdict)
+    assert f"by the rounding noise of the full batch; float64 was impossible: {why}" in method(verdict)
     assert "impossible" not in method(samples.equivalent())
     assert json.loads(samples.equivalent().to_json())["control_failure"] == ""
 

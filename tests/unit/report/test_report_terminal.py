@@ -161,10 +161,10 @@ def test_parameters_that_were_not_compared_do_not_agree() -> None:
     ("method", "words"),
     [
         ("working-precision", "decided in working precision; a relative difference above"),
-        ("float64-control", "by the float64 control"),
-        ("noise-floor", "by the noise floor"),
+        ("float64-control", "by repeating both runs in float64"),
+        ("noise-floor", "by the rounding noise of the full batch"),
         ("two-samples", "by the rounding of two samples, which agree in float64"),
-        ("micro-batch-floor", "by the noise floor of a micro-batch and float64 on two samples"),  # older documents
+        ("micro-batch-floor", "by the rounding noise of a micro-batch and float64 on two samples"),  # older documents
         ("tolerance", "by the tolerances that were asked for (rtol 0.01, atol 0.1)"),
         ("not-compared", "nothing was compared"),
         ("something-new", "by something-new"),
