@@ -22,7 +22,8 @@ from gaverify.torch_internals import is_in_backward, tree_map_only
 from gaverify.tracebacks import hands_over
 
 aten = torch.ops.aten
-_BELOW_FLOAT64 = (torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
+_BELOW = {torch.float64: (torch.float32, *_HALF), torch.float32: _HALF}
 _MEAN = 1  # the dispatcher's code for reduction="mean"
 
 
@@ -75,7 +76,7 @@ class PassMode:
     Args:
         state: Told before an operation writes to a tensor.
         random: Runs random operations (`Recorder` or `Dealer`).
-        lift: Raise casts and mixed inputs to float64 (the control run).
+        lift: Raise casts and mixed inputs to this precision, float64 or float32 (a control run); None leaves them.
         observe_terms: Measure Σ|terms| of the sums that the backward forms.
     """
 
@@ -84,7 +85,7 @@ class PassMode:
         state: ModelState,
         random: Recorder | Dealer | Recomputing,
         *,
-        lift: bool = False,
+        lift: torch.dtype | None = None,
         observe_terms: bool = False,
     ) -> None:
         self.observed = Observed()
@@ -107,8 +108,8 @@ class PassMode:
         plan = _plan(func)
         # A dropout fills a tensor made after its input, in the very next operation; longer, the input is not held.
         (likened, like), self._likened = self._likened, (None, None)
-        if self._lift:
-            args, kwargs = _lift_arguments(plan, args, kwargs)
+        if self._lift is not None:
+            args, kwargs = _lift_arguments(plan, args, kwargs, self._lift)
         # Before the operation runs: it may write to its inputs.
         self.observed.arithmetic.note(plan.product, args)
         if plan.plain:
@@ -119,7 +120,7 @@ class PassMode:
         if plan.random:
             return self._random(func, args, kwargs, like if likened is not None and args[0] is likened else None)
         # The fused kernel of a mixture of experts exists in bfloat16 alone.
-        if plan.groups and args[0].dtype is torch.float64:
+        if plan.groups and args[0].dtype in (torch.float64, self._lift):
             named = {name: kwargs[name] for name in ("offs", "bias") if name in kwargs}
             return grouped_product(*args[:4], **named)
         result = func(*args, **kwargs)
@@ -139,25 +140,27 @@ class PassMode:
             self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
 
 
-def _lift_arguments(plan: _Plan, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Raises lower-precision casts, factories and mixed inputs to float64; tensors that are written to stay."""
-    if plan.casts and kwargs.get("dtype") in _BELOW_FLOAT64:
-        kwargs = {**kwargs, "dtype": torch.float64}
+def _lift_arguments(plan: _Plan, args: Any, kwargs: Any, to: torch.dtype) -> tuple[Any, Any]:
+    """Raises lower-precision casts, factories and mixed inputs to `to`; tensors that are written to stay."""
+    below = _BELOW[to]
+    if plan.casts and kwargs.get("dtype") in below:
+        kwargs = {**kwargs, "dtype": to}
     low = high = False
     for arg in args:
         for tensor in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(tensor, torch.Tensor):
-                low = low or tensor.dtype in _BELOW_FLOAT64
-                high = high or tensor.dtype is torch.float64
+                low = low or tensor.dtype in below
+                high = high or tensor.dtype is to
     if not (low and high):
         return args, kwargs
-    # A copy in float64 of what is written to would take the write, and the user's tensor would not get it.
-    lifted = [arg if i in plan.writes else tree_map_only(torch.Tensor, _to_float64, arg) for i, arg in enumerate(args)]
-    return tuple(lifted), kwargs
+    # A higher copy of what is written to would take the write, and the user's tensor would not get it.
 
+    def raise_precision(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(to) if tensor.dtype in below else tensor
 
-def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype in _BELOW_FLOAT64 else tensor
+    return tuple(
+        arg if i in plan.writes else tree_map_only(torch.Tensor, raise_precision, arg) for i, arg in enumerate(args)
+    ), kwargs
 
 
 @hands_over  # a shape that does not fit is the caller's fault

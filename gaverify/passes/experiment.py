@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -98,8 +98,8 @@ class Experiment:
     """The devices that the model lies on, and those that the user had put it on."""
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` in the forwards; None: no autocast."""
-    lift: bool = False
-    """Casts inside the model are raised to float64."""
+    lift: torch.dtype | None = None
+    """What lower casts inside the model are raised to: float64, or float32; None: they stay."""
     math_kernels: bool = False
     """Attention and recurrent layers run on unfused kernels, because draws inside a fused one are not seen."""
     draws: DrawLedger = field(default_factory=DrawLedger)
@@ -136,7 +136,7 @@ class Experiment:
     def is_float64(self) -> bool:
         """Whether its passes run in float64."""
         double = (torch.float64, torch.complex128)
-        return self.lift or all(parameter.dtype in double for parameter in self.parameters.values())
+        return self.lift is torch.float64 or all(parameter.dtype in double for parameter in self.parameters.values())
 
     @contextmanager
     def autocasting(self, *, enabled: bool = True) -> Iterator[None]:
@@ -283,31 +283,36 @@ class Experiment:
         problem = replace(self.problem, batch=batch, batch_size=size)
         return replace(self, problem=problem, batch_size=size, sizes=micro_batch_sizes(size, self.steps))
 
+    def in_float64(self, *, weights: bool = True) -> AbstractContextManager[Experiment]:
+        """Gives the experiment in float64; see `in_precision`."""
+        return self.in_precision(torch.float64, weights=weights)
+
     @contextmanager
-    def in_float64(self, *, weights: bool = True) -> Iterator[Experiment]:
-        """Gives the experiment in float64, all on the CPU where a device has none, for as long as the block runs.
+    def in_precision(self, dtype: torch.dtype, *, weights: bool = True) -> Iterator[Experiment]:
+        """Gives the experiment in float32 or float64, all on the CPU where a device has no float64, for the block.
 
         The weights, the batch and the draws are the same numbers. The tensors are exchanged inside the user's own
         parameters, so that the working precision has no passes until the block ends.
 
         Args:
+            dtype: `torch.float64` or `torch.float32`.
             weights: False leaves the weights as they are: they are to be lifted as they are used.
         """
-        everywhere = all(widest(device) is torch.float64 for device in self.devices)
+        everywhere = dtype is not torch.float64 or all(widest(device) is dtype for device in self.devices)
         device = None if everywhere else torch.device("cpu")  # None: each tensor where it is
         placement = self.placement if device is None else self.placement._replace(now=(device,))
         default = torch.get_default_dtype()
         return_freed()  # what the passes before left in pieces
         with ExitStack() as stack:
             stack.callback(return_freed)
-            stack.enter_context(convert_weights(self.modules, device=device, dtype=torch.float64, weights=weights))
-            torch.set_default_dtype(torch.float64)
+            stack.enter_context(convert_weights(self.modules, device=device, dtype=dtype, weights=weights))
+            torch.set_default_dtype(dtype)
             stack.callback(torch.set_default_dtype, default)
             stack.enter_context(self.autocasting(enabled=False))
-            batch = fresh(self.problem.batch, device, torch.float64)
-            split = self.problem.split and move_split(self.problem.split, device, torch.float64)
+            batch = fresh(self.problem.batch, device, dtype)
+            split = self.problem.split and move_split(self.problem.split, device, dtype)
             problem = replace(self.problem, batch=batch, split=split)
-            exact = replace(self, problem=problem, placement=placement, autocast=None, lift=True).with_current_state()
+            exact = replace(self, problem=problem, placement=placement, autocast=None, lift=dtype).with_current_state()
             # who looked on may live longer, and would keep the weights in float64
             stack.callback(exact.state.forget)
             yield exact

@@ -163,7 +163,7 @@ def _way_that_needs_less(experiment: Experiment) -> str:
 
 
 def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:
-    mode = PassMode(experiment.state, random_draws, lift=experiment.lift, observe_terms=not experiment.lift)
+    mode = PassMode(experiment.state, random_draws, lift=experiment.lift, observe_terms=experiment.lift is None)
     with one_pass(experiment):
         # A lazy layer or a cache may register parameters in its first forward.
         known = set(named_parameters(experiment.problem))

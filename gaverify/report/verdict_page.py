@@ -13,7 +13,7 @@ from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
 from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
-from gaverify.thresholds import TENTH
+from gaverify.thresholds import FIT_EXACT, TENTH
 
 
 def verdict_page(verdict: Verdict) -> Page:
@@ -241,8 +241,10 @@ def method(verdict: Verdict) -> str:
         tolerances = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(tolerances)})" if tolerances else ""
     if (few := verdict.few_samples) is not None:
+        # float64 is run only where float32 leaves more than its own rounding, and agrees to far more digits
+        precision = "float64" if few.structure <= FIT_EXACT else "float32"
         text += (
-            f" (float64: {few.samples} samples agree to {number(few.structure)}; weights ± {percent(few.weights)}; "
+            f" ({precision}: {few.samples} samples agree to {number(few.structure)}; weights ± {percent(few.weights)}; "
             f"rest {percent(few.rest)}, rounding {percent(few.rounding)})"
         )
     if verdict.run.part:

@@ -6,7 +6,7 @@ Shapes: K micro-batches; sketches of length S = 4096 stand for the gradients, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,12 +120,16 @@ class GradientSketches:
         self.taken: list[torch.Tensor] = []
 
     @contextmanager
-    def listening(self, *, hooked: bool = True) -> Iterator[Callable[[int], None]]:
-        """Listens, and gives what is to be called after each backward pass; others tell it where it is not hooked."""
-        parameters = self._parameters if hooked else []
-        handles = [p.register_hook(partial(self.add_gradient, place)) for place, p in enumerate(parameters)]
+    def listening(self, handed_over: Collection[int] = ()) -> Iterator[Callable[[int], None]]:
+        """Listens, and gives what is to be called after each backward pass.
+
+        Args:
+            handed_over: The places of parameters whose gradients `add_gradient` is given by others.
+        """
+        parameters = [(place, p) for place, p in enumerate(self._parameters) if place not in handed_over]
+        handles = [p.register_hook(partial(self.add_gradient, place)) for place, p in parameters]
         if self._release:
-            handles += [p.register_post_accumulate_grad_hook(_free_gradient) for p in parameters]
+            handles += [p.register_post_accumulate_grad_hook(_free_gradient) for _, p in parameters]
         try:
             yield self._take
         finally:

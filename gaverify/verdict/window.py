@@ -1,9 +1,10 @@
 """Decides without a float64 control of the whole batch: a window by sketches of gradients, or by a few samples.
 
     weights     g_full ≈ Σ w_k g_k with the weights that were used, and no other weights explain what is left
-    structure   a few samples in float64, at once and one by one: a fault of structure shows in any few samples
+    structure   a few samples at once and one by one, in float32, and in float64 where that leaves more than its own
+                rounding: a fault of structure shows in any few samples
     the rest    ‖g_full − Σ w_k g_k‖, held against what the same few samples differ by in working precision, at once and
-                one by one: that is rounding, since float64 says that they agree
+                one by one: that is rounding, since the higher precision says that they agree
 
 Rounding is not coherent with the micro-batches' gradients, and a wrong weight is nothing else: so c is known better
 than any single parameter is (one weight of four that is 3 % off is seen in bfloat16, where parameters are 2 to 90 %
@@ -18,7 +19,7 @@ logits of a softmax: the bias of attention's keys). What they leave goes to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,11 +30,22 @@ from gaverify.errors import ProblemError
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.lifting import LiftedWeights
-from gaverify.passes.precision import coarsest_unit
-from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights
+from gaverify.passes.precision import coarsest_unit, short_name
+from gaverify.passes.sketches import SINGULAR_FLOAT32, SINGULAR_FLOAT64, fit_weights
 from gaverify.passes.weighting import valid_targets
 from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison
-from gaverify.thresholds import CAPPED_UNITS, COHERENT, GROUPINGS, LOST_UNITS, SAME_NUMBER, SHOWS_GROUPINGS, U32, U64
+from gaverify.thresholds import (
+    CAPPED_UNITS,
+    COHERENT,
+    FEW_UNITS,
+    GROUPINGS,
+    LOST_UNITS,
+    SAME_NUMBER,
+    SHOWS_GROUPINGS,
+    SHOWS_UNITS,
+    U32,
+    U64,
+)
 from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
@@ -58,9 +70,10 @@ def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | 
     """
     experiment, window = measurement.experiment, measurement.window
     assert window is not None
-    few = _measure_few(measurement)
-    if few is None:
+    measured = _measure_few(measurement)
+    if measured is None:
         return None
+    few, alike = measured
     # Relative to rounding, which is not coherent with the micro-batches' gradients, wrong weights stand out in the fit.
     best = window.used.new_tensor(fit_runs([window]).weights)
     residual, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
@@ -69,7 +82,6 @@ def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | 
     few = replace(few, rest=residual, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
     unit = coarsest_unit(parameter.dtype for parameter in experiment.parameters.values())
     added_up = lost <= LOST_UNITS * unit * math.sqrt(experiment.steps)
-    alike = few.structure <= CAPPED_UNITS * U32
     # Each of the four can be true of a fault: only together they leave nothing but rounding.
     if added_up and alike and coherent <= COHERENT * residual and residual <= GROUPINGS * few.rounding:
         return Outcome.EQUIVALENT, few
@@ -77,49 +89,96 @@ def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | 
     return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
 
 
-def _measure_few(measurement: Measurement) -> FewSamples | None:
-    """What the first samples show; None where they have no gradient.
+class _FewGradients(NamedTuple):
+    """Sketches of the gradient of the first samples: at once (S,), and of each (S, samples)."""
 
-    Where they have not the same one, at once and one by one, in float64, their error stands for their rounding.
+    at_once: torch.Tensor
+    singles: torch.Tensor
+
+
+def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
+    """What the first samples show, and whether they have the same gradient at once and one by one.
+
+    None where they have no gradient; where it is not the same one, their error stands for their rounding.
     """
     experiment = measurement.experiment
     count = max(_LEAST, min(_SAMPLES, experiment.batch_size // _SHARE))
-
-    def sketch_samples(few: Experiment, *, hooked: bool = True) -> list[torch.Tensor]:
-        """The gradient of all samples at once (S, 1), and those of each (S, samples)."""
-        run_sketches = []
-        for sizes in [(count,), (1,) * count]:
-            gradient_sketches = GradientSketches(few, release=True)
-            # without hooks the lifted weights hand each gradient over, so that none is formed as a whole
-            probes = [] if hooked else [LiftedWeights(few, gradient_sketches.add_gradient)]
-            with gradient_sketches.listening(hooked=hooked) as note:
-                few.with_cut(sizes, 1.0).micro_batches(measurement.full, *probes, after_backward=note)
-            run_sketches.append(gradient_sketches.columns())
-        return run_sketches
-
     experiment.progress(f"{count} samples")
-    at_once, singles = sketch_samples(experiment)
-    at_once_gradient = at_once[:, 0]
-    experiment.progress(f"float64: {count} samples")
-    at_once, exact_singles = _sketch_in_float64(experiment, sketch_samples)
-    exact = at_once[:, 0]
-    norm = float(torch.linalg.vector_norm(exact))
-    if not math.isfinite(norm) or norm == 0.0:
+    # Where they are the first micro-batch, their gradient at once was sketched when that was run.
+    at_once = _first_column(measurement, count)
+    rounded = _sketch_samples(measurement, experiment, count, at_once)
+    for precision in _finer_precisions(measurement):
+        experiment.progress(f"{short_name(precision)}: {count} samples")
+        is_float64 = precision is torch.float64
+        exact = _sketch_in_precision(measurement, precision, count)
+        norm = float(torch.linalg.vector_norm(exact.at_once))
+        if not math.isfinite(norm) or norm == 0.0:
+            return None
+        singular = SINGULAR_FLOAT64 if is_float64 else SINGULAR_FLOAT32
+        used = torch.ones_like(exact.at_once[:count])
+        shares = used.new_tensor(fit_weights(exact.singles, exact.at_once, singular=singular, weights=used).weights)
+        structure = float(torch.linalg.vector_norm(exact.at_once - exact.singles @ shares)) / norm
+        # In float32 they agree where a batch in float32 would: what is a little more may be its rounding or a fault.
+        alike = structure <= (CAPPED_UNITS if is_float64 else FEW_UNITS) * U32
+        if alike or structure > SHOWS_UNITS * U32:
+            break
+    error = float(torch.linalg.vector_norm(rounded.at_once - exact.at_once)) / norm
+    difference = float(torch.linalg.vector_norm(rounded.at_once - rounded.singles @ shares)) / norm
+    return FewSamples(count, structure, difference if alike else error, error), alike
+
+
+def _finer_precisions(measurement: Measurement) -> tuple[torch.dtype, ...]:
+    """Float32 before float64, which costs three to five times as much, where it is finer than what is asked about."""
+    is_low = measurement.unit > U32  # else products alone are rounded more (TF32), which float32 would do as well
+    is_real = not any(parameter.is_complex() for parameter in measurement.experiment.parameters.values())
+    return (torch.float32, torch.float64) if is_low and is_real else (torch.float64,)
+
+
+def _first_column(measurement: Measurement, count: int) -> torch.Tensor | None:
+    """The sketch of the first micro-batch's gradient before its weight, where that micro-batch is these samples."""
+    window = measurement.window
+    # Another weight than a power of two rounds the gradient once more.
+    if window is None or measurement.experiment.sizes[0] != count or math.frexp(float(window.used[0]))[0] != 0.5:
         return None
-    fit = fit_weights(exact_singles, exact, singular=SINGULAR_FLOAT64, weights=torch.ones_like(exact[:count]))
-    shares = exact.new_tensor(fit.weights)
-    structure = float(torch.linalg.vector_norm(exact - exact_singles @ shares)) / norm
-    error = float(torch.linalg.vector_norm(at_once_gradient - exact)) / norm
-    difference = float(torch.linalg.vector_norm(at_once_gradient - singles @ shares)) / norm
-    return FewSamples(count, structure, difference if structure <= CAPPED_UNITS * U32 else error, error)
+    return window.columns[:, 0]
 
 
-def _sketch_in_float64(experiment: Experiment, sketch_samples: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The sketches in float64, with weights that are lifted as they are used; in a copy where that does not go."""
-    with suppress(ProblemError), experiment.in_float64(weights=False) as exact:
-        return sketch_samples(exact, hooked=False)
-    with experiment.in_float64() as exact:
-        return sketch_samples(exact)
+def _sketch_samples(
+    measurement: Measurement,
+    experiment: Experiment,
+    count: int,
+    at_once: torch.Tensor | None = None,
+    *,
+    lifted: bool = False,
+) -> _FewGradients:
+    """Sketches the gradients of the first samples.
+
+    Args:
+        measurement: Of the whole batch.
+        experiment: Its own, or that in a higher precision.
+        count: How many samples.
+        at_once: Their gradient at once, where it is known.
+        lifted: Whether weights are lifted as they are used.
+    """
+    run_sketches = [] if at_once is None else [at_once.unsqueeze(1)]
+    for sizes in [(count,), (1,) * count][len(run_sketches) :]:
+        gradient_sketches = GradientSketches(experiment, release=True)
+        # the lifted weights hand each gradient over, so that none is formed as a whole
+        probes = [LiftedWeights(experiment, gradient_sketches.add_gradient)] if lifted else []
+        with gradient_sketches.listening(handed_over=probes[0].places if probes else ()) as note:
+            cut = experiment.with_cut(sizes, 1.0)
+            cut.micro_batches(measurement.full, *probes, after_backward=note)
+        run_sketches.append(gradient_sketches.columns())
+    return _FewGradients(run_sketches[0][:, 0], run_sketches[1])
+
+
+def _sketch_in_precision(measurement: Measurement, precision: torch.dtype, count: int) -> _FewGradients:
+    """The sketches in a higher precision, with weights lifted as they are used; in a copy where that does not go."""
+    experiment = measurement.experiment
+    with suppress(ProblemError), experiment.in_precision(precision, weights=False) as exact:
+        return _sketch_samples(measurement, exact, count, lifted=True)
+    with experiment.in_precision(precision) as exact:
+        return _sketch_samples(measurement, exact, count)
 
 
 class _Only(PassProbe):

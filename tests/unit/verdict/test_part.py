@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem
+from gaverify.passes import gradients
 from gaverify.passes.experiment import Experiment
 from gaverify.records.comparison import Method
-from gaverify.thresholds import FEW_TIMES
+from gaverify.thresholds import FEW_TIMES, FEW_UNITS, U32
 from gaverify.verdict import criteria, decision, measurement, window
 from gaverify.verdict.criteria import Difference
 
@@ -404,9 +405,47 @@ def test_an_equivalent_window_is_told_by_its_weights_and_a_few_samples(precision
     assert verdict.outcome is Outcome.EQUIVALENT
     assert {row.method for row in verdict.parameters} == {Method.FEW_SAMPLES}
     few = verdict.few_samples
-    assert few is not None and few.samples == 4 and few.structure < 1e-13
+    assert few is not None and few.samples == 4 and few.structure < FEW_UNITS * U32
     assert few.rest < few.allowed == verdict.resolution < 0.1
     assert few.weights < 0.02
+
+
+Forwards = list[tuple[torch.dtype, int]]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, steps: int, mix: Mix | None = None) -> tuple[Forwards, gaverify.Verdict]:
+    """Verifies, and notes the precision of the inputs and the number of samples of every forward."""
+    forwards: Forwards = []
+    run_loss = gradients.loss_of
+
+    def note(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
+        forwards.append((batch[0].dtype, len(batch[0])))
+        return run_loss(experiment, batch, where)
+
+    monkeypatch.setattr(gradients, "loss_of", note)
+    return forwards, verify(problem(mix), steps=steps)
+
+
+def test_an_equivalent_window_runs_its_few_samples_in_float32_and_none_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forwards, verdict = counted(monkeypatch, 4)
+    assert verdict.method == Method.FEW_SAMPLES
+    working, finer = ([n for kind, n in forwards if kind is k] for k in (torch.bfloat16, torch.float32))
+    assert working == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1] and finer == [4, 1, 1, 1, 1]
+    assert len(working) + len(finer) == len(forwards)
+
+
+def test_the_first_micro_batch_is_not_run_again_where_it_is_the_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, verdict = counted(monkeypatch, 16)
+    assert verdict.method == Method.FEW_SAMPLES
+    assert [n for kind, n in forwards if kind is torch.bfloat16] == [64, *[4] * 16, 1, 1, 1, 1]
+
+
+def test_float64_tells_what_may_be_the_rounding_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, verdict = counted(monkeypatch, 4, lambda h: h + 3e-6 * h.mean(0))
+    assert verdict.few_samples is None
+    assert [n for kind, n in forwards if kind is torch.float64][:5] == [4, 1, 1, 1, 1]
 
 
 def test_a_small_batch_is_asked_in_float64_as_a_whole() -> None:
@@ -434,7 +473,8 @@ def test_a_divergence_is_looked_into_and_confirmed_without_float64_of_the_whole_
     """The rounding that a few samples showed is what a control may leave of the whole batch."""
     told: list[str] = []
     coupled = verify(problem(lambda h: torch.softmax(h, 0)), diagnose=True, progress=lambda what, *_: told.append(what))
-    assert [what for what in told if "float64" in what] == ["float64: 4 samples", "float64 control: the full batch"]
+    assert [what for what in told if what.endswith("4 samples")] == ["4 samples", "float32: 4 samples"]
+    assert [what for what in told if "float64" in what] == ["float64 control: the full batch"]
     assert told.index("float64 control: the full batch") > told.index("a part of the batch: 8 samples")
     assert coupled.method == Method.FLOAT64_PART
     assert [(finding.code, finding.proven) for finding in coupled.findings[:1]] == [("GAV102", True)]
@@ -566,4 +606,4 @@ def test_a_weight_that_no_operation_can_lift_is_copied() -> None:
     torch.manual_seed(0)
     made.model = Reading()
     verdict = verify(made)
-    assert verdict.few_samples is not None and verdict.few_samples.structure < 1e-13
+    assert verdict.few_samples is not None and verdict.few_samples.structure < FEW_UNITS * U32
