@@ -33,8 +33,8 @@ def test_the_divisors_of_means_are_seen() -> None:
     assert [(float(total), numel) for total, numel, _ in watching.observed.target_counts] == [(3.0, 4), (9.0, 4)]
 
 
-@pytest.mark.parametrize("lift", [True, False])
-def test_casts_to_lower_precision_are_lifted_only_in_the_control(lift: bool) -> None:
+@pytest.mark.parametrize("lift", [torch.float64, None])
+def test_casts_to_lower_precision_are_lifted_only_in_the_control(lift: torch.dtype | None) -> None:
     x = torch.randn(3, dtype=torch.float64)
     with mode(lift=lift):
         cast, made, mixed = x.to(torch.float32), torch.zeros(3, dtype=torch.bfloat16), x * 3
@@ -46,9 +46,17 @@ def test_casts_to_lower_precision_are_lifted_only_in_the_control(lift: bool) -> 
     assert x.float().dtype is torch.float32  # the mode is over
 
 
+def test_a_control_in_float32_lifts_what_is_lower_and_nothing_else() -> None:
+    low, high = torch.ones(3, 3, dtype=torch.bfloat16), torch.ones(3, 3)
+    with mode(lift=torch.float32):
+        assert high.to(torch.bfloat16).dtype is torch.mm(low, high).dtype is torch.float32
+        assert high.double().float().dtype is torch.float32
+        assert high.double().dtype is torch.float64
+
+
 def test_mixed_inputs_are_lifted_and_what_is_written_to_stays() -> None:
     low, high = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64)
-    with mode(lift=True):
+    with mode(lift=torch.float64):
         assert torch.mm(low, high).dtype is torch.float64
         low.add_(high)
     assert low.dtype is torch.float32 and low.sum() == 18
