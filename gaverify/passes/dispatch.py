@@ -154,13 +154,15 @@ def _lift_arguments(plan: _Plan, args: Any, kwargs: Any, to: torch.dtype) -> tup
     if not (low and high):
         return args, kwargs
     # A higher copy of what is written to would take the write, and the user's tensor would not get it.
+    lifted = [
+        arg if i in plan.writes else tree_map_only(torch.Tensor, lambda each: _raise_precision(each, to), arg)
+        for i, arg in enumerate(args)
+    ]
+    return tuple(lifted), kwargs
 
-    def raise_precision(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(to) if tensor.dtype in below else tensor
 
-    return tuple(
-        arg if i in plan.writes else tree_map_only(torch.Tensor, raise_precision, arg) for i, arg in enumerate(args)
-    ), kwargs
+def _raise_precision(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    return tensor.to(to) if tensor.dtype in _BELOW[to] else tensor
 
 
 @hands_over  # a shape that does not fit is the caller's fault

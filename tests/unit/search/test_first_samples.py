@@ -434,7 +434,7 @@ def test_a_state_that_was_forgotten_holds_no_weights() -> None:
 # What counts as rounding in a control run: less where no float64 was possible and the difference itself is small.
 
 
-def bench(total: float, dtype: torch.dtype = torch.float32, *, lift: bool = False) -> Bench:
+def bench(total: float, dtype: torch.dtype = torch.float32, *, lift: torch.dtype | None = None) -> Bench:
     model = nn.Linear(2, 1, dtype=dtype, device="cpu")
     problem = Problem(model, lambda m, b: m(b).mean(), torch.ones(4, 2, dtype=dtype, device="cpu"))
     experiment = Experiment(
@@ -460,7 +460,7 @@ def test_an_eighth_of_a_small_difference_is_not_rounding(total: float, rounding:
 
 
 def test_float64_leaves_less_whatever_the_difference_is() -> None:
-    assert bench(3e-4, torch.float64).rounding == bench(0.5, lift=True).rounding == 4 * 2.0**-24
+    assert bench(3e-4, torch.float64).rounding == bench(0.5, lift=torch.float64).rounding == 4 * 2.0**-24
     assert bench(3e-4, torch.float64).experiment.is_float64, "its weights are"
     assert not bench(1e-9).experiment.is_float64, "how small it is does not make it exact"
 
@@ -792,10 +792,10 @@ def test_a_fault_in_the_mode_is_no_error_of_the_model(monkeypatch: pytest.Monkey
 
 
 def test_a_fault_in_the_float64_control_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(_: torch.Tensor) -> torch.Tensor:
+    def wrong(*_: Any) -> torch.Tensor:
         raise ValueError("planted")  # Python turns a TypeError in an operator into one of its own
 
-    monkeypatch.setattr(dispatch, "_to_float64", wrong)
+    monkeypatch.setattr(dispatch, "_raise_precision", wrong)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return (model(x).mean() * SINGLE).square().sum()
