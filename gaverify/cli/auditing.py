@@ -169,9 +169,9 @@ def audit(
         files = options_files(filter(None, (words["script"], *words["arguments"])))
         if files:
             # The first words are the files themselves.
-            others = {**words, "script": None, "arguments": ()}
+            other_words = {**words, "script": None, "arguments": ()}
             # An option for several files would silently win over what each of them says.
-            _refuse(others, "these audits take their options from the files")
+            _refuse(other_words, "these audits take their options from the files")
             check_outputs(outputs)
             return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)
     if kept is not None:
@@ -192,10 +192,10 @@ def audit(
 
 def _refuse(words: Mapping[str, Any], why: str) -> None:
     """Raises if options were given that nothing reads, and names them as people write them, the script first."""
-    given = [name for name in sorted(words, key=lambda name: name != "script") if words[name]]
+    unread = [name for name in sorted(words, key=lambda name: name != "script") if words[name]]
     names = {"script": f"`{words['script']}`", "arguments": "arguments"}
-    if given:
-        raise SpecError(f"{why}; leave out {', '.join(names.get(name, OPTIONS[name].flag) for name in given)}")
+    if unread:
+        raise SpecError(f"{why}; leave out {', '.join(names.get(name, OPTIONS[name].flag) for name in unread)}")
 
 
 def _audit_files(

@@ -57,7 +57,7 @@ class SampleCoupling:
 
     sample: int
     """Index of the sample whose outputs were differentiated."""
-    others: int
+    other_samples: int
     """Number of other samples with a gradient that is not zero."""
     strength: float
     """Largest of these gradients, relative to that of the sample itself."""

@@ -100,15 +100,15 @@ def headline_of(
         states: More words about the answer, behind those about acceptance.
         remarks: More sentences, in front of those about acceptance.
     """
-    acceptance, met = answer.acceptance, answer.acceptance.expected is answer.outcome
+    acceptance, is_expected = answer.acceptance, answer.acceptance.expected is answer.outcome
     words: list[str] = []
     sentences = list(remarks)
     if answer.accepted:
         words.append("accepted")
         sentences.append("accepted: every cause of the divergence is one that is known and wanted")
     if acceptance.expected is not None:
-        words.append("expected" if met else f"{acceptance.expected.value} was expected")
-        sentences.append("as expected" if met else f"{acceptance.expected.value} was expected")
+        words.append("expected" if is_expected else f"{acceptance.expected.value} was expected")
+        sentences.append("as expected" if is_expected else f"{acceptance.expected.value} was expected")
     words += ["stale entries"] if acceptance.stale else []
     sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
     sentences += [f"not accepted: {sentence}" for sentence in acceptance.refused]

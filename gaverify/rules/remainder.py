@@ -101,7 +101,7 @@ def _advice(facts: Facts) -> str:
     coupling = facts.forward.coupling
     if coupling is None:
         return halves
-    if coupling.others == 0:
+    if coupling.other_samples == 0:
         return "look at the loss, because samples do not interact in the model; compare its terms one by one"
     return f"samples interact inside the model: {halves}, until the output for a sample depends on no other"
 
@@ -240,10 +240,10 @@ def _finding_of_rows(rows: list[ParameterComparison], update: int | None) -> Fin
     one_sided = [row for row in rows if row.why is not NotCompared.NOT_FINITE_IN_BOTH]
     # a gradient that is broken in one run only is the fault; those broken in both could not be compared
     listed_rows = one_sided or rows
-    others = f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""
+    more_parameters = f" and {count_text(len(listed_rows) - 1, 'more parameter')}" if len(listed_rows) > 1 else ""
     where = f" (update {update})" if update is not None else ""
     return finding_of(
-        f"the gradient of `{listed_rows[0].name}`{others} is {listed_rows[0].reason}{where}",
+        f"the gradient of `{listed_rows[0].name}`{more_parameters} is {listed_rows[0].reason}{where}",
         measured_evidence(
             "comparison", f"{count_text(len(rows), 'gradient')} not finite", parameters=[row.name for row in rows]
         ),

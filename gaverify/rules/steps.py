@@ -133,7 +133,7 @@ def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Fin
     inside = step is not None and step.inside
     undone = loop.controls.steps_undone
     evidence = () if undone is None else (_with_steps_undone(loop, undone),)
-    others = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
+    other_updates = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
     what = f"update {window.number} steps after {window.backwards} of {passes(wanted)}"
     if inside:
         what += ", inside the backward pass itself"
@@ -143,7 +143,7 @@ def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Fin
             "step only after the last backward pass of the accumulation window: `if (i + 1) % K == 0:` with i from 0"
         )
     return finding_of(
-        what + others,
+        what + other_updates,
         count_calls(loop.complete),
         *evidence,
         remedy=remedy,
@@ -159,8 +159,8 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
         summed = f"with every step undone, {passes(len(undone.weights))} at the same weights sum to"
         is_one = abs(undone.factor - 1) < loop.tolerance
         times_full = "the full batch's gradient" if is_one else f"{undone.factor:.4g} times the full batch's gradient"
-        left = max(undone.residual, undone.factor_residual)
-        text = f"{summed} {times_full}, up to a relative difference of {left:.0e}: proven"
+        difference_left = max(undone.residual, undone.factor_residual)
+        text = f"{summed} {times_full}, up to a relative difference of {difference_left:.0e}: proven"
         # Micro-batches of wrong shares have no one factor: then only the right weights give the full batch's gradient.
         if undone.factor_residual >= loop.tolerance:
             text = (
@@ -240,7 +240,7 @@ def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
 
 def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
-    others = f" (and {updates(later)})" if later else ""
+    other_updates = f" (and {updates(later)})" if later else ""
     if first.last is not None:
         count = len(first.window.of(Forward))
         fed = f"{count} micro-batches were given to the model instead of {first.steps}: two updates are joined"
@@ -250,8 +250,8 @@ def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
         fed += "and this update uses some of the next"
         what = "the forward and the backward pass"
     return finding_of(
-        f"update {first.window.number}{others} continues past its last micro-batch, because that one is skipped and "
-        f"the step with it: {passes(first.window.backwards)}",
+        f"update {first.window.number}{other_updates} continues past its last micro-batch, because that one is skipped "
+        f"and the step with it: {passes(first.window.backwards)}",
         count_calls(loop.complete),
         Evidence("events", "fed", fed),
         remedy=f"skip {what} only, and not the step: no `continue` before `if (i + 1) % K == 0:`",

@@ -57,18 +57,18 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
     probe = facts.forward.coupling
     if probe is None:
         return ()
-    values = {"sample": probe.sample, "others": probe.others, "strength": probe.strength}
+    values = {"sample": probe.sample, "others": probe.other_samples, "strength": probe.strength}
     # gradients of exactly zero still allow samples to interact through choices
-    if probe.others == 0:
+    if probe.other_samples == 0:
         text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
         if in_model:
             text += ": samples interact through choices (sorting, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "samples", text, values),)
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
-        f"{where}the model's output for sample {probe.sample} depends on {probe.others} of {probe.batch - 1} other "
-        f"samples: its gradient with respect to one of them is up to {probe.strength:.1e} times that with respect to "
-        "its own input"
+        f"{where}the model's output for sample {probe.sample} depends on {probe.other_samples} of {probe.batch - 1} "
+        f"other samples: its gradient with respect to one of them is up to {probe.strength:.1e} times that with "
+        "respect to its own input"
     )
     return (Evidence("coupling", "samples", text, values),)
 

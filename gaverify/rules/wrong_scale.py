@@ -180,18 +180,18 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
         alike = [fit for fit in fits if fit.factor_residual <= loop.tolerance and abs(fit.factor - 1) < loop.tolerance]
         which = "" if term.samples else ", which is the same in every micro-batch,"
         meaning = word_factor(facts, factor.value, update.window.steps, what="it")
-        others = (
+        other_terms = (
             f"; {count_text(len(alike), 'other term')} {'has' if len(alike) == 1 else 'have'} the right weight"
             if alike
             else ""
         )
-        rest = "and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need"
+        advice = "and leave the others as they are" if len(alike) == term.count - 1 else "whatever the others need"
         yield finding_of(
             f"term {term.number} of {term.count} of the loss{which} counts {factor.value:.6g} times as much in update "
             f"{update.number} as in the full batch{meaning}",
             measured_evidence(
                 "comparison",
-                f"{difference(update)}{others}",
+                f"{difference(update)}{other_terms}",
                 factor=factor.value,
                 update=update.number,
                 term=term.number,
@@ -203,7 +203,7 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
                 "gradient; the terms add up to the whole gradient",
                 residual=term.fit.factor_residual,
             ),
-            remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {rest}",
+            remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {advice}",
             location=line_of(term.file, term.line),
             proven=True,
         )
@@ -226,10 +226,10 @@ def _judge_some_parameters(facts: Facts, loop: Record, update: UpdateComparison)
         remedy = (
             "a loss term that reaches only these parameters is added in one of K micro-batches: do not divide it by K"
         )
-    others = f"{count_text(other_count, 'other parameter')} {'agrees' if other_count == 1 else 'agree'}"
+    agreement = f"{count_text(other_count, 'other parameter')} {'agrees' if other_count == 1 else 'agree'}"
     yield finding_of(
         f"the gradient of {quote_names(names)} in update {update.number} is {factor:.6g} times the full batch's "
-        f"(= {meaning}); {others}",
+        f"(= {meaning}); {agreement}",
         measured_evidence("comparison", difference(update), factor=factor, update=update.number, parameters=names),
         remedy=remedy,
         location=backward_place(facts, update.number),

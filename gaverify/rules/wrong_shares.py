@@ -106,12 +106,12 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     which = ", ".join(str(k + 1) for k in empty)
     window = f"of {facts.window.steps}" if facts.loop is None else f"of update {facts.compared.update}"
     effect = "its mean loss is 0/0" if lost else "it gets a share of the mean but adds nothing"
-    seen = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
+    measured_text = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
     yield finding_of(
         f"micro-batch {which} {window} has no valid target: {effect}",
         measured_evidence(
             "micro-batch-weights",
-            f"{seen}; valid targets per micro-batch: {', '.join(f'{count:g}' for count in counts)}",
+            f"{measured_text}; valid targets per micro-batch: {', '.join(f'{count:g}' for count in counts)}",
             valid_targets=list(map(float, counts)),
         ),
         *_weighing_evidence(facts),
@@ -139,17 +139,17 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
         return
     trial = read_trial(facts, update.number) if explained else WeightsTrial()
     summary = f"{skipped.subject} no backward pass: {skipped.number} of {skipped.count} do not reach the gradient"
-    seen, remedy = difference(update), _DIFFERENTIATE_ALL
+    measured_text, remedy = difference(update), _DIFFERENTIATE_ALL
     if explained:
         summary = (
             f"{skipped.subject} no backward pass and nothing to add, but the loss is divided by all {skipped.count} "
             "micro-batches"
         )
-        seen += f"; {skipped.number} of {skipped.count} micro-batches skipped"
+        measured_text += f"; {skipped.number} of {skipped.count} micro-batches skipped"
         remedy = DIVIDE_ONCE
     yield finding_of(
         summary,
-        measured_evidence("events", seen, update=update.number, dropped=list(skipped.positions)),
+        measured_evidence("events", measured_text, update=update.number, dropped=list(skipped.positions)),
         *trial.evidence(),
         remedy=remedy,
         location=skipped.location,
@@ -175,10 +175,10 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
                     "samples: no update uses them"
                 )
                 del values["dropped"]
-            seen = f"{skipped.number} of {skipped.count} micro-batches skipped"
+            skipped_text = f"{skipped.number} of {skipped.count} micro-batches skipped"
             yield finding_of(
                 summary,
-                measured_evidence("events", seen, **values),
+                measured_evidence("events", skipped_text, **values),
                 remedy=_DIFFERENTIATE_ALL,
                 location=skipped.location,
                 proven=False,
