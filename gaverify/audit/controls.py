@@ -8,6 +8,7 @@ The controls of ranks run the same ranks again, with one thing corrected or pinn
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -356,25 +357,39 @@ def control_ranks(trial: Trial, record: Record) -> Record:
     return replace(record, together=ranks)
 
 
-def run_controls(trial: Trial, record: Record, *, ranked: bool) -> Record:
-    """Returns the record with the answers of all controls that it needs.
+def decide_outcome(trial: Trial, record: Record) -> Record:
+    """Returns the record with the answers of the controls that may change its outcome, and the facts about its ranks.
 
     Args:
         trial: The runs that were compared.
         record: What they show.
-        ranked: The accumulated run trains in several processes.
     """
-    for_all = control_noise_floor, add_rank_facts, control_clipping, control_change, control_own_steps, control_ranks
+    deciding = control_noise_floor, add_rank_facts, control_clipping, control_change, control_own_steps
+    return _run_controls(trial, record, deciding)
+
+
+def explain_difference(trial: Trial, record: Record) -> Record:
+    """Returns the record with the answers of the controls that look for the cause of a difference.
+
+    Args:
+        trial: The runs that were compared.
+        record: What they show, with its outcome decided.
+    """
     for_weights = (
         control_inner_steps,
         control_overwriting,
         control_weights,
         find_transformed_gradients,
         control_backward,
+        control_terms,
     )
-    for_one_process = () if ranked else (*for_weights, control_terms)
+    for_one_process = () if trial.runner.request.has_ranks else for_weights
+    return _run_controls(trial, record, (control_ranks, *for_one_process, find_coupling, control_state))
+
+
+def _run_controls(trial: Trial, record: Record, controls: Sequence[Callable[[Trial, Record], Record]]) -> Record:
     # in this order: later controls read the answers of earlier ones
-    for control in (*for_all, *for_one_process, find_coupling, control_state):
+    for control in controls:
         with suppress(ProblemError):  # a control that fails answers nothing
             record = control(trial, record)
     return record

@@ -204,6 +204,8 @@ class _Comparison:
     accumulated: RecordedRun
     changes: Changes = ()
     """Of both runs."""
+    trial: Trial | None = None
+    """Makes the controls that explain a difference; None: there are no two runs to compare."""
 
     @property
     def has_same_samples(self) -> bool:
@@ -234,32 +236,35 @@ class _Audit:
         The full-batch run comes first: the others are given its random draws.
         """
         full, changes = self._runner.make_first("full")
-        comparison = self._replay(self._compare(full, changes))
-        comparison = self._lift(comparison)
+        comparison = self._lift(self._replay(self._compare(full, changes)))
         # Last, since it changes the script's epochs: only if full windows show no fault is a short one worth the runs.
         if self._request.tail:
             return self._shorten_epochs(comparison, changes)
         return replace(comparison, record=replace(comparison.record, epochs=_epochs_text(comparison)))
 
     def _compare(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> _Comparison:
-        """Makes the runs that follow a full-batch run, compares, and runs the controls."""
+        """Makes the runs that follow a full-batch run, compares, and runs the controls that decide the outcome."""
         trial = Trial(self._runner, full, changes, shown_as)
         self._runner.progress("comparing", self._runner.done, 3)
-        from gaverify.audit.controls import run_controls
+        from gaverify.audit.controls import decide_outcome
 
-        record = run_controls(trial, self._record_of(trial), ranked=self._request.has_ranks)
-        return _Comparison(record, full, trial.accumulated, changes)
+        return _Comparison(decide_outcome(trial, self._record_of(trial)), full, trial.accumulated, changes, trial)
 
     def _replay(self, first: _Comparison) -> _Comparison:
-        """Compares again with the data of the full-batch run, if the runs may have seen other samples or draws."""
+        """Compares again with the data of the full-batch run, if the runs may have seen other samples or draws.
+
+        Only the comparison that is returned is explained.
+        """
         unaligned = dict(first.record.unaligned)
         for way in self._ways(first):
             changes = (ReplayData(way, micro_batches_per_batch(first.record)), *first.changes)
             comparison = self._compare(self._runner.run("full", *changes), changes)
             if comparison.has_same_samples:
-                return comparison
+                # The first comparison stays without a cause: other draws alone may be what made it differ.
+                return _explain(comparison)
             unaligned |= comparison.record.unaligned
-        return replace(first, record=replace(first.record, unaligned=unaligned))
+        explained = _explain(first)
+        return replace(explained, record=replace(explained.record, unaligned=unaligned))
 
     def _ways(self, first: _Comparison) -> list[Replay]:
         """Returns the replays that may help, the smallest change to the script first."""
@@ -283,7 +288,8 @@ class _Audit:
             return comparison
         changes = merge_changes(comparison.changes, [ComputeInFloat32(), DisableCompilation()])
         with suppress(ProblemError):  # a script may not run in float32
-            record = self._compare(self._runner.run("full", *changes, shown_as="float32"), changes, "float32").record
+            full = self._runner.run("full", *changes, shown_as="float32")
+            record = _explain(self._compare(full, changes, "float32")).record
             if record.updates and not is_hidden_below_float32(record):
                 return replace(comparison, record=replace(record, float32=True))
         return comparison
@@ -300,7 +306,7 @@ class _Audit:
             return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
         self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
         replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
-        tail = self._compare(self._runner.run("full", replay, *changes), (replay, *changes))
+        tail = _explain(self._compare(self._runner.run("full", replay, *changes), (replay, *changes)))
         epochs = f"; with epochs whose last window has {parts // 2} of {parts} micro-batches"
         return replace(tail, record=replace(tail.record, epochs=epochs))
 
@@ -329,6 +335,15 @@ class _Audit:
         )
         self._runner.timings["comparison"] = time.monotonic() - started
         return record
+
+
+def _explain(comparison: _Comparison) -> _Comparison:
+    """Returns a comparison with the causes of a difference, which take controls of their own."""
+    if comparison.trial is None:
+        return comparison
+    from gaverify.audit.controls import explain_difference
+
+    return replace(comparison, record=explain_difference(comparison.trial, comparison.record))
 
 
 def _epochs_text(comparison: _Comparison) -> str:

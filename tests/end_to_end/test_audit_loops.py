@@ -70,6 +70,20 @@ def test_a_later_shuffle_is_the_full_batchs() -> None:
     assert [update["judged"] for update in result.document["updates"]] == [True] * 8
 
 
+def test_no_cause_is_searched_of_a_difference_that_other_draws_may_make() -> None:
+    """Both runs differ until they are given the same draws: a search before that would take five runs more."""
+    result = audit("train_drawing.py", common="--loop targets")
+    assert (result.code, result.faults) == (0, set()), str(result)
+    assert [run["role"] for run in result.document["runs"]] == ["full", "accumulated", "perturbed"] * 2
+
+
+@slow
+def test_a_cause_is_searched_once_the_draws_are_the_same() -> None:
+    result = audit("train_drawing.py", common="--loop targets --undivided")
+    assert (result.code, result.faults) == (1, {"GAV201"}) and result.finding("GAV201")["proven"], str(result)
+    assert [run["role"] for run in result.document["runs"]] == ["full", "accumulated", "perturbed"] * 2 + ["weights"]
+
+
 @slow
 def test_partners_from_the_whole_batch_are_told_with_their_line() -> None:
     result = audit("train_drawing.py", common="--loop partners")

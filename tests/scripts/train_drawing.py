@@ -109,6 +109,11 @@ def partners(batch):
     return mse_loss(model(0.7 * batch + 0.3 * batch[torch.randperm(len(batch))]), batch)  # here: partners
 
 
+def targets(batch):
+    """Noise in the targets alone: the model sees the same samples, and its draws have counterparts."""
+    return mse_loss(model(batch), batch + torch.randn_like(batch))
+
+
 def plain(batch):
     """Nothing is drawn."""
     return mse_loss(model(batch), batch.sin())
@@ -163,6 +168,7 @@ loops = {
     "crops": lambda: train(fixed, crops),
     "one_by_one": lambda: train(fixed, one_by_one),
     "partners": lambda: train(fixed, partners),
+    "targets": lambda: train(fixed, targets),
     "ahead": ahead,
     "shuffled": lambda: train(
         DataLoader(Rows(), args.batch_size, shuffle=True, generator=shuffled, num_workers=args.workers), plain
