@@ -5,7 +5,9 @@ A `Runner` makes runs. A `Trial` is a full-batch run with the runs that follow i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +74,9 @@ class Runner:
             ProblemError: It failed, or trained in several processes without being asked to.
         """
         changes: Changes = ()
+        if not self.reuse_records:
+            # Reading a record needs torch: this process imports it while the script trains, not after that.
+            threading.Thread(target=_import_torch).start()
         run = self.run(role)
         # A script that starts ranks by itself would compare ranks with ranks, which hides every fault of theirs.
         if self.request.launcher and not self.request.full_launcher and run.closing.ranks > 1:
@@ -286,6 +291,12 @@ class Trial:
 
         runs = self.full, self.perturbed, own_run or self.accumulated
         return compare_updates(*runs, self.runner.updates, unclipped=unclipped, extra_perturbed=extra_perturbed)
+
+
+def _import_torch() -> None:
+    # What torch raises here it raises again in the main thread, which needs it.
+    with suppress(Exception):
+        import torch  # noqa: F401
 
 
 def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
