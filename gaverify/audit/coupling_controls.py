@@ -21,11 +21,12 @@ from gaverify.audit.changes import (
     Change,
     DisableCompilation,
     PinModules,
+    ReplayData,
     UseEvaluationMode,
     WatchModules,
     WeightMicroBatches,
 )
-from gaverify.audit.job import Role
+from gaverify.audit.job import Role, Run
 from gaverify.audit.outcome import is_explained
 from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
 from gaverify.audit.ranks import RankedRun
@@ -389,9 +390,23 @@ class CouplingBench:
             pins: What is pinned in both.
             first: The pairs of the runs without pins, which tell the rows of each forward.
         """
-        full = self._run("full", pins)
-        accumulated = self._run_accumulated(full, pins, first)
+        if self._can_run_side_by_side(pins):
+            full, accumulated = self._trial.runner.record(
+                self._plan("full", pins), self._plan("accumulated", pins, source=self._trial.full)
+            )
+        else:
+            full = self._run("full", pins)
+            accumulated = self._run_accumulated(full, pins, first)
         return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
+
+    def _can_run_side_by_side(self, pins: Pins) -> bool:
+        """Whether the accumulated run may follow the trial's full-batch run, and need not wait for another one."""
+        closing, changes = self._trial.full.closing, self._trial.changes
+        # Without a seed, full-batch runs differ in draws and samples, and each needs an accumulated run of its own.
+        is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in changes)
+        # Later updates begin with the weights of the full-batch run, which other kernels may round differently.
+        is_first = self.update.number == 1 and not closing.unseen.has_compiled
+        return pins == Pins() and is_first and not is_given_data
 
     def run_weighted(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
         """Makes the accumulated run with the weights that fit the difference left, and the same pins."""
@@ -450,15 +465,18 @@ class CouplingBench:
     def _run(
         self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
     ) -> RecordedRun:
+        return self._trial.run(self._plan(role, pins, *changes, source=source, rows=rows))
+
+    def _plan(
+        self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
+    ) -> Run:
         # Compiled code calls no submodules that could be watched.
         every_change = [DisableCompilation(), WatchModules()]
         every_change += [UseEvaluationMode(pins.evaluated)] if pins.evaluated else []
         every_change += [PinModules(pins.modules, rows, self._factor_of_gradients)] if pins.modules else []
         every_change += changes
         number = self.update.number
-        return self._trial.run(
-            self._trial.control(role, *every_change, source=source, updates=number, shown_as="coupling")
-        )
+        return self._trial.control(role, *every_change, source=source, updates=number, shown_as="coupling")
 
 
 def _causes(bench: CouplingBench) -> Iterator[Cause]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from audits import TRAIN, audit, audited, events_of, marked
+
+from gaverify.audit import processes
+from gaverify.audit.job import Job
+from gaverify.audit.processes import Child
 
 slow = pytest.mark.slow
 SLICED = ("loops_unusual.py", "--batch-size 8", "--batch-size 2 --accum 4")
@@ -75,6 +81,23 @@ def test_no_cause_is_searched_of_a_difference_that_other_draws_may_make() -> Non
     result = audit("train_drawing.py", common="--loop targets")
     assert (result.code, result.faults) == (0, set()), str(result)
     assert [run["role"] for run in result.document["runs"]] == ["full", "accumulated", "perturbed"] * 2
+
+
+@pytest.mark.parametrize(("drop", "pairs"), [(0.0, 2), pytest.param(0.2, 1, marks=slow)])
+def test_runs_that_watch_modules_go_side_by_side_unless_draws_are_dealt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: float, pairs: int
+) -> None:
+    groups: list[list[str]] = []
+
+    def run_jobs(jobs: Sequence[Job], *others: Any) -> list[Child]:
+        groups.append([job.role for job in jobs])
+        return processes.run_jobs(jobs, *others)
+
+    monkeypatch.setattr("gaverify.audit.running.run_jobs", run_jobs)
+    layers = f"torch.nn.BatchNorm1d(4), torch.nn.Dropout({drop}), torch.nn.Linear(4, 1)"
+    result = audited(tmp_path / "train.py", f"model = torch.nn.Sequential({layers})\n{TRAIN}")
+    assert (result.code, result.faults) == (1, {"GAV101"}) and result.finding("GAV101")["proven"], str(result)
+    assert [len(group) for group in groups].count(2) == pairs, str(groups)
 
 
 @slow
