@@ -104,9 +104,9 @@ def _spread_numbers(weighting: Any, steps: int, ranks: int, *, shared_batch: boo
 
 def explain_options(spec: Spec) -> str:
     """Returns why the ranks that a spec asks for cannot do what else it asks for; "" where they can."""
-    excluded = "rtol and atol" if spec.rtol is not None else f"strategy {spec.strategy!r}"
+    excluded = "--rtol and --atol" if spec.rtol is not None else f"--strategy {spec.strategy}"
     if spec.rtol is not None or spec.strategy != "accumulate":
-        return f"{excluded} cannot be combined with ranks; leave one of them out"
+        return f"{excluded} cannot be combined with ranks; leave out the one or the other (--ranks)"
     device = resolve_device(spec.device)
     if device is not None and device.type not in RANKED:
         return f"ranks run on CPUs and on CUDA devices, not on {device}; write device='cpu', where the same faults show"
@@ -133,7 +133,7 @@ def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
     if settings.trace:
         return "--trace (trace=True) works with one process only: leave it out, or leave out --ranks or the launcher"
     if settings.time_limit is not None and not is_plain:
-        return "time_limit would end the search on some ranks before others; leave it out"
+        return "--time-limit (time_limit=) would end the search on some ranks before others; leave it out"
     return ""
 
 
