@@ -107,12 +107,19 @@ def search_causes(bench: Bench, facts: Facts) -> Facts:
     try:
         questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
         counted_bench, facts = counts.ask_first(bench, facts)
-        before = facts
+        before, with_fit = facts, None
         for ask in questions:
             if _is_settled(facts):
                 break
             facts = ask(_choose_bench(counted_bench, facts), facts)
-        if _needs_repeats(facts) and not _is_explained_by_evaluation_mode(bench, facts):
+            with_fit = with_fit or (facts if facts.window.fit is not None else None)
+        is_explained = _is_explained_by_evaluation_mode(bench, facts)
+        if with_fit is not None and with_fit.repeatability is None:
+            repeatability = _measure_repeatability(_choose_bench(counted_bench, with_fit), facts, is_explained)
+            facts = replace(facts, repeatability=repeatability)
+            if not facts.repeats_itself:  # then nothing that was asked after the weights has an answer
+                facts = replace(with_fit, repeatability=repeatability)
+        if _needs_repeats(facts) and not is_explained:
             difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
@@ -121,6 +128,13 @@ def search_causes(bench: Bench, facts: Facts) -> Facts:
     except TimeUp:
         facts = replace(facts, stopped_after=bench.experiment.limit.seconds)
     return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
+
+
+def _measure_repeatability(bench: Bench, facts: Facts, is_explained: bool) -> Repeatability | None:
+    """How much two equal runs differ; a control in evaluation mode that leaves nothing compared such runs."""
+    if is_explained:
+        return Repeatability(facts.left, facts.left)
+    return bench.attempt("micro-batch weights", lambda: weights.measure_repeatability(bench, facts))
 
 
 def _is_settled(facts: Facts) -> bool:

@@ -21,7 +21,7 @@ from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench, find_needed
 from gaverify.search.counts import WindowCounts
 from gaverify.search.neutral.cached import cached_gradients
-from gaverify.search.neutral.pinning import EvaluationMode, PinnedResults
+from gaverify.search.neutral.pinning import EvaluationMode, PinnedResults, find_live_statistics
 from gaverify.search.neutral.state import PinnedState
 from gaverify.search.proof import SuspectTrial
 from gaverify.search.trace.first_divergence import find_one_sided_branch, trace_divergences
@@ -327,8 +327,9 @@ def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Expl
     """Returns the explanation with weights or counts of the window that explain the rest, if a run confirms them."""
     facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
     # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
-    # of the control.
+    # of the control. Layers of another class that still mix samples are a cause that comes first.
     runs_live = all(isinstance(trial.probe, EvaluationMode) for trial in explanation.trials)
+    runs_live = runs_live and not find_live_statistics(bench.experiment)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.window.used))
         if window_counts is not None:

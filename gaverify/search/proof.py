@@ -14,7 +14,14 @@ from gaverify.records.experiment import Cause, ControlKind, ControlRun, Function
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.search.bench import FORESEEN, Bench
 from gaverify.search.neutral.cached import cached_gradients
-from gaverify.search.neutral.pinning import EvaluationMode, PinnedDecisions, PinnedOutputs, PinnedResults, PinnedValues
+from gaverify.search.neutral.pinning import (
+    EvaluationMode,
+    PinnedDecisions,
+    PinnedOutputs,
+    PinnedResults,
+    PinnedValues,
+    find_live_statistics,
+)
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence
@@ -72,9 +79,13 @@ def try_suspect(
             remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
             return trial if probe is not None else _put_on_probation(bench, trial, left) or trial
+        # Layers of another class that still mix samples are the rest of the cause, or may hide that this control helps.
         # Only evaluation mode leaves the loss running as it is. A pinned result cuts off what is counted before it.
-        if isinstance(probe, EvaluationMode) and counted(bench.without(probe)):
-            return trial
+        if isinstance(probe, EvaluationMode):
+            evaluation_bench = bench.without(probe)
+            live = [len(find_live_statistics(each.experiment)) for each in (evaluation_bench, bench)]
+            if (not all_of_it and 0 < live[0] < live[1]) or counted(evaluation_bench):
+                return trial
         # These layers stay the best guess: they are a repair, and other suspects can be tried behind them.
         is_best_repair = best is not None and isinstance(best.probe, EvaluationMode)
         if probe is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
@@ -181,10 +192,27 @@ def _run_in_evaluation_mode(bench: Bench, path: str, *, fit: bool) -> tuple[Cont
     several = "both" if len(modules) == 2 else f"all {len(modules)}"
     names = f"`{path}`" if len(modules) == 1 else f"{several} {type(modules[0]).__name__} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
-    run = bench.run(
-        f"{names} in evaluation mode", probe := EvaluationMode(modules), fit=fit, kind=ControlKind.EVALUATION_MODE
-    )
-    return replace(run, modules=active), probe
+    what, probe = f"{names} in evaluation mode", EvaluationMode(modules)
+    if _is_run_on_all(bench, probe):
+        # Presumed: the control of all of the batch decides, and where it leaves something all of that is searched.
+        return ControlRun(what, 0.0, True, kind=ControlKind.EVALUATION_MODE, modules=active), probe
+    return replace(bench.run(what, probe, fit=fit, kind=ControlKind.EVALUATION_MODE), modules=active), probe
+
+
+def _is_run_on_all(bench: Bench, probe: EvaluationMode) -> bool:
+    """Whether some layers are all that normalise the first samples of a batch, and nothing replaces them.
+
+    Their control then runs on all of the batch. Where GroupNorm replaces them that repair runs there instead, and the
+    control of the first samples stays the proof. Layers of one class seldom explain everything where there are others.
+    """
+    if not bench.in_part or bench.experiment.probes:
+        return False
+    is_live, stays_live = (bool(find_live_statistics(each.experiment)) for each in (bench, bench.without(probe)))
+    return is_live and not stays_live and not _are_replaceable(probe.modules)
+
+
+def _are_replaceable(layers: Sequence[nn.Module]) -> bool:
+    return all(isinstance(layer, nn.modules.batchnorm._BatchNorm) and only_normalises(layer) for layer in layers)
 
 
 def _list_calls_everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
@@ -217,7 +245,7 @@ def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> It
     if not suspect.statistics or path is None or (bench.in_part and isinstance(probe, EvaluationMode)):
         return
     layers = [m for m in _find_layers_of_class(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not layers or not all(map(only_normalises, layers)):
+    if not layers or not _are_replaceable(layers):
         return
     try:
         with _with_group_norms(bench, layers) as name:

@@ -141,9 +141,9 @@ def _make_second_batch(bench: Bench, seed: int = _SEEDS[0]) -> Bench:
     second = bench.experiment.with_seed(seed)
     second.progress("a second batch")
     if not second.draws.count:  # what draws nothing needs no run whose draws are recorded
-        return replace(bench, experiment=second, reference=None)
+        return replace(bench, experiment=second, reference=None, in_part=False)
     second, full = second.record(seed=seed)
-    return replace(bench, experiment=second, reference=keep_sketch(second, full))
+    return replace(bench, experiment=second, reference=keep_sketch(second, full), in_part=False)
 
 
 def _run_weights_repair(second: Bench, weight_facts: AccumulationWindow) -> ControlRun | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.passes.gradients import PassResult
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.accumulation import AccumulationWindow
@@ -16,6 +17,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_
 from gaverify.records.facts import Facts, Repeatability, State
 from gaverify.search.bench import Bench
 from gaverify.search.counts import find_terms_beside_constants
+from gaverify.search.neutral.pinning import find_live_statistics
 from gaverify.search.neutral.state import RestoredGradients
 from gaverify.search.trace.first_divergence import find_reweighted_operation, has_diverging_branch
 from gaverify.search.trace.state import StateWatch
@@ -192,13 +194,21 @@ def fit_jointly(bench: Bench) -> WeightFit:
     return fit_runs(runs)
 
 
-def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability]:
-    """Fits the weights, and measures whether a pass repeats: the first micro-batch's, else the full batch's."""
+def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability | None]:
+    """Fits the weights, and measures whether a pass repeats: the first micro-batch's, else the full batch's.
+
+    None: that is not measured yet (`measure_repeatability`).
+    """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
     if reference.shares is not None and isinstance(reference.watch, StateWatch):
         fit = fit_runs([reference.shares])
         # Micro-batches that add up to the full batch's gradient are a repetition of it: no other run is needed.
-        exactly = is_meaningful(bench, facts, fit) and fit.residual <= facts.repeats
+        meaningful = is_meaningful(bench, facts, fit)
+        if not meaningful and find_live_statistics(bench.experiment):
+            # their control is likely to show it, without another pass
+            watch.absorb(reference.watch)
+            return fit, None
+        exactly = meaningful and fit.residual <= facts.repeats
         repeatability = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
         if max(repeatability.forward, repeatability.backward) <= facts.repeats:
             watch.absorb(reference.watch)
@@ -208,11 +218,25 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
     if isinstance(reference.watch, StateWatch):
         watch.absorb(reference.watch)
     second_sketch = sketch(full.gradients.values(), bench.experiment.ranks)
-    repeatability = Repeatability(
-        _loss_difference(full.loss, reference.full.loss), _sketch_difference(second_sketch, reference.gradient)
-    )
+    repeatability = _compare_passes(full, second_sketch, reference)
     shares = reference.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
     return fit_runs([shares]), repeatability
+
+
+def measure_repeatability(bench: Bench, facts: Facts) -> Repeatability:
+    """Measures how much two runs of the first micro-batch differ, else of the full batch, where that was put off."""
+    assert bench.reference is not None
+    repeatability = _repeat_first(bench, bench.reference)
+    if max(repeatability.forward, repeatability.backward) <= facts.repeats:
+        return repeatability
+    full = bench.experiment.full_batch()
+    return _compare_passes(full, sketch(full.gradients.values(), bench.experiment.ranks), bench.reference)
+
+
+def _compare_passes(full: PassResult, second_sketch: torch.Tensor, reference: SketchedPass) -> Repeatability:
+    return Repeatability(
+        _loss_difference(full.loss, reference.full.loss), _sketch_difference(second_sketch, reference.gradient)
+    )
 
 
 def _repeat_first(bench: Bench, reference: SketchedPass) -> Repeatability:

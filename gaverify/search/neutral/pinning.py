@@ -21,6 +21,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import mode_set
+from gaverify.passes.isolation.origins import is_users_class
 from gaverify.records.experiment import FunctionKey
 from gaverify.search.rows import ControlFailed, take_rows, take_rows_of_all
 from gaverify.search.trace.backward_listening import intercept_applications
@@ -305,11 +306,20 @@ class EvaluationMode(PassProbe):
     """Runs modules in `eval` mode, so that both runs use the stored statistics."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+        self.modules = modules
 
     def around(self, k: int | None) -> AbstractContextManager[None]:
         """Switches the modules for the length of a pass."""
-        return mode_set(self._modules, "eval")
+        return mode_set(self.modules, "eval")
+
+
+def find_live_statistics(experiment: Experiment) -> list[nn.Module]:
+    """Returns the BatchNorm layers of libraries that use statistics of the batch in the runs of an experiment."""
+    in_evaluation = {id(layer) for probe in experiment.probes if isinstance(probe, EvaluationMode) for layer in probe.modules}
+    layers = [layer for _, layer in experiment.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    # without running statistics, a layer takes those of the batch in evaluation mode as well
+    live = [layer for layer in layers if layer.running_mean is None or (layer.training and id(layer) not in in_evaluation)]
+    return [layer for layer in live if not is_users_class(type(layer), frozenset())]
 
 
 Registry = MutableMapping[int, Any]

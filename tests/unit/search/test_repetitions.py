@@ -1,31 +1,156 @@
-"""When forwards are repeated at the end of a search: a schedule of theirs looks like samples that interact."""
+"""What a search runs again: forwards at its end, where a schedule looks like samples that interact, and controls."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import problems_state
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import gaverify
-from gaverify.search import state
+from gaverify import Verdict
+from gaverify.passes import gradients
+from gaverify.search import state, weights
+from gaverify.verdict import measurement
+
+
+class NormAct(nn.BatchNorm1d):
+    """BatchNorm with an activation, as libraries have it: GroupNorm does not replace it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+NormAct.__module__ = "torch.nn"  # a class of a library
+
+
+def problem(model: nn.Module) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    return model, nn.CrossEntropyLoss(), (torch.randn(16, 6), torch.randint(4, (16,)))
+
+
+def network(*norms: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for norm in norms for layer in (norm, nn.Linear(8, 8))]
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 4))
+
+
+def fault_codes(verdict: Verdict) -> list[str]:
+    return [finding.code for finding in verdict.findings if finding.severity == "fault"]
 
 
 def faults(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], int]:
     """The codes of the faults, and how often the search repeated forwards."""
     repeat, repeated = state.measure_repetition, []
     monkeypatch.setattr(state, "measure_repetition", lambda *given: (repeated.append(0), repeat(*given))[1])
-    torch.manual_seed(0)
-    batch = torch.randn(16, 6), torch.randint(4, (16,))
-    verdict = gaverify.verify(model, nn.CrossEntropyLoss(), batch, steps=4)
-    return {finding.code for finding in verdict.findings if finding.severity == "fault"}, len(repeated)
+    verdict = gaverify.verify(*problem(model), steps=4)
+    return set(fault_codes(verdict)), len(repeated)
+
+
+def verify_in_part(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Verdict, list[int], list[int]]:
+    """The verdict of a batch whose first samples are searched, and the samples of each forward in both precisions."""
+    monkeypatch.setattr(measurement, "WORTH", 0)
+    loss_of, rows = gradients.loss_of, {torch.float32: list[int](), torch.float64: list[int]()}
+
+    def note(experiment: Any, batch: Any, where: str) -> torch.Tensor:
+        rows[next(experiment.problem.model.parameters()).dtype].append(len(batch[0]))
+        return loss_of(experiment, batch, where)
+
+    monkeypatch.setattr(gradients, "loss_of", note)
+    verdict = gaverify.verify(*problem(model), steps=4)
+    assert verdict.run.part == (2, 2)
+    return verdict, rows[torch.float32], rows[torch.float64]
+
+
+BATCH = [16, 4, 4, 4, 4]
+"""Samples of the passes of both strategies."""
+PART = [4, 2, 2]
+"""The same of the first samples."""
+TRACE = [2, 4, 2, 2]
+COUPLING = [4]
 
 
 def test_frozen_layers_of_a_library_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-    assert faults(model, monkeypatch) == ({"GAV101"}, 0)
+    assert faults(network(nn.BatchNorm1d(8)), monkeypatch) == ({"GAV101"}, 0)
+
+
+def test_frozen_layers_of_two_classes_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults(network(nn.BatchNorm1d(8), NormAct(8)), monkeypatch) == ({"GAV101"}, 0)
 
 
 def test_a_layer_that_follows_a_schedule_while_it_trains_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation mode takes its schedule away together with its statistics."""
     assert faults(problems_state.scheduled_norm().model, monkeypatch) == ({"GAV403"}, 1)
+
+
+def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdict, single, double = verify_in_part(network(nn.BatchNorm1d(8)), monkeypatch)
+    assert single[-5:] == BATCH and len(single) <= 10 + len(PART)
+    assert double == [*PART, *COUPLING, *TRACE, *PART]
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
+    assert finding.proven and "tested" in finding.remedy and "eval()" in finding.remedy
+
+
+def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, single, double = verify_in_part(network(NormAct(8)), monkeypatch)
+    assert single[-5:] == BATCH and double == [*PART, *COUPLING, *TRACE]
+    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
+    (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
+    assert finding.proven and "first 4 samples" not in control.statement, "it ran on all of the batch"
+
+
+def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, single, double = verify_in_part(network(nn.BatchNorm1d(8), NormAct(8)), monkeypatch)
+    assert single[-5:] == BATCH and fault_codes(verdict) == ["GAV101", "GAV101"]
+    assert all(finding.proven for finding in verdict.findings if finding.code == "GAV101")
+    # two traces, the controls of both, and the first released beside the second
+    assert double == [*PART, *COUPLING, *TRACE, *PART, *TRACE, *PART, *PART]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])
+def test_a_presumed_control_that_leaves_something_is_no_cause_alone(
+    norm: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss couples the samples of the second half, which the first samples do not show."""
+    monkeypatch.setattr(measurement, "WORTH", 0)
+    model, _, (inputs, targets) = problem(network(norm(8)))
+    inputs[:, -1] = (torch.arange(16) >= 8).float()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        return cross_entropy(outputs, batch[1]) + (batch[0][:, -1:] * outputs).sum(0).square().sum()
+
+    verdict = gaverify.verify(model, loss, (inputs, targets), steps=4)
+    assert set(fault_codes(verdict)) == {"GAV101", "GAV103"}
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])
+@pytest.mark.parametrize("worth", [0, measurement.WORTH])
+def test_a_loss_that_does_not_repeat_is_told_beside_layers_that_mix_samples(
+    norm: type[nn.Module], worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "WORTH", worth)
+    measure, measured = weights.measure_repeatability, []
+    monkeypatch.setattr(weights, "measure_repeatability", lambda *given: (measured.append(0), measure(*given))[1])
+    factor = itertools.count(1)
+    model, _, batch = problem(network(norm(8)))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0]), batch[1]) * (1 + next(factor) ** 0.5)
+
+    verdict = gaverify.verify(model, loss, batch, steps=4)
+    assert "GAV403" in fault_codes(verdict) and measured
+
+
+def test_layers_without_running_statistics_are_not_presumed_to_explain_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Evaluation mode changes nothing there: the search in the part goes on, and no search of the whole follows."""
+    verdict, _, double = verify_in_part(network(NormAct(8, track_running_stats=False)), monkeypatch)
+    assert fault_codes(verdict) == ["GAV101"] and 16 not in double
