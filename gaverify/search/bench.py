@@ -56,6 +56,11 @@ class Bench:
     in_part: bool = False
     """Whether the batch is the first samples of a larger one, on all of which causes and their repairs run again."""
 
+    @property
+    def watch(self) -> PassProbe | None:
+        """What looked on at earlier passes of the same forwards; None where these neutralise something now."""
+        return self.reference.watch if self.reference is not None and not self.experiment.probes else None
+
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where the user's code, a kernel or memory did not let it, which is noted."""
         try:

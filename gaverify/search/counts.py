@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +36,9 @@ from gaverify.passes.walks import (
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.search.bench import Bench
-from gaverify.search.trace.operations import intercept_calls
+from gaverify.search.trace.operations import OperationTracer, intercept_calls, make_tracer
 from gaverify.search.trace.state import StateWatch
-from gaverify.search.trace.traces import locate_operation
+from gaverify.search.trace.traces import Trace, locate_operation
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, without_torch_function
 from gaverify.tracebacks import hands_over
@@ -239,7 +239,7 @@ def _find_undivided_terms(
 
 def _listen_to_window(bench: Bench) -> list[_Listener]:
     """Listens to the forward of the full batch, then to those of the micro-batches."""
-    watch = bench.reference.watch if bench.reference is not None and not bench.experiment.probes else None
+    watch = bench.watch
     if isinstance(watch, SearchWatch) and len(watch.forwards) == bench.experiment.steps + 1:
         return [watch.forwards[k] for k in (None, *range(bench.experiment.steps))]
     dealing = bench.experiment.deal()
@@ -267,7 +267,6 @@ class _Listener(PassProbe):
         self._inputs: dict[int, tuple[torch.Tensor, set[FunctionKey]]] = {}
         self._applied: set[FunctionKey] = set()
         self._returns_loss = False
-        self._has_ended = False
         self.counts: dict[FunctionKey, tuple[float, bool]] = {}
         self.beside_constants: dict[FunctionKey, float] = {}
         self.terms: dict[FunctionKey, float] = {}
@@ -286,7 +285,6 @@ class _Listener(PassProbe):
             key, value = self._numbers.get(node.next_functions[slot][0], (None, loss))
             if key is not None:
                 self.terms[key] = float(value)
-        self._has_ended = True
         self._numbers.clear()  # its keys keep the whole graph of the forward in memory
         # A model that returns its loss contains the loss's own means. Only divisors whose results go through a layer
         # with parameters scale activations there; of any other model, all divisors inside do.
@@ -310,8 +308,6 @@ class _Listener(PassProbe):
 
     def _handle_call(self, key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if self._has_ended:  # a backward that calls functions, or computes parts of the forward again
-            return result
         self._follow_inputs((args, kwargs), result)
         # inside a transform of torch.func one tensor stands for many, whose numbers cannot be read
         if isinstance(result, torch.Tensor) and result.is_floating_point() and not is_in_functorch_transform():
@@ -346,26 +342,40 @@ class _Listener(PassProbe):
 
 
 class SearchWatch(StateWatch):
-    """Watches the state of the micro-batches, and listens to the counts of all forwards, while both strategies run."""
+    """Looks on while both strategies run, so that the search need not run these forwards again.
+
+    It watches the state of the micro-batches, listens to the counts of all forwards, and traces the shapes of the first
+    micro-batch.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
-        self._model = experiment.problem.model
-        self._listener = _Listener(self._model)
+        self._experiment = experiment
+        self._listener = _Listener(experiment.problem.model)
+        self._tracer: OperationTracer | None = None
+        self._forward = ExitStack()
         self.forwards: dict[int | None, _Listener] = {}
+        self.shapes: Trace | None = None
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Looks on at one pass; the state of the full batch's is of no interest."""
-        self._listener = _Listener(self._model)
-        with nullcontext() if k is None else super().around(k), self._listener.around(k):
+        self._listener = _Listener(self._experiment.problem.model)
+        self._tracer = make_tracer(self._experiment) if k == 0 else None
+        with nullcontext() if k is None else super().around(k), ExitStack() as self._forward:
+            self._forward.enter_context(self._listener.around(k))
+            if self._tracer is not None:
+                self._forward.enter_context(self._tracer.around(k))
             yield
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
-        """Ends the listening, and runs the backward."""
+        """Ends what looks on at the forward, and runs the backward."""
+        self._forward.close()  # a backward may call functions, and compute parts of the forward again
         self._listener.note_terms(loss)
         self.forwards[k] = self._listener
+        if self._tracer is not None:
+            self.shapes = self._tracer.finish(loss)
         if k is None:
             PassProbe.backward(self, k, loss, weight)
         else:

@@ -204,8 +204,8 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
         fit = fit_runs([reference.shares])
         # Micro-batches that add up to the full batch's gradient are a repetition of it: no other run is needed.
         meaningful = is_meaningful(bench, facts, fit)
-        if not meaningful and find_live_statistics(bench.experiment):
-            # their control is likely to show it, without another pass
+        if not meaningful and bench.experiment.limit.seconds is None and find_live_statistics(bench.experiment):
+            # Their control is likely to show it, without another pass. A search that may end before that asks now.
             watch.absorb(reference.watch)
             return fit, None
         exactly = meaningful and fit.residual <= facts.repeats

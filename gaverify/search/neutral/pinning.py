@@ -315,10 +315,11 @@ class EvaluationMode(PassProbe):
 
 def find_live_statistics(experiment: Experiment) -> list[nn.Module]:
     """Returns the BatchNorm layers of libraries that use statistics of the batch in the runs of an experiment."""
-    in_evaluation = {id(layer) for probe in experiment.probes if isinstance(probe, EvaluationMode) for layer in probe.modules}
+    probes = [probe for probe in experiment.probes if isinstance(probe, EvaluationMode)]
+    switched = {id(layer) for probe in probes for layer in probe.modules}
     layers = [layer for _, layer in experiment.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     # without running statistics, a layer takes those of the batch in evaluation mode as well
-    live = [layer for layer in layers if layer.running_mean is None or (layer.training and id(layer) not in in_evaluation)]
+    live = [layer for layer in layers if layer.running_mean is None or (layer.training and id(layer) not in switched)]
     return [layer for layer in live if not is_users_class(type(layer), frozenset())]
 
 

@@ -16,7 +16,7 @@ from gaverify.records.experiment import ModuleDifference, Operation, Suspect
 from gaverify.records.facts import Forward
 from gaverify.search.bench import Bench
 from gaverify.search.trace.matching import Dependence, Matching
-from gaverify.search.trace.operations import OperationTracer
+from gaverify.search.trace.operations import make_tracer
 from gaverify.search.trace.suspects import SuspectFinder
 from gaverify.search.trace.traces import Result, Trace, describe_step, takes_other_branch
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, TINY
@@ -99,16 +99,18 @@ def _traces(
 ) -> tuple[Trace, list[Trace], float, list[float]]:
     """Traces the full batch and every micro-batch, with fingerprints of results in some layouts; and their losses."""
     experiment = bench.experiment
-    names = {module: name for name, module in experiment.named_modules()}
 
     def trace_forward(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
-        tracer = OperationTracer(names, experiment.batch_size, experiment.sizes[0], template, plan, layouts)
+        tracer = make_tracer(experiment, template, plan, layouts)
         loss = experiment.forward(k, tracer, dealing=dealing).detach()
         return tracer.finish(loss), float(loss)
 
     experiment.progress("tracing the full batch")
     dealing = experiment.deal()
-    shapes, _ = trace_forward(0)
+    # Where something is drawn, the first micro-batch has to run, because its draws are matched as well.
+    shapes = getattr(bench.watch, "shapes", None) if not experiment.draws.count else None
+    if shapes is None:
+        shapes, _ = trace_forward(0)
     full, full_loss = trace_forward(None, template=shapes)
     # The draws start again: the first micro-batch has used its rows already, when its shapes were recorded.
     dealing = Dealing(experiment.draws, experiment.reading, dealing.report.prints)

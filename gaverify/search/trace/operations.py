@@ -17,6 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, SampleLayout
 from gaverify.passes.randomness.operations import draws_unseen, generator_key
@@ -127,8 +128,8 @@ class OperationTracer(PassProbe):
     def _record(self, name: str, random: bool, args: Any, kwargs: Any, result: Any) -> None:
         """Notes one operation of the forward, gradients that the forward asks for included."""
         tensors = list(_tensors_of((args, kwargs)))
-        self._note_inputs(tensors)
-        writers = tuple(dict.fromkeys(self._writers[p] for t in tensors if (p := _address(t)) in self._writers))
+        addresses = self._note_inputs(tensors)
+        writers = tuple(dict.fromkeys(self._writers[place] for place in addresses if place in self._writers))
         self._add(name, writers, any(t.requires_grad for t in tensors), random, len(tensors), list(_tensors_of(result)))
 
     def _add(
@@ -159,12 +160,16 @@ class OperationTracer(PassProbe):
                 self._storages[address] = StorageWeakRef(tensor.untyped_storage())
         self._writers[address] = index
 
-    def _note_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch."""
-        for tensor in tensors:
-            address = _address(tensor)
-            if address not in self._writers and address not in self._state:
+    def _note_inputs(self, tensors: list[torch.Tensor]) -> list[int]:
+        """Adds a step for every tensor that no operation wrote: the batch, and what comes from outside torch.
+
+        Returns their addresses.
+        """
+        addresses = list(map(_address, tensors))
+        for tensor, place in zip(tensors, addresses, strict=True):
+            if place not in self._writers and place not in self._state:
                 self._add(INPUT, (), False, False, 0, [tensor])
+        return addresses
 
     def _describe_result(self, step: TracedOperation, position: int, tensor: torch.Tensor) -> Result:
         shape, name = tuple(tensor.shape), step.name
@@ -194,6 +199,17 @@ class OperationTracer(PassProbe):
     def _leave(self, call: Call, output: Any) -> None:
         outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors_of(output))
         self.trace.calls[call.position].outputs = outputs
+
+
+def make_tracer(
+    experiment: Experiment,
+    template: Trace | None = None,
+    plan: Trace | None = None,
+    layouts: Collection[LayoutKind] = LAYOUT_KINDS,
+) -> OperationTracer:
+    """Makes what traces one forward of an experiment."""
+    names = {module: name for name, module in experiment.named_modules()}
+    return OperationTracer(names, experiment.batch_size, experiment.sizes[0], template, plan, layouts)
 
 
 def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:

@@ -70,7 +70,8 @@ BATCH = [16, 4, 4, 4, 4]
 """Samples of the passes of both strategies."""
 PART = [4, 2, 2]
 """The same of the first samples."""
-TRACE = [2, 4, 2, 2]
+TRACE = [4, 2, 2]
+"""The shapes of the first micro-batch are known from the passes of both strategies."""
 COUPLING = [4]
 
 
@@ -110,7 +111,7 @@ def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch
     assert single[-5:] == BATCH and fault_codes(verdict) == ["GAV101", "GAV101"]
     assert all(finding.proven for finding in verdict.findings if finding.code == "GAV101")
     # two traces, the controls of both, and the first released beside the second
-    assert double == [*PART, *COUPLING, *TRACE, *PART, *TRACE, *PART, *PART]
+    assert double == [*PART, *COUPLING, *TRACE, *PART, 2, *TRACE, *PART, *PART]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])

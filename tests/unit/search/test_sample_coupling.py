@@ -257,7 +257,8 @@ def test_the_control_that_counts(
     monkeypatch.setattr(
         proof, "_list_controls", lambda *_: [(ControlKind.RESULT_PINNED, lambda run=run: run) for run in runs]
     )
-    bench: Any = SimpleNamespace(without=lambda _: None)
+    monkeypatch.setattr(proof, "find_live_statistics", lambda _: [])
+    bench: Any = SimpleNamespace(experiment=None, without=lambda _: bench)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
     assert found is not None and (found.cause.control, found.probe) == runs[chosen]
 
