@@ -323,6 +323,8 @@ class _Listener(PassProbe):
 
     def _follow_inputs(self, arguments: Sequence[Any], result: Any) -> None:
         """Follows scaled inputs, which have no graph that could be walked, to where a parameter is applied to them."""
+        if not self._inputs:  # most models scale none, and the walk through the arguments of every call is slow
+            return
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         keys = {key for tensor in tensors if id(tensor) in self._inputs for key in self._inputs[id(tensor)][1]}
         if not keys:
