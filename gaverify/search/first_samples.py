@@ -89,10 +89,9 @@ def _take_first_samples(measurement: Measurement, decision: Decision) -> Experim
 def _judge_first_samples(
     part: Experiment, measurement: Measurement, decision: Decision, make_watch: MakeWatch | None
 ) -> tuple[Measurement, Decision]:
-    """Measures and decides the first samples: in float64 only, where their float32 result follows from the whole's."""
+    """Measures and decides the first samples: in float64 only, where their own result follows from the whole's."""
     full_experiment = measurement.experiment
-    if decision.few is not None:  # below float32 only float64 decides them
-        return measure_and_decide(part, exact=True, make_watch=make_watch)
+    is_low = decision.few is not None  # below float32 only float64 decides them
     recorded = part.record()[0] if full_experiment.draws.count else part
     if full_experiment.reading.by_contents:  # what was right for the draws of the whole batch is right for these
         recorded = recorded.with_second_reading()
@@ -101,7 +100,7 @@ def _judge_first_samples(
     # the second reading is chosen only where the first one was ambiguous
     is_ambiguous = full_experiment.reading.by_contents or measurement.accumulated.draws.ambiguous
     if control.accumulated.draws.ambiguous > is_ambiguous or not all(map(math.isfinite, losses)):
-        return measure_and_decide(part, make_watch=make_watch)
+        return measure_and_decide(part, exact=is_low, make_watch=make_watch)
     # Working precision is not run on the first samples: its differences are those of the whole batch, to scale.
     scale = _norm(control.rows.values()) / max(_norm(measurement.differences.values()), TINY)
     working = {name: row._replace(difference=scale * row.difference) for name, row in measurement.differences.items()}

@@ -442,6 +442,14 @@ def test_the_first_micro_batch_is_not_run_again_where_it_is_the_few_samples(monk
     assert [n for kind, n in forwards if kind is torch.bfloat16] == [64, *[4] * 16, 1, 1, 1, 1]
 
 
+def test_the_first_samples_of_a_divergence_run_in_float64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What adding up loses is read from the whole batch, so that their own precision would tell nothing more."""
+    forwards, verdict = counted(monkeypatch, 4, lambda h: torch.softmax(h, 0))
+    assert verdict.method == Method.FLOAT64_PART
+    assert [n for kind, n in forwards if kind is torch.bfloat16] == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1]
+    assert [n for kind, n in forwards if kind is torch.float64] == [8, 4, 4]
+
+
 def test_float64_tells_what_may_be_the_rounding_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     forwards, verdict = counted(monkeypatch, 4, lambda h: h + 3e-6 * h.mean(0))
     assert verdict.few_samples is None
