@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gaverify.errors import GaverifyError, ProblemError
+from gaverify.passes.devices import return_freed
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.isolation import generator_states
@@ -91,11 +92,13 @@ def _run_watched(exact: Experiment, make_watch: MakeWatch | None) -> tuple[PassR
         try:
             watched = Watched(make_watch(exact), Sums(exact))
             full = exact.full_batch(watched.probe)
+            return_freed()  # the activations of all samples, before a second set of gradients is formed
             return full, exact.micro_batches(full, watched.probe, after_backward=watched.sums.note), watched
         except Exception as error:
             if is_own_fault(error):
                 raise
     full = exact.full_batch()
+    return_freed()
     return full, exact.micro_batches(full), None
 
 

@@ -203,7 +203,7 @@ DRAWN = DrawLedger(draws=(object(),))  # type: ignore[arg-type]
         "no target in it",
     ],
 )
-def test_a_part_in_float32_is_judged_by_float64_alone(
+def test_a_part_is_judged_by_float64_alone(
     monkeypatch: pytest.MonkeyPatch,
     drawn: DrawLedger,
     reading: Reading,
@@ -257,7 +257,8 @@ def test_a_part_in_float32_is_judged_by_float64_alone(
     allowed = [row.allowed for row in decided.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
     decision.few = "below float32"
-    assert first_samples._judge_first_samples(first, whole, decision, None) == "in both"
+    below: Any = first_samples._judge_first_samples(first, whole, decision, None)
+    assert below[0].differences == {} and below[1].rows == decided.rows
 
 
 @pytest.mark.parametrize(
