@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gaverify.records.printing import AnswerWriter, PrintableAnswer
+from gaverify.records.answers import AnswerWriter, PrintableAnswer
 from gaverify.version import __version__
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gaverify.errors import GaverifyError as GaverifyError
     from gaverify.errors import ProblemError as ProblemError
     from gaverify.errors import SpecError as SpecError
-    from gaverify.passes.problem import Problem as Problem
+    from gaverify.passes.batching import Problem as Problem
     from gaverify.records.comparison import Outcome as Outcome
     from gaverify.records.comparison import ParameterComparison as ParameterComparison
     from gaverify.records.findings import Finding as Finding
@@ -28,7 +28,7 @@ _HOMES = {
     "GaverifyError": "gaverify.errors",
     "ProblemError": "gaverify.errors",
     "SpecError": "gaverify.errors",
-    "Problem": "gaverify.passes.problem",
+    "Problem": "gaverify.passes.batching",
     "Finding": "gaverify.records.findings",
     "Outcome": "gaverify.records.comparison",
     "ParameterComparison": "gaverify.records.comparison",

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 
-from gaverify.parent import fork_under_watch
+from gaverify.launched import fork_under_watch
 
 _leave = os._exit  # before the user's code may put its own in the place
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gaverify.amounts import count_text
 from gaverify.errors import GaverifyError, text_of
-from gaverify.passes.devices import available_devices, counts_memory, widest
+from gaverify.passes.precision import available_devices, counts_memory, widest
 from gaverify.records.comparison import Outcome
+from gaverify.records.numbers import count_text
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 from gaverify.version import __version__, installed_version
@@ -79,7 +79,7 @@ def versions() -> Iterator[Line]:
 
 def devices(word: str | None) -> tuple[torch.device, ...]:
     """Returns the devices to examine: the one that is asked for, or one of each kind on this machine."""
-    from gaverify.passes.devices import resolve_device
+    from gaverify.passes.precision import resolve_device
 
     if word is not None:
         return (resolve_device(word) or torch.device("cpu"),)

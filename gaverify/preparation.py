@@ -12,10 +12,11 @@ from torch import nn
 
 from gaverify.errors import ProblemError, SpecError
 from gaverify.loading import load_problem
-from gaverify.loading.adapting import as_loss, first_batch, has_training_step, training_step_loss
+from gaverify.loading.bare import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
-from gaverify.passes.devices import resolve_device
+from gaverify.passes.batching import Loss, Problem, Split
 from gaverify.passes.experiment import Experiment, Placement, TimeLimit
+from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import (
     ModelState,
     deterministic,
@@ -26,11 +27,8 @@ from gaverify.passes.isolation import (
     rewindable_iterators,
     seed_everything,
 )
-from gaverify.passes.precision import DTYPES, convert_weights
-from gaverify.passes.problem import Loss, Problem, Split
-from gaverify.passes.reference import Fitting
-from gaverify.passes.user_code import named_parameters
-from gaverify.passes.weighting import check_weighting
+from gaverify.passes.precision import DTYPES, convert_weights, resolve_device
+from gaverify.passes.user_code import check_weighting, named_parameters
 from gaverify.records.comparison import Reference
 from gaverify.spec import OPTIONS, Spec
 from gaverify.verdict.settings import Settings

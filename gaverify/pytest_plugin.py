@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gaverify.errors import SpecError
     from gaverify.records.verdict import Verdict
     from gaverify.spec import Spec
-    from gaverify.spec.accepting import Project
+    from gaverify.spec.values import Project
 
 _MARKERS = (
     "gaverify: a spec that gaverify verifies, or a test that uses its fixture",
@@ -66,7 +66,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 def _project(file: Path) -> Project | None:
     """What the project says; None where that is wrong, which each of its specs tells when it is verified."""
     from gaverify.errors import SpecError
-    from gaverify.spec.accepting import project_settings
+    from gaverify.spec.values import project_settings
 
     try:
         return project_settings(file.parent)
@@ -103,8 +103,8 @@ class SpecItem(pytest.Item):
 
     def setup(self) -> None:
         """Verifies. pytest calls what goes wrong here an error, not a failure: nothing was found about the model."""
+        from gaverify.cli.streams import guard_process
         from gaverify.errors import GaverifyError, MissingPackage, SpecError, as_foreseen
-        from gaverify.guarding import guard_process
 
         spec_path = self.nodeid.partition("::")[0]
         if isinstance(self.entry, SpecError):
@@ -129,7 +129,7 @@ class SpecItem(pytest.Item):
 
         from gaverify.acceptance import mark_accepted
         from gaverify.cli.workers import needs_worker, verify_in_worker
-        from gaverify.spec.accepting import project_settings
+        from gaverify.spec.values import project_settings
         from gaverify.verification import verify_spec
 
         verdict = verify_spec(spec) if not needs_worker(spec) else verify_in_worker(spec)
@@ -160,7 +160,7 @@ class _Judged(Exception):
 
 
 def _make_report_text(verdict: Verdict, path: Path | str = "", line: int = 1) -> Any:
-    from gaverify.report.terminal import ReportText  # not above: most runs of pytest fail without us
+    from gaverify.report.text import ReportText  # not above: most runs of pytest fail without us
 
     return ReportText(verdict, str(path), line)
 

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gaverify.acceptance import with_excerpts
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.launched import read_launcher
-from gaverify.loading.texts import guessed_parts
-from gaverify.passes.devices import available_devices, resolve_device
+from gaverify.loading.importing import guessed_parts
+from gaverify.passes.batching import Loss, Problem, Split
 from gaverify.passes.experiment import Experiment, TimeUp
-from gaverify.passes.problem import Loss, Problem, Split
+from gaverify.passes.precision import available_devices, resolve_device
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
 from gaverify.records.facts import Facts
@@ -39,17 +40,21 @@ from gaverify.records.ranks import Engine
 from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
 from gaverify.search.confirming import confirm_in_working_precision, confirm_on_batch
-from gaverify.search.first_samples import FirstSamplesAnswer, examine_first_samples
-from gaverify.search.investigation import collect_facts, open_control_runs, search_causes, watch_passes
-from gaverify.sources import with_excerpts
+from gaverify.search.investigation import (
+    FirstSamplesAnswer,
+    collect_facts,
+    examine_first_samples,
+    open_control_runs,
+    search_causes,
+    watch_passes,
+)
 from gaverify.verdict.decision import Decision, decide, decide_by_tolerance, decide_open, needs_gradients
-from gaverify.verdict.measurement import Measurement, measure_strategies
+from gaverify.verdict.measurement import Measurement, measure_strategies, trace_passes
 from gaverify.verdict.settings import Settings, Weighting, run_info
-from gaverify.verdict.tracing import trace_passes
 
 if TYPE_CHECKING:
+    from gaverify.collective.flow import Asked
     from gaverify.collective.membership import Member
-    from gaverify.collective.verifying import Asked
     from gaverify.passes.gradients import Strategy
     from gaverify.spec import Spec
 
@@ -167,8 +172,8 @@ def _start_ranks(spec: Spec, progress: Progress | None) -> Verdict:
         raise ProblemError(f"a launcher has started {launched[1]} ranks already: leave `ranks` out")
     if not torch.distributed.is_available():
         raise ProblemError("this torch was built without torch.distributed; ranks cannot be run")
+    from gaverify.collective.flow import explain_options
     from gaverify.collective.launching import run_on_ranks
-    from gaverify.collective.verifying import explain_options
 
     problem = explain_options(spec)
     if problem:
@@ -184,14 +189,14 @@ def _ask_ranks(
     problem: Problem, settings: Settings, engine: str | Engine, strategy: Strategy | None = None, *, fresh: bool = False
 ) -> Asked:
     from gaverify.collective.engines import engine_of_word
-    from gaverify.collective.verifying import Asked
+    from gaverify.collective.flow import Asked
 
     return Asked(problem, settings, engine_of_word(engine), strategy, fresh)
 
 
 def _verify_together(member: Member, asked: Asked, progress: Progress | None) -> Verdict:
     """Verifies with all ranks of a launcher, each of which returns rank 0's verdict."""
-    from gaverify.collective.verifying import verify_together
+    from gaverify.collective.flow import verify_together
 
     answer = partial(_make_verdict, asked.settings, time.perf_counter())
     with member.together():

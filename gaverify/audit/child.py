@@ -147,8 +147,7 @@ def _start_recorder(job: Job, folder: Path) -> Recorder:
 
 def install_recorder(job: Job, folder: Path) -> Recorder:
     """Puts a recorder with the run's changes between the script and torch, and returns it."""
-    from gaverify.audit.recording.patches import install
-    from gaverify.audit.recording.recorder import Recorder
+    from gaverify.audit.recording.recorder import Recorder, install
     from gaverify.audit.recording.storage import Storage
     from gaverify.tracebacks import set_home
 

@@ -15,8 +15,9 @@ from itertools import pairwise
 
 import torch
 
-from gaverify.audit.backward_controls import control_backward
-from gaverify.audit.changes import (
+from gaverify.audit.code_controls import control_backward, control_state, find_transformed_gradients
+from gaverify.audit.coupling_controls import find_coupling
+from gaverify.audit.job import (
     Change,
     ClearGradients,
     DifferentiateGathers,
@@ -27,23 +28,18 @@ from gaverify.audit.changes import (
     UseEvaluationMode,
     WeightMicroBatches,
 )
-from gaverify.audit.coupling_controls import find_coupling
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference, rank_facts
-from gaverify.audit.ranks import RankedRun
+from gaverify.audit.ranks import RankedRun, compare_weighed_run, gradient_difference, rank_facts
 from gaverify.audit.reading import RecordedRun, Samples
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
-from gaverify.audit.state_controls import control_state
-from gaverify.audit.transform_controls import find_transformed_gradients
 from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError
-from gaverify.records.audit import Overwritten, Record, UpdateComparison
+from gaverify.records.audit import Overwritten, Record, Stage, StageComparison, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.stages import Stage, StageComparison
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import fitted_weights_of, multipliers_of

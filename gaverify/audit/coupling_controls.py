@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gaverify.audit.changes import (
+from gaverify.audit.job import (
     Change,
     DisableCompilation,
     PinModules,
     ReplayData,
+    Role,
+    Run,
     UseEvaluationMode,
     WatchModules,
     WeightMicroBatches,
 )
-from gaverify.audit.job import Role, Run
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.rank_facts import compare_weighed_run, gradient_difference
-from gaverify.audit.ranks import RankedRun
+from gaverify.audit.ranks import RankedRun, compare_weighed_run, gradient_difference
 from gaverify.audit.reading import RecordedRun, labels
 from gaverify.audit.recording.outputs import (
     SCRIPT,
@@ -43,12 +43,11 @@ from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.stages import fit_of
 from gaverify.passes.layouts import SampleLayout
-from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.events import Backward
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
-from gaverify.records.stages import Stage
 from gaverify.records.windows import rounds_of
-from gaverify.rules.wording import join_texts
+from gaverify.rules.rule import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
 from gaverify.verdict.criteria import floors_allowed
 

@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from gaverify.errors import ProblemError, nearest
-from gaverify.loading.texts import parse_file
+from gaverify.loading.importing import parse_file
 
 PLACED = "placed.txt"
 """Name of the file in a run's folder that holds the names of values that found their place."""

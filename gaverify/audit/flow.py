@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaverify.audit.changes import (
+from gaverify.acceptance import with_excerpts
+from gaverify.audit.editing import check_values
+from gaverify.audit.job import (
     Changes,
     ComputeInFloat32,
     DisableCompilation,
@@ -24,7 +26,6 @@ from gaverify.audit.changes import (
     ReplayData,
     merge_changes,
 )
-from gaverify.audit.editing import check_values
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, encode_request, read_request
 from gaverify.audit.running import Progress, Runner, Trial
@@ -37,7 +38,6 @@ from gaverify.records.events import Backward, ClosingRecord, Forward, ledger_of
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
-from gaverify.sources import with_excerpts
 from gaverify.thresholds import CUT, STARTED_APART, U32
 
 if TYPE_CHECKING:

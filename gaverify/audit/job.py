@@ -1,14 +1,365 @@
-"""Runs of the user's script: their commands, their roles in the audit, and what they change; plain JSON, no torch."""
+"""Runs of the script: their commands, their roles in the audit, and their changes, each of which installs itself."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from gaverify.audit.changes import Change, Changes, PerturbWeights, UndoSteps, decode_change, encode_change
+from gaverify.records.ranks import Shares
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gaverify.audit.recording.graph import Terms
+    from gaverify.audit.recording.outputs import PinnedRows
+    from gaverify.audit.recording.recorder import Recorder
+    from gaverify.records.events import LossOrigin
+    from gaverify.tracebacks import Place
+
+
+# Changes of a run against the user's script alone; each change installs itself in the run's process.
+#
+# A control is a run with a few changes and a question about what that run recorded. Changes travel to the process
+# as JSON, each with the name of its class. The parent has no torch, so a change imports what it needs when it is
+# installed.
+#
+# Changes that need more than a few lines have their machinery in `gaverify.audit.recording`.
+
+
+Order = Literal["turns", "blocks"]
+"""How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
+
+Replay = Literal["samples", "batches", "inputs"] | Order
+"""What is replayed besides draws: samples of loaders, which are collated anew; their batches, if collation draws; the
+inputs of forwards as well. Ranks share the samples themselves: only the order counts."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference of a run from the script alone; its fields are plain values."""
+
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that the process starts with."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Makes the change in this process, before the script starts."""
+        raise NotImplementedError
+
+
+# -- weights and steps ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerturbWeights(Change):
+    """Moves each weight by one roundoff before its first use: how far the gradients move is the noise floor."""
+
+    roundoff: float
+    """Unit roundoff of the coarsest arithmetic in the script; a weight's own may be coarser still."""
+    seed: int = 0
+    """Seed of the random directions."""
+    at_optimizer: bool = False
+    """Also move the weights when an optimizer is made, for a script without modules."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Lets the recorder move weights before forwards."""
+        from gaverify.audit.recording.control import Perturbation
+
+        recorder.controls.perturbation = Perturbation(self.roundoff, self.seed, at_optimizer=self.at_optimizer)
+
+
+@dataclass(frozen=True)
+class LeadSteps(Change):
+    """Steps with the full-batch run's gradients, so that each update starts from that run's weights."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Reads gradients from the folder of the full-batch run."""
+        from gaverify.audit.recording.control import Lead
+
+        recorder.controls.lead = Lead(recorder.job.source)
+
+
+@dataclass(frozen=True)
+class UndoSteps(Change):
+    """Undoes every optimizer step, so that all micro-batches see the first weights."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Lets the recorder undo steps; all of them belong to the full batch's first update, and so do its draws."""
+        recorder.undo_steps()
+
+
+@dataclass(frozen=True)
+class WatchWeights(Change):
+    """Takes moved weights for a step, in a script without optimizer; their change replaces a missing `.grad`."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Lets the recorder look at the weights after every line."""
+        recorder.expect_steps_by_hand()
+
+
+# -- losses and gradients ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleLosses(Change):
+    """Multiplies the gradient of every loss; a power of two rounds nothing."""
+
+    factor: float
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds what is differentiated."""
+        from gaverify.audit.recording.control import scale_losses
+
+        recorder.controls.contexts.losses.append(lambda roots, _: scale_losses(roots, self.factor))
+
+
+@dataclass(frozen=True)
+class WeightMicroBatches(Change):
+    """Multiplies the loss of each backward pass by a factor of its own."""
+
+    factors: Shares
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds what is differentiated, and lets backward events tell the line that made the loss."""
+        from gaverify.audit.recording.control import scale_losses
+        from gaverify.audit.recording.graph import keep_lines
+        from gaverify.audit.recording.values import place_in_group
+
+        def describe(origin: LossOrigin, terms: Terms, place: Place | None) -> LossOrigin:
+            return replace(origin, made=terms.made_within(place))
+
+        def factor_of(number: int) -> float:
+            of_rank = self.factors[place_in_group()[0]]
+            return of_rank[number % len(of_rank)]
+
+        if not recorder.job.has_ranks:  # nobody asks for the lines of ranks
+            keep_lines()
+        recorder.controls.contexts.losses.append(lambda roots, number: scale_losses(roots, factor_of(number)))
+        recorder.controls.contexts.descriptions.append(describe)
+
+
+@dataclass(frozen=True)
+class DifferentiateTerm(Change):
+    """Lets the gradient of a loss that is a sum flow into one term only."""
+
+    number: int
+    """Of the term, from 1."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds backward passes, and lets their events tell the term's line."""
+        from gaverify.audit.recording.graph import keep_lines
+
+        keep_lines()
+        recorder.controls.contexts.backwards.append(lambda terms: terms.only(self.number))
+        recorder.controls.contexts.descriptions.append(
+            lambda origin, terms, _: replace(origin, term=terms.place(self.number))
+        )
+
+
+@dataclass(frozen=True)
+class ClearGradients(Change):
+    """Clears the gradients before every backward pass, and looks for the user's line that overwrites them."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Lets the recorder clear what its optimizers hold."""
+        from gaverify.audit.recording.control import GradientClearing
+
+        recorder.controls.clearing = GradientClearing(recorder.recording.watch)
+
+
+@dataclass(frozen=True)
+class SynchroniseGradients(Change):
+    """Reduces gradients over the ranks in every backward pass, also inside `no_sync`."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds forwards, in which DDP asks whether it shall reduce, and backward passes."""
+        from gaverify.audit.recording.control import synchronise_models
+
+        recorder.controls.contexts.forwards.append(lambda module: synchronise_models([module]))
+        recorder.controls.contexts.backwards.append(lambda _: synchronise_models(recorder.recording.names.models))
+
+
+@dataclass(frozen=True)
+class DifferentiateGathers(Change):
+    """Lets gathers of trained tensors pass the gradient back to the other ranks."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Tells the patch of the gathers, which is made afterwards."""
+        recorder.traffic.differentiates_gathers = True
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UseEvaluationMode(Change):
+    """Runs the modules that hold these buffers in evaluation mode, with their current statistics."""
+
+    buffers: tuple[str, ...]
+    """Names of the buffers, each `model:name`."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds forwards."""
+        from gaverify.audit.recording.control import use_evaluation_mode
+
+        def evaluate(_: nn.Module) -> AbstractContextManager[None]:
+            buffers = [value for name, value in recorder.recording.names.buffers().items() if name in self.buffers]
+            return use_evaluation_mode(buffers, recorder.recording.names.models)
+
+        recorder.controls.contexts.forwards.append(evaluate)
+
+
+@dataclass(frozen=True)
+class RestoreState(Change):
+    """Restores values of modules before each micro-batch, and notes all values that forwards change."""
+
+    names: tuple[str, ...]
+    """Names of the values; `EVERYTHING` stands for all."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Surrounds forwards."""
+        from gaverify.audit.recording.state import RestoredState
+
+        recorder.controls.state = RestoredState(self.names, recorder.recording.guard.work)
+
+
+@dataclass(frozen=True)
+class WatchModules(Change):
+    """Records the outputs of every module call and their gradients, row by row, in the last update that is recorded."""
+
+    moved: tuple[str, ...] = ()
+    """Paths of modules, or `SCRIPT`, whose calls return changed values for the second half of the rows."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Listens to module calls; the lines of operations tell where rows interact."""
+        from gaverify.audit.recording.graph import keep_lines
+        from gaverify.audit.recording.outputs import Outputs
+
+        keep_lines()
+        recorder.modules.outputs = Outputs(recorder.recording.guard.work, self.moved, small=recorder.job.role != "full")
+
+
+@dataclass(frozen=True)
+class PinModules(Change):
+    """Replaces outputs and input gradients of modules by the full batch's, in the last update that is recorded.
+
+    In the full-batch run it stores them.
+    """
+
+    paths: tuple[str, ...]
+    """Paths of the modules, or `SCRIPT`."""
+    rows: PinnedRows = ()
+    """Which rows of the full-batch run belong to each forward; empty in the full-batch run."""
+    factor: float = 1.0
+    """Factor on the input gradients: the number of ranks that average them."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Listens to module calls."""
+        from gaverify.audit.recording.outputs import PinnedModules
+
+        work, source = recorder.recording.guard.work, recorder.job.source
+        recorder.modules.pinned_modules = PinnedModules(work, self.paths, source, self.rows, self.factor)
+
+
+# -- data and arithmetic ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayData(Change):
+    """Replays the samples and the draws of the loop, which lie outside the model; the full-batch run stores them."""
+
+    way: Replay
+    """What is replayed."""
+    parts: int = 0
+    """Micro-batches per batch of the full-batch run; 0: not known."""
+    tail: int = 0
+    """Micro-batches in a short last window that ends every pass over a loader; 0: no change."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Replaces what the recorder does with loaders, inputs and draws of the loop."""
+        from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
+        from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
+
+        source, folder, collated = recorder.job.source, recorder.storage.folder, self.way == "batches"
+        loop: Loop
+        loaders: Loaders
+        if source is None:
+            loop = KeptLoopDraws(folder)
+            tail = self.tail / self.parts if self.tail else 0.0
+            loaders = KeptSamples(folder, loop.ignore_draws, tail, collated=collated)
+        else:
+            loop = DealtLoopDraws(source, self.parts, turns=self.way == "turns")
+            # of a pass over the loader: the micro-batches of a full batch and of the short one behind it, or these two
+            length = (self.parts + self.tail if self.parts > 1 else 2) if self.tail else None
+            loaders = (
+                Loaders(loop.ignore_draws)
+                if self.way in ("turns", "blocks")
+                else GivenSamples(source, self.parts, loop.ignore_draws, length, collated=collated)
+            )
+        inputs = Inputs(source or folder, given=source is not None) if self.way == "inputs" else None
+        recorder.replay(loop, loaders, inputs)
+
+
+@dataclass(frozen=True)
+class UseMathKernels(Change):
+    """Runs attention on its unfused kernel, whose random draws can be replayed."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Chooses the kernel for good."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        recorder.controls.kernels = sdpa_kernel(SDPBackend.MATH)
+        recorder.controls.kernels.__enter__()  # never left: it would end if nobody kept it
+
+
+@dataclass(frozen=True)
+class ComputeInFloat32(Change):
+    """Computes in float32 what the script computes in lower precision."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Replaces what asks torch for a lower precision."""
+        from gaverify.audit.recording.control import compute_in_float32
+
+        compute_in_float32()
+
+
+@dataclass(frozen=True)
+class DisableCompilation(Change):
+    """Runs without `torch.compile`: draws inside a compiled graph cannot be replayed."""
+
+    environment: ClassVar[Mapping[str, str]] = {"TORCH_COMPILE_DISABLE": "1"}
+
+    def install(self, recorder: Recorder) -> None:
+        """Says that modules which look compiled run as they are written."""
+        recorder.draws.draws.is_eager = True
+
+
+Changes = tuple[Change, ...]
+
+
+def merge_changes(*groups: Iterable[Change]) -> Changes:
+    """Returns the changes of all groups; a later change replaces an earlier one of the same class."""
+    return tuple({type(change): change for group in groups for change in group}.values())
+
+
+def encode_change(change: Change) -> dict[str, object]:
+    """Returns a change as plain values, with the name of its class as `kind`."""
+    return {"kind": type(change).__name__, **asdict(change)}
+
+
+def decode_change(fields: Mapping[str, object]) -> Change:
+    """Returns the change that `encode_change` was given; sequences have to be tuples."""
+    # By name alone: the record of a run that was kept must not be able to call anything else.
+    kinds = {kind.__name__: kind for kind in Change.__subclasses__()}
+    return kinds[str(fields["kind"])](**{name: value for name, value in fields.items() if name != "kind"})
+
+
+# Runs of the user's script: their commands, their roles in the audit, and what they change; plain JSON, no torch.
+
 
 Files = Literal["view", "guard", "in-place"]
 """How a run is kept from the user's files; see `gaverify.audit.outputs`."""

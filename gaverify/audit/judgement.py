@@ -25,19 +25,29 @@ from gaverify.audit.stages import (
 )
 from gaverify.errors import ProblemError
 from gaverify.passes.precision import buffers_differ, unit_roundoff
-from gaverify.records.accumulation import AccumulationWindow
-from gaverify.records.audit import RowCheck, StepComparison, UpdateComparison
-from gaverify.records.comparison import Outcome
-from gaverify.records.events import Backward, Event, Forward, ledger_of
-from gaverify.records.experiment import WeightFit
-from gaverify.records.stages import (
+from gaverify.records.audit import (
     Clip,
+    RowCheck,
     SettingDifference,
     Stage,
     StageComparison,
+    StepComparison,
+    UpdateComparison,
 )
-from gaverify.records.windows import Round, Window, common_rounds, keys_of, number_steps, rounds_of, windows_of
-from gaverify.rules.wording import join_texts
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Backward, Event, Forward, ledger_of
+from gaverify.records.experiment import WeightFit
+from gaverify.records.windows import (
+    AccumulationWindow,
+    Round,
+    Window,
+    common_rounds,
+    keys_of,
+    number_steps,
+    rounds_of,
+    windows_of,
+)
+from gaverify.rules.rule import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, LOST_SHARE, MANY_UNITS, VISIBLE
 from gaverify.verdict.criteria import floors_allowed
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gaverify.amounts import count_text
 from gaverify.audit.request import Request
-from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.answers import Environment
+from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.audit_report import (
     Arithmetic,
     AuditReport,
@@ -19,14 +19,13 @@ from gaverify.records.audit_report import (
     timeline_of,
 )
 from gaverify.records.comparison import Method, Outcome, hidden_share
-from gaverify.records.environment import Environment
 from gaverify.records.events import ClosingRecord, FileLoaded, Forward
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
-from gaverify.records.stages import Stage
+from gaverify.records.numbers import count_text
 from gaverify.rules import findings_for
+from gaverify.rules.lost_passes import is_skipping
 from gaverify.rules.scale import unexplained_term
-from gaverify.rules.skipping import is_skipping
 
 
 def explain_undecided(record: Record, update: UpdateComparison) -> str:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaverify.amounts import bytes_text
-from gaverify.audit.changes import WatchWeights
 from gaverify.audit.editing import PLACED, explain_unplaced
 from gaverify.audit.folders import (
     DISK_FULL,
@@ -36,7 +34,7 @@ from gaverify.audit.folders import (
     ranks_of,
     updates_of,
 )
-from gaverify.audit.job import Job
+from gaverify.audit.job import Job, WatchWeights
 from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE, take_away
 from gaverify.audit.request import Request
@@ -44,7 +42,8 @@ from gaverify.children.launching import Kept, last_lines, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Backward, Ending, Step
-from gaverify.rules.wording import join_texts
+from gaverify.records.numbers import bytes_text
+from gaverify.rules.rule import join_texts
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun

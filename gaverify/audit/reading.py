@@ -13,11 +13,11 @@ import torch
 
 from gaverify.audit.folders import closing_record_of
 from gaverify.audit.job import Role
-from gaverify.audit.measurements import ForwardInputs, StepSample, read_rows, read_step
+from gaverify.audit.same_data import ForwardInputs, StepSample, read_rows, read_step
 from gaverify.records.events import ClosingRecord, Event, Forward, TrainedParameter, read_event
 from gaverify.records.windows import Round
 
-Place = tuple[int, int]
+ParameterPlace = tuple[int, int]
 """An optimizer, and the position of one of its parameters."""
 
 
@@ -46,7 +46,7 @@ class RecordedRun:
         return self.closing.updates
 
     @property
-    def parameters(self) -> dict[Place, tuple[str, tuple[int, ...]]]:
+    def parameters(self) -> dict[ParameterPlace, tuple[str, tuple[int, ...]]]:
         """The key `model:name` and the shape of every parameter, by its optimizer and its position in that."""
         return {
             (optimizer, at): (parameter.key, parameter.shape)
@@ -55,14 +55,14 @@ class RecordedRun:
             for at, parameter in enumerate(group.parameters)
         }
 
-    def gradients(self, round_: Round, *, summed: bool = False) -> dict[Place, torch.Tensor]:
+    def gradients(self, round_: Round, *, summed: bool = False) -> dict[ParameterPlace, torch.Tensor]:
         """Returns the gradients of some steps, mapped from disk rather than read.
 
         Args:
             round_: The steps.
             summed: As the window's last backward pass left them, where something changed them before the step.
         """
-        gradients: dict[Place, torch.Tensor] = {}
+        gradients: dict[ParameterPlace, torch.Tensor] = {}
         for optimizer, step in round_:
             paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]
             # The sum was stored only where the optimizer used something else.
@@ -113,13 +113,13 @@ class RecordedRun:
         # an update that the run did not end has no stored rows
         return [rows[position] for update, position in positions if position < len(rows := self.rows(update))]
 
-    def parameter(self, place: Place) -> TrainedParameter:
+    def parameter(self, place: ParameterPlace) -> TrainedParameter:
         """Returns what the closing record tells of a parameter."""
         optimizer, at = place
         return self.closing.groups[optimizer].parameters[at]
 
     @property
-    def sharded_places(self) -> frozenset[Place]:
+    def sharded_places(self) -> frozenset[ParameterPlace]:
         """The parameters of which this process holds pieces."""
         return frozenset(
             (optimizer, at)
@@ -209,7 +209,7 @@ class Samples:
         return {step.update for step in self.steps.values()}
 
 
-def labels(full: RecordedRun, accumulated: RecordedRun) -> dict[Place, str]:
+def labels(full: RecordedRun, accumulated: RecordedRun) -> dict[ParameterPlace, str]:
     """Names of all parameters for people, as the full-batch run calls them.
 
     The model's number stands before them only where there are several. A parameter that a run met outside any module

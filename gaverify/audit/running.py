@@ -12,19 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaverify.audit.changes import (
+from gaverify.audit.folders import COMPILED, ranks_of
+from gaverify.audit.job import (
     Change,
     Changes,
     DisableCompilation,
+    Files,
+    Job,
     LeadSteps,
     PerturbWeights,
     ReplayData,
+    Role,
+    Run,
     UseMathKernels,
     WatchWeights,
     merge_changes,
 )
-from gaverify.audit.folders import COMPILED, ranks_of
-from gaverify.audit.job import Files, Job, Role, Run
 from gaverify.audit.launchers import free_port
 from gaverify.audit.processes import Child, NoView, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gaverify.audit.reading import Place, RecordedRun, Samples
+from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
+from gaverify.records.audit import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
 from gaverify.records.events import Backward, Clipping
 from gaverify.records.experiment import LossTerm, WeightFit
-from gaverify.records.stages import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Round, Window, common_rounds
 from gaverify.thresholds import (
     COMPUTED_FLOAT32,
@@ -152,7 +152,7 @@ class Runs:
     full: RecordedRun
     perturbed: RecordedRun
     accumulated: RecordedRun
-    names: Mapping[Place, str]
+    names: Mapping[ParameterPlace, str]
     extra_perturbed: tuple[
         tuple[RecordedRun, float], ...
     ] = ()  # more runs with moved weights, and what their losses are multiplied by
@@ -180,7 +180,9 @@ class Rows:
         return StageComparison(stage, self.outcome, difference, ratio)
 
 
-def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Place, float], *, summed: bool) -> Rows:
+def compare_gradients(
+    runs: Runs, round_: Round, unit: float, terms: Mapping[ParameterPlace, float], *, summed: bool
+) -> Rows:
     """Returns every parameter's comparison at one of the two stages of gradients.
 
     Args:
@@ -218,7 +220,7 @@ def compare_gradients(runs: Runs, round_: Round, unit: float, terms: Mapping[Pla
     return Rows(named, noise)
 
 
-def weight_rounding(samples: Samples, unit: float) -> dict[Place, float]:
+def weight_rounding(samples: Samples, unit: float) -> dict[ParameterPlace, float]:
     """Returns u · ‖w‖ of every parameter: how far a change that is read off its weights may be rounded."""
     return {
         (optimizer, at): unit * math.sqrt(float(square.sum()))
@@ -228,12 +230,12 @@ def weight_rounding(samples: Samples, unit: float) -> dict[Place, float]:
     }
 
 
-def terms_of(samples: Samples, fit: WeightFit | None) -> dict[Place, float]:
+def terms_of(samples: Samples, fit: WeightFit | None) -> dict[ParameterPlace, float]:
     """Returns Σ_k ‖u_k g_k‖ of every parameter: the size of what was summed, in the units of the sum."""
     increments = samples.increments
     # Micro-batches that are divided by K enter the sum with 1/K, and so does their rounding.
     used = fit.used if fit is not None and len(fit.used) == len(increments) else (1.0,) * len(increments)
-    sizes: dict[Place, float] = {}
+    sizes: dict[ParameterPlace, float] = {}
     for weight, increment in zip(used, increments, strict=True):
         for optimizer, change in increment.items():
             step = samples.steps[optimizer]

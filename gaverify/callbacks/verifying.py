@@ -11,10 +11,10 @@ from torch import nn
 
 from gaverify.acceptance import mark_accepted
 from gaverify.errors import GaverifyError, ProblemError, SpecError
-from gaverify.passes.problem import Problem
+from gaverify.passes.batching import Problem
 from gaverify.records.verdict import Verdict
 from gaverify.report import print_answer
-from gaverify.spec.accepting import project_settings, read_entries
+from gaverify.spec.values import project_settings, read_entries
 from gaverify.verification import verify
 
 

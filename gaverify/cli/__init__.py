@@ -17,14 +17,12 @@ from click.shell_completion import add_completion_class
 
 from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
-from gaverify.cli.completion import ColonComplete
-from gaverify.cli.doctoring import doctor
-from gaverify.cli.listing import explain, models, rules, schema
+from gaverify.cli.listing import doctor, explain, models, rules, schema
+from gaverify.cli.options import ColonComplete
 from gaverify.cli.profiling import profile
-from gaverify.cli.reporting import report
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
-from gaverify.cli.showing import debug_option
+from gaverify.cli.showing import debug_option, report
 from gaverify.cli.streams import Invocation, interrupts_noted, open_closed_streams, report_failure, silence
 from gaverify.errors import nearest
 

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from gaverify.audit.options import Arguments, Assignments, Flag
-from gaverify.audit.request import OPTIONS, Request
-from gaverify.cli.progress import DelayedProgress
+from gaverify.audit.request import OPTIONS, Arguments, Assignments, Flag, Request
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
-from gaverify.cli.streams import Failure, Invocation, failures_of
+from gaverify.cli.streams import DelayedProgress, Failure, Invocation, failures_of
 from gaverify.errors import SpecError, unknown_key
-from gaverify.spec.accepting import Accept, Project, project_settings, read_entries
 from gaverify.spec.fields import OPTIONS as SPEC_OPTIONS
 from gaverify.spec.fields import sentence
 from gaverify.spec.loading import toml_files
+from gaverify.spec.values import Accept, Project, project_settings, read_entries
 from gaverify.text_files import table_of_file
 
 if TYPE_CHECKING:

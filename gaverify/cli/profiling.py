@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gaverify.cli.options import complete_specs, names_a_model, overrides_from, spec_options
-from gaverify.cli.progress import DelayedProgress
 from gaverify.cli.showing import output_options, show
-from gaverify.cli.streams import tell
+from gaverify.cli.streams import DelayedProgress, tell
 from gaverify.errors import INTERRUPTED, SpecError
 from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec
-from gaverify.spec.kinds import FLAG
+from gaverify.spec.values import FLAG
 
 if TYPE_CHECKING:
     from gaverify.profiling import Profile
@@ -110,7 +109,7 @@ def profile(
 
 
 def _measure_profile(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
-    from gaverify.loading.naming import check_name
+    from gaverify.loading.importing import check_name
     from gaverify.profiling.launching import profile_spec
     from gaverify.records.profile import plans
 

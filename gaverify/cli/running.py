@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,14 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.amounts import count_text
 from gaverify.cli.options import GroupedCommand, complete_specs, names_a_model, overrides_from, spec_options
-from gaverify.cli.progress import DelayedProgress, SeveralProgress
-from gaverify.cli.selection import Choice, read_expression
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
+    DelayedProgress,
     Failure,
     Invocation,
+    SeveralProgress,
     failures_of,
     guests,
     note_answers,
@@ -31,12 +31,77 @@ from gaverify.cli.streams import (
 from gaverify.cli.workers import needs_worker, verify_in_workers
 from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first, read_launcher
+from gaverify.records.numbers import count_text
 from gaverify.spec import Spec, parse_spec, read_specs
-from gaverify.spec.accepting import Project, code_problems, project_settings
-from gaverify.spec.kinds import whole
+from gaverify.spec.values import Project, code_problems, project_settings, whole
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
+
+
+# Which of the specs a run takes: the expression of `-k`, in the words of pytest.
+
+
+Choice = Callable[[str], bool]
+_TOKEN = re.compile(r"\s*(\(|\)|[^\s()]+)")
+
+
+def read_expression(text: str) -> Choice:
+    """Returns whether a name is chosen by an expression of words, `and`, `or`, `not` and parentheses.
+
+    A word chooses the names that contain it, in capitals or not.
+
+    Raises:
+        SpecError: It is no such expression.
+    """
+    tokens = _TOKEN.findall(text)
+    try:
+        choice = _read_or(tokens)
+    except IndexError:  # a word was missing, or stood where none of its kind may stand
+        tokens = ["its end"]
+    if tokens or not text.strip():
+        raise SpecError(
+            f"-k: `{text}` cannot be read{f' at {tokens[0]}' if tokens else ''}; write words with `and`, `or`, `not` "
+            "and parentheses, such as -k 'cnn and not slow'"
+        )
+    return choice
+
+
+# One function for each level of precedence, as in Python: `or` binds weakest, then `and`, then `not`. Each takes its
+# tokens off the front of the list.
+def _read_or(tokens: list[str]) -> Choice:
+    choices = [_read_and(tokens)]
+    while tokens and tokens[0] == "or":
+        tokens.pop(0)
+        choices.append(_read_and(tokens))
+    return lambda name: any(choice(name) for choice in choices)
+
+
+def _read_and(tokens: list[str]) -> Choice:
+    choices = [_read_word(tokens)]
+    while tokens and tokens[0] == "and":
+        tokens.pop(0)
+        choices.append(_read_word(tokens))
+    return lambda name: all(choice(name) for choice in choices)
+
+
+def _read_word(tokens: list[str]) -> Choice:
+    word = tokens.pop(0)
+    if word == "not":
+        choice = _read_word(tokens)
+        return lambda name: not choice(name)
+    if word == "(":
+        choice = _read_or(tokens)
+        if tokens.pop(0) != ")":
+            raise IndexError
+        return choice
+    if word in (")", "and", "or"):
+        raise IndexError
+    return lambda name: word.lower() in name.lower()
+
+
+# `gaverify run`: verify one problem, or every spec that was named.
+
 
 _COMMAND_LINE = "command line"
 _PrintEach = Callable[["Verdict"], None]
@@ -296,7 +361,7 @@ def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) 
 
 def _name_error(spec: Spec) -> SpecError | None:
     """What is wrong with the name of a model, before torch is imported: that is answered at once."""
-    from gaverify.loading.naming import check_name
+    from gaverify.loading.importing import check_name
 
     try:
         check_name(spec.model)

@@ -67,7 +67,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
         return _of_checkpoint(model, spec, factory)
     if listed := _classes_to_name(model):
         raise SpecError(listed, "model")
-    from gaverify.loading.naming import Kind, check_name, kind_of
+    from gaverify.loading.importing import Kind, check_name, kind_of
 
     meant = kind_of(model)
     if meant is Kind.BUILTIN:
@@ -94,7 +94,7 @@ def template(name: str) -> str:
 
 
 def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
-    from gaverify.loading.texts import GUESS
+    from gaverify.loading.importing import GUESS
 
     notes = {part: f"  # {GUESS.format(part=f'the {part.lower()}')}" for part in ("LOSS", "INPUTS", "TARGETS")}
     defaults = {
@@ -121,8 +121,8 @@ def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str], a
 
 
 def _gaps(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
-    from gaverify.loading.guessing import Guess
-    from gaverify.loading.texts import GUESS
+    from gaverify.loading.importing import GUESS
+    from gaverify.loading.inspecting import Guess
 
     place, _, attribute = model.rpartition(":")
     names = [attribute.partition(".")[0], *drawn.names]
@@ -166,7 +166,7 @@ def _advice(drawn: Sketch, kind: str) -> str:
 
 def _classes_to_name(model: str) -> str:
     """The sentence for a file or a module without a class behind a colon; "" for every other name."""
-    from gaverify.loading.texts import module_classes, parse_file
+    from gaverify.loading.importing import module_classes, parse_file
 
     file = model if model.endswith(".py") else f"{model.replace('.', os.sep)}.py"
     if ":" in model or "." not in model or not os.path.isfile(file):
@@ -282,7 +282,7 @@ def _python_for_spec(file: Path) -> str:
 
 def _show_guesses(text: str) -> None:
     """Prints what of a factory is a guess: whoever reads "equivalent" has to know of which loss."""
-    from gaverify.loading.texts import guesses_in
+    from gaverify.loading.importing import guesses_in
 
     guesses = guesses_in(text)
     if guesses:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from gaverify.collective.engines import Scaled, loss_factor, of_every_rank
-from gaverify.collective.traffic import gathers_with_gradient
+from gaverify.collective.membership import gathers_with_gradient
 from gaverify.collective.window import Moved, Trained, always_reducing, bare
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import Gradients
+from gaverify.passes.layouts import digest_of
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.wrappers import THIS_RANK, RankSum, is_sharded, local, shard_number
-from gaverify.records.accumulation import SCRIPT, AccumulationWindow
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.ranks import (
@@ -36,6 +35,7 @@ from gaverify.records.ranks import (
     Traffic,
     rounding_of,
 )
+from gaverify.records.windows import SCRIPT, AccumulationWindow
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.decision import Decision

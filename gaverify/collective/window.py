@@ -17,15 +17,11 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from gaverify.amounts import count_text
-from gaverify.collective.engines import Scaled, Synchronised, loss_factor
-from gaverify.collective.membership import Member
-from gaverify.collective.plain import PlainModel, WithoutEngine
-from gaverify.collective.traffic import TrafficMeter
+from gaverify.collective.engines import PlainModel, Scaled, Synchronised, WithoutEngine, loss_factor
+from gaverify.collective.membership import Member, TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.fingerprints import digest_of
 from gaverify.passes.gradients import (
     Gradients,
     PassProbe,
@@ -33,6 +29,7 @@ from gaverify.passes.gradients import (
     Strategy,
     gradients_of_strategy,
 )
+from gaverify.passes.layouts import digest_of
 from gaverify.passes.sketches import sketch
 from gaverify.passes.wrappers import (
     THIS_RANK,
@@ -44,6 +41,7 @@ from gaverify.passes.wrappers import (
     local,
     tensor_parallel,
 )
+from gaverify.records.numbers import count_text
 from gaverify.records.ranks import Collective, Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather, no_dispatch_modes
 from gaverify.tracebacks import Owner, display_path, hands_over, owner_of

@@ -11,11 +11,15 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import os
 import pkgutil
+import re
 import sys
+import tokenize
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -23,8 +27,113 @@ from types import ModuleType
 from typing import Any
 
 from gaverify.errors import MissingPackage, ProblemError, SpecError, exit_call, nearest, text_of
-from gaverify.loading.texts import first_function, no_attribute, parse_file
 from gaverify.tracebacks import display_path, repository_of, user_frame
+from gaverify.zoo import BUILTINS, find_builtin
+
+# What the text of a Python file says of the names in it, without running it.
+
+
+GUESS = "guess by init: {part}; write yours, then delete this comment"
+"""The comment at a line of a factory that `gaverify init` guessed; a report names the part as long as it is there."""
+_GUESS = re.compile(r"#\s*guess by init: ([^;]+)")
+_MAKERS = ("globals", "exec", "vars", "setattr")
+"""Names whose use may define further names of a module while it runs."""
+
+
+def parse_file(file: Path) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one where it cannot be read: importing it says why."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def guesses_in(text: str) -> list[tuple[str, str]]:
+    """Returns each part of a factory that `gaverify init` guessed, with the code that the comment is about."""
+    guesses, lines = [], text.splitlines()
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):  # importing it says why
+        return []
+    for token in tokens:
+        guess = _GUESS.match(token.string) if token.type == tokenize.COMMENT else None
+        if guess:
+            row, column = token.start
+            code = token.line[:column].strip() or lines[row].strip()  # alone in its line, it is about the next one
+            guesses.append((guess[1].strip(), code))
+    return guesses
+
+
+def guessed_parts(model: str) -> tuple[str, ...]:
+    """Returns what `gaverify init` guessed in the file of a factory, `file.py:factory` or `package.module:factory`."""
+    place = model.rpartition(":")[0]
+    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None) or ""
+    if not file.endswith(".py"):
+        return ()
+    try:
+        with tokenize.open(file) as stream:  # in the encoding that its first lines name
+            text = stream.read()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+    return tuple(dict.fromkeys(part for part, _ in guesses_in(text)))
+
+
+def module_classes(tree: ast.Module) -> list[str]:
+    """Returns the classes of a file that are modules of torch by what the text says; else all that have a base."""
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases] for node in tree.body if isinstance(node, ast.ClassDef)
+    }
+    modules: list[str] = []
+    for name, written in bases.items():  # a class stands behind those that it inherits from
+        if any(base in modules or base.startswith(("nn.", "torch.nn.")) or base.endswith("Module") for base in written):
+            modules.append(name)
+    # No class is visibly a module: one may inherit from a base of the user's own in another file.
+    return modules or [name for name, written in bases.items() if written]
+
+
+def first_function(file: str) -> str:
+    """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
+    body = parse_file(Path(file)).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return names[0] if names else "factory"
+
+
+def check_attribute(tree: ast.Module, place: str, dotted: str) -> None:
+    """Raises `SpecError` where a module's text shows that it has no such name at its top; other texts are let pass."""
+    names: dict[str, bool] = {}  # each name, and whether it is a function or class of the module's own
+    for node in ast.walk(tree):
+        # The text cannot show which names such a module will have.
+        if isinstance(node, ast.Name) and node.id in _MAKERS:
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names[node.name] = True
+        elif isinstance(node, ast.Name):
+            names.setdefault(node.id, False)
+        elif isinstance(node, ast.alias):
+            names.setdefault((node.asname or node.name).partition(".")[0], False)
+    name = dotted.partition(".")[0]
+    if not tree.body or name in names or not names.keys().isdisjoint(("*", "__getattr__")):
+        return
+    public = sorted(public_name for public_name, is_own in names.items() if is_own and not public_name.startswith("_"))
+    raise SpecError(no_attribute(place, name, public, public), "model")
+
+
+def no_attribute(path: str, name: str, known: list[str], likely: list[str]) -> str:
+    """Returns the sentence about a name that a module or class does not have."""
+    near = nearest(name, known)
+    advice = f"did you mean `{near}`?" if near else f"it has {_list_names(likely)}"
+    return f"`{path}` has no attribute `{name}`; {advice}"
+
+
+def _list_names(names: list[str]) -> str:
+    if not names:
+        return "nothing that could be called"
+    listed = ", ".join(f"`{name}`" for name in names[:8])
+    return listed if len(names) <= 8 else f"{listed} and {len(names) - 8} more"
+
+
+# Finds what `package.module:factory` or `file.py:factory` names, and says precisely what is missing.
+
 
 __path__: list[str] = []  # the import system asks only packages for submodules
 
@@ -306,3 +415,128 @@ def _likely(owner: Any, names: list[str]) -> list[str]:
     home = getattr(owner, "__name__", None)
     callables = [name for name in names if callable(getattr(owner, name, None))]
     return [name for name in callables if getattr(getattr(owner, name), "__module__", None) == home] or callables
+
+
+# Finds out what `--model` names without importing torch, so that an unknown name is answered at once.
+
+
+WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2", ".onnx")
+"""Endings of files that hold a model's numbers, not its code."""
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Kind(Enum):
+    """What a name stands for."""
+
+    BUILTIN = auto()
+    FACTORY = auto()
+    """`package.module:factory` or `file.py:factory`."""
+    TRANSFORMERS = auto()
+    """A folder that `save_pretrained` wrote, or `organisation/name` on the hub."""
+
+
+def kind_of(name: str) -> Kind:
+    """Returns what a name stands for.
+
+    Raises:
+        SpecError: It stands for nothing that can be run; the sentence says what to write instead.
+    """
+    if any(builtin.name == name for builtin in BUILTINS):
+        return Kind.BUILTIN
+    place = Path(name)
+    if name.endswith(WEIGHTS) or (name.endswith((".toml", ".ipynb")) and os.path.isfile(name)):
+        raise SpecError(_file_that_is_no_model(name), "model")
+    if os.path.isdir(name):
+        if (place / "config.json").is_file():
+            return Kind.TRANSFORMERS
+        raise SpecError(_folder_that_is_no_model(name, place), "model")
+    if ":" in name or name.endswith(".py"):
+        if wrong := _describe_malformed(name):
+            raise SpecError(wrong, "model")
+        return Kind.FACTORY
+    if _HUB.fullmatch(name) and not os.path.exists(place.parent):
+        return Kind.TRANSFORMERS
+    raise SpecError(_describe_unknown_name(name), "model")
+
+
+def check_name(name: str) -> None:
+    """Raises `SpecError` for a name that cannot be found, where that is certain without running any of the user's code.
+
+    A module that is not at the top of its package, or that defines its names as it runs, is left to the import.
+    """
+    if kind_of(name) is not Kind.FACTORY:
+        return
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        return
+    if place.endswith(".py"):
+        check_file(Path(place))
+        check_attribute(parse_file(Path(place)), place, attribute)
+        return
+    top = place.partition(".")[0]
+    if os.sep in place or "/" in place or top in sys.modules:
+        return
+    module_spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    if module_spec is None:
+        raise SpecError(no_module(place, top), "model")
+    if top == place and not module_spec.submodule_search_locations:
+        check_attribute(parse_file(Path(module_spec.origin or "")), place, attribute)
+
+
+def _describe_malformed(name: str) -> str:
+    """What is wrong with a name that has a colon; "" where only the import can tell."""
+    place, _, attribute = os.path.splitdrive(name)[1].rpartition(":")
+    if ":" in place:
+        return f"`{name}` has more than one colon; write `package.module:factory` or `file.py:factory`"
+    if re.fullmatch(r"\.+[\w.]*", place) and not place.endswith(".py"):
+        plain = place.strip(".") or "package.module"
+        return f"`{name}` is relative to a package, and there is none here; write `{plain}:{attribute or 'factory'}`"
+    return ""
+
+
+def _file_that_is_no_model(name: str) -> str:
+    if name.endswith(".toml"):
+        return f"`{name}` is a spec, not a model; write `gaverify run {name}`"
+    if name.endswith(".ipynb"):
+        return f"`{name}` is a notebook; put the factory into a .py file and write `file.py:factory`"
+    if not os.path.exists(name):
+        return (
+            f"checkpoint not found: `{name}`; for one that exists, "
+            f"`gaverify init --model {name}` writes a factory that loads it"
+        )
+    return (
+        f"`{name}` holds weights, not the model's code; `gaverify init --model {name}` writes a factory that loads it"
+    )
+
+
+def _folder_that_is_no_model(name: str, folder: Path) -> str:
+    if any(folder.glob("*.toml")):
+        return f"`{name}` is a folder of specs; write `gaverify run {name}`"
+    modules = sorted(entry.name for entry in folder.glob("*.py") if entry.name != "__init__.py")
+    if modules:
+        example = Path(name, modules[0])
+        return f"`{name}` is a folder; name a file in it and a factory: `{example}:{first_function(str(example))}`"
+    return f"`{name}` is a folder without `config.json`, `*.py` or `*.toml`; write `file.py:factory`"
+
+
+def _describe_unknown_name(name: str) -> str:
+    """The sentence for a word without a colon: a built-in that is misspelt, or a factory with a dot for the colon."""
+    place, dot, attribute = name.rpartition(".")
+    if dot and attribute and all(part.isidentifier() for part in place.split(".")):
+        file = os.path.join(*place.split("."))
+        top = place.partition(".")[0]
+        is_module = top in sys.modules or importlib.util.find_spec(top) is not None
+        if is_module or os.path.isfile(f"{file}.py") or os.path.isdir(file):
+            return f"there is no built-in `{name}`; a factory follows a colon: `{place}:{attribute}`"
+    if os.path.isfile(file := f"{name}.py"):
+        return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"
+    if "/" in name or os.sep in name:
+        if os.path.exists(name):
+            return f"`{name}` is a file without a factory; write `file.py:factory`"
+        return f"there is no file or folder `{name}`; paths start from the current folder"
+    try:
+        find_builtin(name)
+    except SpecError as error:
+        return error.problems[0]
+    return f"`{name}` is not a model; write `package.module:factory` or `file.py:factory`"

@@ -1,4 +1,4 @@
-"""Batches: how many samples one holds, and its micro-batches.
+"""The problem to verify; how many samples its batch holds, and its micro-batches.
 
 Shapes: B samples, K micro-batches of n_k samples each.
 
@@ -11,17 +11,49 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.passes.layouts import take_entries
-from gaverify.passes.nesting import children, is_array, is_namedtuple, leaves, rebuilt, with_children
+from gaverify.passes.layouts import children, is_array, is_namedtuple, leaves, rebuilt, take_entries, with_children
 from gaverify.passes.precision import dtype_like
 
+# The problem to verify: a model, a loss and a batch.
+
+
+Loss = Callable[[nn.Module, Any], Any]
 Split = Callable[[Any, int, int], Any]
+
+
+@dataclass
+class Problem:
+    """A model, a loss and a batch whose accumulated gradient is to be compared with its full-batch gradient.
+
+    Args:
+        model: Any `torch.nn.Module`; several modules go into one `nn.ModuleDict`.
+        loss: `loss(model, batch)` runs the forward pass and returns the loss of exactly that (micro-)batch: a scalar
+            tensor, or an object (or mapping) whose `.loss` is one.
+        batch: The full batch: tensors, arrays, mappings, dataclasses, lists and tuples nested in each other.
+        split: `split(batch, start, stop)` returns the samples `start` to `stop - 1` as a micro-batch; for batches that
+            a plain slice of the leading dimension gets wrong (graphs, padding to the longest row).
+        batch_size: B, where the leading dimensions do not tell it.
+        name: How reports call it.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    split: Split | None = None
+    batch_size: int | None = None
+    name: str | None = None
+
+
+# Batches: how many samples one holds, and its micro-batches.
+
 
 _DEEPEST = 100
 """Containers in each other; a batch that nests deeper contains itself, or is no batch."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gaverify.passes.batching import draw_batch, fresh, micro_batch_sizes, move_split
-from gaverify.passes.devices import return_freed, widest
+from gaverify.passes.batching import Problem, draw_batch, fresh, micro_batch_sizes, move_split
 from gaverify.passes.gradients import (
     AfterBackward,
+    Fitting,
     PassProbe,
     PassResult,
     accumulated_gradients,
@@ -28,10 +28,8 @@ from gaverify.passes.gradients import (
     record_full_batch,
 )
 from gaverify.passes.isolation import ModelState, generator_states, seed_torch
-from gaverify.passes.precision import convert_weights
-from gaverify.passes.problem import Problem
+from gaverify.passes.precision import convert_weights, return_freed, widest
 from gaverify.passes.randomness import Dealing, DealingReport, DrawLedger, Reading
-from gaverify.passes.reference import Fitting
 from gaverify.passes.user_code import micro_batch_of
 from gaverify.passes.wrappers import RankSum
 

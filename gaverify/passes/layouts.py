@@ -1,4 +1,4 @@
-"""Where the samples lie in a tensor: which of its dimensions follow the batch, and which entries belong to a sample.
+"""Where samples lie in a batch: its nested containers, the dimensions of its tensors, fingerprints of rows.
 
 Shapes: B samples in the full batch, n in a micro-batch. A dimension that follows the batch has B·m and n·m entries, m
 for each sample. m is called the fold: heads that are folded into the batch, two views of every sample.
@@ -6,11 +6,181 @@ for each sample. m is called the fold: heads that are folded into the batch, two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import ctypes
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
+
+# The nested containers that a batch may be: their entries, and the same containers around other entries.
+
+
+def leaves(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yields every leaf of a nested batch with its path, in order."""
+    entries = children(node)
+    if entries is None:
+        yield path, node
+        return
+    for key, child in entries:
+        yield from leaves(child, f"{path}{key}")
+
+
+def rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns the same nested containers around `change(leaf)` of every leaf."""
+    entries = children(node)
+    if entries is None:
+        return change(node)
+    return with_children(node, [rebuilt(child, change) for _, child in entries])
+
+
+def map_leaves(node: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Returns the same nested containers around `change(path, leaf)`; those in which nothing changes, as they are."""
+    entries = children(node)
+    if entries is None:
+        return change(path, node)
+    mapped = [map_leaves(child, change, f"{path}{key}") for key, child in entries]
+    is_unchanged = all(new is old for new, (_, old) in zip(mapped, entries, strict=True))
+    return node if is_unchanged else with_children(node, mapped)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor or an array with a shape that can be sliced."""
+    return isinstance(leaf, torch.Tensor) or (hasattr(leaf, "__array__") and hasattr(leaf, "shape"))
+
+
+def is_namedtuple(node: Any) -> bool:
+    """Whether `node` is a tuple whose entries have names, each a field of one record."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """Returns the named entries of a container, or None for a leaf."""
+    if is_array(node) or isinstance(node, str | bytes | type):
+        return None
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if is_namedtuple(node):
+        return [(f".{name}", getattr(node, name)) for name in node._fields]
+    if isinstance(node, list | tuple):
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
+    if dataclasses.is_dataclass(node):
+        return [(f".{entry.name}", getattr(node, entry.name)) for entry in dataclasses.fields(node)]
+    # A plain object with tensors, such as a graph's batch; one without any is a leaf: a configuration, a tokenizer.
+    if hasattr(node, "__dict__") and any(isinstance(value, torch.Tensor) for value in vars(node).values()):
+        return [(f".{name}", value) for name, value in vars(node).items()]
+    return None
+
+
+def with_children(node: Any, values: list[Any]) -> Any:
+    """Returns a container of the same type as `node` around other entries."""
+    if isinstance(node, Mapping):
+        # A mapping that cannot be written to is rebuilt as a dict: its keys are what a loss reads.
+        if not hasattr(node, "__setitem__"):
+            return dict(zip(node, values, strict=True))
+        result = copy.copy(node)
+        for key, value in zip(list(node), values, strict=True):
+            result[key] = value
+        return result
+    if is_namedtuple(node):
+        return type(node)(*values)
+    if isinstance(node, list | tuple):
+        return type(node)(values)
+    result = copy.copy(node)
+    names = [e.name for e in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else list(vars(node))
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(result, name, value)  # reaches frozen dataclasses too; `result` is ours
+    return result
+
+
+# Fingerprints: a few numbers that agree to rounding where rows do, and digests, which agree where all bits do.
+#
+# Shapes: a tensor of shape (*rows, C) holds rows of C numbers.
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PERIOD = 1 << 16  # numbers of a row after which the directions start again, with another weight
+_GOLDEN = 0.6180339887  # its multiples modulo 1 never repeat
+
+
+def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor without a graph, complex ones as pairs of numbers.
+
+    The pairs lie in a last dimension twice as long; where that dimension would be the rows', in one of their own.
+    """
+    values = tensor.detach()
+    if not values.is_complex():
+        return values
+    pairs = torch.view_as_real(values.resolve_conj())
+    return pairs.flatten(-2) if pairs.dim() > 2 else pairs
+
+
+def project_rows(values: torch.Tensor, count: int = 2) -> torch.Tensor:
+    """Returns the projections of every row onto `count` fixed directions, 1 or 2, in the precision of `values`.
+
+    The directions are cos(j²) and sin(j²): they follow no pattern that a layer would produce. A plain sum would not do:
+    it is 0 for every row behind a LayerNorm, and 1 behind a softmax.
+
+    Args:
+        values: Floating-point numbers of shape (*rows, C).
+        count: How many projections.
+
+    Shapes: (*rows, count).
+    """
+    length = values.shape[-1]
+    directions = _directions(min(_PERIOD, length), values.device, values.dtype)[:, :count]
+    if length <= _PERIOD:
+        return torch.matmul(values, directions)
+    total = values.new_zeros(*values.shape[:-1], count)
+    for number, piece in enumerate(values.split(_PERIOD, dim=-1)):
+        weight = 1.0 + _GOLDEN * number % 1.0
+        total += torch.matmul(piece, directions[: piece.shape[-1]]) * weight
+    return total
+
+
+def summaries(rows: torch.Tensor) -> torch.Tensor:
+    """Returns two projections and the norm of every row, of shape (*rows, 3)."""
+    return torch.cat([project_rows(rows), torch.linalg.vector_norm(rows, dim=-1, keepdim=True)], dim=-1)
+
+
+def digest_of(named: Iterator[tuple[str, Any]] | Mapping[str, torch.Tensor | None]) -> str:
+    """Returns a digest of tensors, arrays and plain values with their names; what else there is counts by its name."""
+    digest = hashlib.sha256()
+    for name, value in named.items() if isinstance(named, Mapping) else named:
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            _update(digest, value)
+        elif value is not None and is_array(value):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode() + value.tobytes())
+        elif isinstance(value, _PLAIN):
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """Takes the tensor's own memory on the host, without a copy where it lies there, and without NumPy."""
+    dense = tensor.detach()
+    if dense.is_nested:
+        dense = dense.values()
+    dense = (dense.to_dense() if dense.layout is not torch.strided else dense).cpu().contiguous()
+    if dense.numel():
+        digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+
+
+@lru_cache(maxsize=32)
+def _directions(length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The two directions as columns; made on the device, so that nothing waits for a copy."""
+    angles = torch.arange(1, length + 1, dtype=dtype, device=device).square_()
+    return torch.stack([torch.cos(angles), torch.sin(angles)], dim=1)
+
+
+# Where the samples lie in a tensor: which of its dimensions follow the batch, and which entries belong to a sample.
+
 
 LayoutKind = Literal["rows", "global", "matrix", "selected", "mixed"]
 LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)

@@ -19,7 +19,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from gaverify.passes.devices import widest
+from gaverify.passes.precision import widest
 from gaverify.passes.wrappers import RankSum, local, shard_number, share_of
 from gaverify.records.experiment import WeightFit
 

@@ -1,6 +1,6 @@
 """What accumulation buys on this model and machine: memory and time against K, beside the proof that gradients agree.
 
-`workload`, `measuring` and `worker` handle tensors and run in a fresh process per row, so that rows do not inherit each
+`workload` and `worker` handle tensors and run in a fresh process per row, so that rows do not inherit each
 other's memory. `launching` starts those and imports no torch, nor do the records and reports of a profile.
 """
 

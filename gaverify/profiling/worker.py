@@ -51,8 +51,14 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
     problem = _load_trimmed(spec)
     _check_fits(problem, plan)
 
-    from gaverify.profiling.measuring import WARM_UP, activation_bytes, peak_memory, update_seconds
-    from gaverify.profiling.workload import compare_with_full_batch, workload
+    from gaverify.profiling.workload import (
+        WARM_UP,
+        activation_bytes,
+        compare_with_full_batch,
+        peak_memory,
+        update_seconds,
+        workload,
+    )
 
     with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
         _send(channel, about=_about(work, spec, job), micro_batches=work.experiment.sizes, stage="memory")
@@ -84,7 +90,7 @@ class _Refusal(Exception):
 def _load_trimmed(spec: Any) -> Any:
     from gaverify.errors import GaverifyError, is_out_of_memory
     from gaverify.loading import load_problem
-    from gaverify.passes.devices import resolve_device
+    from gaverify.passes.precision import resolve_device
     from gaverify.preparation import trim_batch
 
     try:
@@ -117,8 +123,7 @@ def _check_fits(problem: Any, plan: Any) -> None:
 def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from gaverify.passes.devices import counts_memory
-    from gaverify.passes.precision import short_name
+    from gaverify.passes.precision import counts_memory, short_name
     from gaverify.version import __version__
 
     experiment = work.experiment

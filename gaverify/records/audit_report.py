@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from gaverify.records.answers import Environment
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Method, Outcome
-from gaverify.records.environment import Environment
 from gaverify.records.events import (
     AverageUpdate,
     Backward,

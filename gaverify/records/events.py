@@ -14,8 +14,35 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from gaverify.records.frameworks import FrameworkLoop
 from gaverify.records.ranks import Engine, Traffic
+
+# What a framework does to a script's losses before it differentiates them.
+
+
+class Framework(str, Enum):
+    """Frameworks that accumulate gradients themselves."""
+
+    TRANSFORMERS = "transformers"
+    ACCELERATE = "accelerate"
+    LIGHTNING = "lightning"
+
+
+@dataclass(frozen=True)
+class FrameworkLoop:
+    """How a framework accumulates in the loop that it runs."""
+
+    framework: Framework
+    """Which framework."""
+    steps: int
+    """K, the number of micro-batches that its user set."""
+    divides: bool = True
+    """Whether it divides each loss by K."""
+    counts_items: bool | None = False
+    """Whether transformers' Trainer gives the loss the number of targets; None if its version cannot."""
+
+
+# The protocol between a script's process and the audit: what the script did, call by call, and how its run ended.
+
 
 Line = tuple[str, int]
 """A file and the number of a line in it."""

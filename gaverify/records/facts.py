@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Compared, Method, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
+from gaverify.records.windows import AccumulationWindow
 from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gaverify.records.answers import PrintableAnswer
 from gaverify.records.comparison import Outcome
-from gaverify.records.printing import PrintableAnswer
 
 Severity = Literal["fault", "note"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
-from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Conclusion, Finding
 from gaverify.records.numbers import Number

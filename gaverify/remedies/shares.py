@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gaverify.errors import ProblemError
-from gaverify.passes.weighting import targets_of
+from gaverify.passes.user_code import targets_of
 
 
 def token_weights(

@@ -117,7 +117,7 @@ def print_line(answer: Answer, file: IO[str] | None = None) -> None:
 
 
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:
-    from gaverify.report.terminal import layout_for, write_lines
+    from gaverify.report.text import layout_for, write_lines
 
     # looked up at each call: tests and notebooks replace `sys.stdout`
     stream = file or sys.stdout

@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from gaverify.amounts import count_text
-from gaverify.records.audit import UpdateComparison
+from gaverify.records.audit import Clip, Stage, UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, Moment, WindowCount
 from gaverify.records.comparison import Method, Outcome
-from gaverify.records.stages import Clip, Stage
+from gaverify.records.numbers import count_text
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
-from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, word_resolution
+from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, word_resolution
 from gaverify.tracebacks import display_path
 
 _INDENT = 14

@@ -7,10 +7,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gaverify.report.blocks import Chart, Page, Plot
-from gaverify.report.charts import parameters_chart
+from gaverify.report.charts import parameters_chart, plot_svg
 from gaverify.report.layout import clean
 from gaverify.report.pages import Report, page_of
-from gaverify.report.plot import plot_svg
 
 _WIDTH, _MARGIN = 860, 24
 _COLUMNS = 112

@@ -41,14 +41,14 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
-    Format("text", ".txt", "terminal:text"),
+    Format("text", ".txt", "text:text"),
     Format("json", ".json", "documents:report_text"),
-    Format("junit", ".xml", "junit:junit_text"),
+    Format("junit", ".xml", "ci:junit_text"),
     Format("svg", ".svg", "card:svg"),
     Format("html", ".html", "html:html_text"),
-    Format("sarif", ".sarif", "sarif:sarif_text"),
+    Format("sarif", ".sarif", "ci:sarif_text"),
     Format("markdown", ".md", "markdown:markdown_text"),
-    Format("github", "", "github:annotations_text"),
+    Format("github", "", "ci:annotations_text"),
 )
 
 

@@ -13,13 +13,11 @@ from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
 from gaverify.report.blocks import Block, Chart, FindingBlock, Page, Parameters, Section, Table, TextBars
-from gaverify.report.charts import chart_by_parameters, parameters_chart
+from gaverify.report.charts import chart_by_parameters, parameters_chart, plot_svg
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.layout import clean
+from gaverify.report.layout import clean, footnotes, measures, number, sort_rows, worst
 from gaverify.report.pages import Answer, Report, page_of
-from gaverify.report.plot import plot_svg
-from gaverify.report.wording import footnotes, measures, number, sort_rows, worst
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -1,14 +1,156 @@
-"""Styled lines of text that fit a width: the one form that the terminal, the pictures and plain text share.
+"""Words and numbers that all pages share, and styled lines of text that fit a width.
 
 A line is a list of (text, style) segments. No markup is ever parsed, so a parameter named `[red]` prints as it is.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from gaverify.records.answers import Environment
+from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
+from gaverify.records.numbers import bytes_text
+from gaverify.records.profile import Setting
+from gaverify.records.ranks import RankFacts
+
+# Words and numbers that all pages and formats share.
+
+
+METHODS: Mapping[str, str] = {
+    Method.WORKING_PRECISION: "in working precision",
+    Method.FLOAT64_CONTROL: "by repeating both runs in float64",
+    Method.NOISE_FLOOR: "by the rounding noise of the full batch",
+    Method.TWO_SAMPLES: "by the rounding of two samples, which agree in float64",
+    Method.FEW_SAMPLES: "by the weights that fit, and by float64 on a few samples",
+    Method.WEIGHTS: "by the weights that fit",
+    Method.FLOAT32_RUNS: "by the same runs in float32, where rounding hides nothing",
+    Method.MICRO_BATCH_FLOOR: "by the rounding noise of a micro-batch and float64 on two samples",
+    Method.FLOAT64_PART: "by float64 on a part of the batch",
+    Method.TOLERANCE: "by the tolerances that were asked for",
+}
+
+
+_IN_FLOAT64 = (Method.FLOAT64_CONTROL, Method.FLOAT64_PART)
+
+
+def footnotes(rows: Sequence[ParameterComparison], mark: str = "*") -> list[str]:
+    """Returns what stands below a table of these parameters: what `mark` means, and which numbers are of float64."""
+    compared = [row for row in rows if row.method != Method.NOT_COMPARED]
+    in_float64 = sum(row.method in _IN_FLOAT64 for row in compared)
+    notes = []
+    if any(row.vanishing for row in rows):
+        notes.append(f"{mark} absolute, not relative: the full-batch gradient is zero up to rounding")
+    if in_float64:
+        which = "" if in_float64 == len(compared) else f" for {in_float64} of {len(compared)} parameters"
+        notes.append(f"‖full‖, relative difference and allowed: computed in float64{which}")
+    return notes
+
+
+def word_resolution(resolution: float) -> str:
+    """Says which difference the deciding method would not have missed."""
+    return f"a relative difference above {number(resolution)} would have been detected"
+
+
+def number(value: float) -> str:
+    """Returns a norm or a relative difference with two digits: `8.8e-01`, `0`, `inf`, `-` where there is none."""
+    if math.isnan(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def value(amount: float) -> str:
+    """Returns a value with six digits, integers with their point: `-16.0`, `0.0123457`."""
+    text = f"{amount:.6g}"
+    # a trained scalar is read as a float, not as a count
+    return text + ".0" if text.lstrip("-").isdigit() else text
+
+
+def percent(fraction: float) -> str:
+    """Returns a relative difference for a sentence: `88 %`, `0.006 %`, `31 times`."""
+    # a percentage of five digits is harder to read than a factor
+    if fraction >= 10:
+        return f"{fraction:.0f} times" if fraction < 1e6 else f"{fraction:.1e} times"
+    share = fraction * 100
+    # two significant digits would write 100 % as 1e+02 %
+    if share >= 99.5:
+        return f"{share:.0f} %"
+    return f"{share:.2g} %" if share >= 1e-4 or share == 0 else f"{share:.0e} %"
+
+
+def ranks_line(facts: RankFacts, micro_batches: int) -> str:
+    """Returns how many ranks there were, under which engine, and what they sent each other."""
+    engine = facts.engine.value if facts.engine is not None else "no known engine"
+    traffic, difference = facts.traffic.window, facts.replicas.difference
+    kinds = ", ".join(f"{count} {kind.value}" for kind, count in traffic.counts.items()) or "no collective"
+    replicas = "" if math.isnan(difference) else f"; replicas {'identical' if difference == 0.0 else 'apart'}"
+    # the ranks of a script have no K that could be divided among them
+    each = f", K = {micro_batches // facts.ranks} each" if micro_batches else ""
+    return f"{facts.ranks} × {engine}{each}: {kinds} per window, {bytes_text(traffic.bytes_moved)}{replicas}"
+
+
+def shape(row: ParameterComparison) -> str:
+    """Returns the shape as `32×16`, `scalar` where it has no dimension."""
+    return "×".join(str(size) for size in row.shape) or "scalar"
+
+
+def measures(row: ParameterComparison, mark: str = "*") -> tuple[str, str, str, str]:
+    """Returns shape, norm, relative difference and what was allowed.
+
+    Relative to zero everything is infinite: the plain norms say something then, and the mark says what they are.
+    """
+    sizes = (number(row.relative_difference), number(row.relative_allowed))
+    if row.vanishing:
+        sizes = (number(row.difference_norm) + mark, number(row.allowed) + mark)
+    return shape(row), number(row.reference_norm), *sizes
+
+
+def worst(row: ParameterComparison) -> str:
+    """Returns the worst element as `[3, 4]: 0.1 vs 0.2` (full batch against accumulated).
+
+    Empty for equivalent rows: which element rounding hits most, and whether it hits any, differs between processors.
+    """
+    if row.worst is None or row.outcome is Outcome.EQUIVALENT:
+        return ""
+    index = f"[{', '.join(str(at) for at in row.worst.index)}]"
+    return f"{index}: {value(row.worst.reference)} vs {value(row.worst.accumulated)}"
+
+
+def sort_rows(rows: Iterable[ParameterComparison]) -> list[ParameterComparison]:
+    """Returns the parameters worst first; equivalent ones, which rounding alone tells apart, keep the model's order."""
+
+    def rank(row: ParameterComparison) -> tuple[float, ...]:
+        # by their size they would stand in another order on every processor
+        return badness(row) if row.outcome is not Outcome.EQUIVALENT else badness(row)[:1]
+
+    return sorted(rows, key=rank, reverse=True)
+
+
+def join_title(source: str, name: str) -> str:
+    """Returns file and name of a spec together: a folder may hold two of one name, and a model many."""
+    return f"{source} ({name})" if source and name else source or name
+
+
+def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[ParameterComparison]]]:
+    """Returns (module path, its own parameters) in the order in which the model names them."""
+    groups: dict[str, list[ParameterComparison]] = {}
+    for row in rows:
+        groups.setdefault(row.name.rpartition(".")[0], []).append(row)
+    return list(groups.items())
+
+
+def made_by(made: Environment | Setting) -> str:
+    """Returns the versions, the platform and the git commit that an answer was made with."""
+    versions = f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
+    # a profile's setting has no commit
+    return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
+
+
+# Styled lines of text that fit a width: the one form that the terminal, the pictures and plain text share.
+
 
 Segment = tuple[str, str]
 Line = list[Segment]

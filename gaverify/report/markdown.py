@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, Section, Table
-from gaverify.report.layout import clean
+from gaverify.report.layout import clean, footnotes, measures, sort_rows
 from gaverify.report.pages import Report, page_of
-from gaverify.report.wording import footnotes, measures, sort_rows
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
 _ROWS = 50

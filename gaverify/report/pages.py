@@ -3,19 +3,180 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
-from gaverify.records.profile import Profile
+from gaverify.records.numbers import bytes_text, count_text, seconds_text
+from gaverify.records.profile import LABELS, Line, Memory, Profile, Row, Seconds, activation_line, peak_line
 from gaverify.records.verdict import Verdict
 from gaverify.report.audit_page import audit_page
-from gaverify.report.blocks import FindingBlock, Page
-from gaverify.report.profile_page import profile_page
+from gaverify.report.blocks import Facts, FindingBlock, Headline, Page, Plot, Section, Table, TextBars
+from gaverify.report.layout import join_title, made_by, number, percent
 from gaverify.report.verdict_page import verdict_page
 from gaverify.tracebacks import repository_of
+
+# A profile as a page: what was run, the rows, bars, lines through the rows.
+
+
+def profile_page(profile: Profile) -> Page:
+    """Returns the page of a profile."""
+    setting = profile.setting
+    model = setting.model if setting else ""
+    interrupted = "interrupted: the rows that were not run are missing"
+    return Page(
+        "profile",
+        Headline(
+            join_title(profile.source, profile.name) or model or "profile",
+            profile.outcome,
+            _sentence(profile),
+            version=f"gaverify {setting.gaverify} profile" if setting else "",
+            remarks=(interrupted,) if profile.interrupted else (),
+            passed=profile.exit_code == 0,
+        ),
+        (),
+        Facts(tuple(_facts(profile))),
+        tuple(_sections(profile)),
+        profile.source,
+        model,
+        profile.command,
+        made_by=made_by(setting) if setting else "",
+    )
+
+
+def _sections(profile: Profile) -> Iterator[Section]:
+    rows, setting = profile.rows, profile.setting
+    title = "no row ran"
+    if setting is not None:
+        title = f"{setting.model} · B = {setting.batch_size} · {setting.device}, {setting.dtype}"
+    plot = Plot(title, rows)
+    yield Section("Memory and time against K", (plot, _table(rows)))
+    for bars in _bars(rows):
+        yield Section("", (bars,))
+    fits = (("activations", activation_line(rows)), ("peak", peak_line(rows)))
+    # one K gives no line
+    lines = tuple((label, _line_text(fit)) for label, fit in fits if fit is not None and len(set(profile.steps)) > 1)
+    if lines:
+        yield Section("Memory against the samples of a micro-batch", (Facts(lines, 15),))
+
+
+def _facts(profile: Profile) -> list[tuple[str, str]]:
+    """What was profiled and where, as (label, text); nothing where no row got so far."""
+    setting = profile.setting
+    if setting is None:
+        return []
+    trainable = "all" if setting.trainable == setting.parameters else f"{setting.trainable:,}"
+    # torch does not count a CPU's memory
+    memory = f" with {bytes_text(setting.device_memory)}" if setting.device_memory else ""
+    # the threads of a GPU's host do not matter to it
+    threads = f", {count_text(setting.threads, 'thread')}" if setting.device == "cpu" else ""
+    step = f"step of {setting.optimizer}" if setting.optimizer else "no optimizer step (`--optimizer` adds one)"
+    rows = [
+        ("spec", join_title(profile.source, profile.name)),
+        ("model", f"{setting.model}: {count_text(setting.parameters, 'parameter')}, {trainable} trainable"),
+        ("batch", f"B = {setting.batch_size}, in K micro-batches of at most n samples"),
+        ("update", f"forward and backward of every micro-batch, {step}; {setting.mode} mode, seed {setting.seed}"),
+        (
+            "where",
+            f"{setting.device} ({setting.device_name}{memory}{threads}), {setting.dtype}, "
+            f"autocast {setting.autocast or 'off'}, torch {setting.torch}",
+        ),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+_HEADS = ("strategy", "K × n", "activations", "peak", "time", "outcome", "rel. diff")
+_STATUS = {"out-of-memory": "out of memory", "does-not-fit": "does not fit", "failed": "failed", "not-run": "not run"}
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    notes = tuple((at, row.message) for at, row in enumerate(rows, 1) if row.message)
+    return Table((_HEADS, *map(_cells, rows)), (1, 2, 3, 4, 6), notes, outcome=5)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """What a table says of a row, in the columns of `_HEADS`; `-` where there is no figure."""
+    outcome, difference = "-" if row.outcome is None else row.outcome.value, row.relative_difference
+    if row.status != "measured":
+        outcome, difference = _STATUS[row.status], None
+    # every other row is compared with this one
+    elif row.strategy == "full-batch":
+        outcome, difference = "reference", None
+    return (
+        LABELS[row.strategy],
+        f"{row.steps}" + (f" × {row.micro_batch}" if row.micro_batch is not None else ""),
+        "-" if row.activation_bytes is None else bytes_text(row.activation_bytes),
+        "-" if row.memory is None else bytes_text(row.memory.peak),
+        "-" if row.seconds is None else seconds_text(row.seconds.median),
+        outcome,
+        "" if difference is None else number(difference),
+    )
+
+
+def _bars(rows: Sequence[Row]) -> Iterator[TextBars]:
+    """Saved activations, peaks and times, each of the rows that got so far."""
+    saved = [(_cells(row)[:2], size, [bytes_text(size)]) for row in rows if (size := row.activation_bytes) is not None]
+    if saved:
+        yield TextBars("saved activations: what autograd keeps for the backward, parameters left out", saved)
+    peaks = [(row, row.memory) for row in rows if row.memory is not None]
+    if peaks:
+        sizes = [(_cells(row)[:2], peak.increment, [f"+{bytes_text(peak.increment)}"]) for row, peak in peaks]
+        yield TextBars(_peak_title([peak for _, peak in peaks]), sizes)
+    times = [(row, row.seconds) for row in rows if row.seconds is not None]
+    if times:
+        repeats = max(seconds.repeats for _, seconds in times)
+        title = f"time per update: median of {repeats} after warm-up (quartiles), samples per second"
+        yield TextBars(title, [(_cells(row)[:2], seconds.median, _time_cells(row, seconds)) for row, seconds in times])
+
+
+def _peak_title(memories: Sequence[Memory]) -> str:
+    low, high = min(memory.baseline for memory in memories), max(memory.baseline for memory in memories)
+    base = bytes_text(low) if bytes_text(low) == bytes_text(high) else f"{bytes_text(low)} to {bytes_text(high)}"
+    kind = "allocated on the GPU" if memories[0].kind == "cuda-allocated" else "resident memory of the process"
+    return f"peak memory above the {base} that model, batch and libraries take ({kind})"
+
+
+def _time_cells(row: Row, seconds: Seconds) -> Sequence[str]:
+    rate = row.samples_per_second
+    spread = f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
+    return seconds_text(seconds.median), f"({spread})", f"{rate:,.0f}/s" if rate else ""
+
+
+def _line_text(fit: Line) -> str:
+    """A line through rows in words, with how far the rows lie from it."""
+    sign = "+" if fit.slope >= 0 else "−"
+    text = f"{bytes_text(fit.intercept)} {sign} {bytes_text(abs(fit.slope))} × n"
+    if fit.residual is None:
+        text += "; a line through two rows has no residual"
+    else:
+        # below half a byte it is the rounding of the fit itself
+        share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
+        text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
+    return text if fit.usable else f"{text}: memory does not grow along it"
+
+
+def _sentence(profile: Profile) -> str:
+    """What the profile came to, in words."""
+    compared = profile.compared
+    if not compared:
+        text = "nothing was compared with the full batch"
+    else:
+        agree = sum(row.outcome is profile.outcome for row in compared)
+        text = f"{agree} of {len(compared)} compared rows {profile.outcome.value} to the full batch's gradient"
+        if profile.outcome is Outcome.DIVERGENT:
+            text = f"{agree} of {len(compared)} compared rows diverge; `gaverify run` names the cause"
+        elif profile.outcome is Outcome.INCONCLUSIVE:
+            text = f"{agree} of {len(compared)} compared rows could not be decided"
+    failed = sum(row.status == "failed" for row in profile.rows)
+    return text + (f"; {count_text(failed, 'row')} failed" if failed else "")
+
+
+# The page of any answer, a report of several, and the places in files that other tools show findings at.
+
 
 Answer = Verdict | AuditReport | Profile
 

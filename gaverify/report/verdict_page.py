@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from gaverify.amounts import count_text
 from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
+from gaverify.records.numbers import count_text
 from gaverify.records.verdict import RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
-from gaverify.report.wording import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
+from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import FIT_EXACT, TENTH
 
 

@@ -37,7 +37,7 @@ from gaverify.rules.remainder import (
     unexplained,
     uninformative_batch,
 )
-from gaverify.rules.rule import Rule
+from gaverify.rules.rule import Rule, coupling_seen, harm
 from gaverify.rules.state import (
     aligned_randomness,
     buffer_drift,
@@ -47,7 +47,6 @@ from gaverify.rules.state import (
     unrepeatable_backward,
 )
 from gaverify.rules.steps import gradients_not_cleared, step_inside_window
-from gaverify.rules.wording import coupling_seen, harm
 from gaverify.rules.wrong_scale import trailing_window_misscaled, wrong_loss_scale
 from gaverify.rules.wrong_shares import empty_micro_batch, find_wrong_shares, mean_of_means
 

@@ -6,7 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gaverify.records.audit import Record, TransformedGradients, UpdateComparison
+from gaverify.records.audit import (
+    Record,
+    SettingDifference,
+    Stage,
+    StageComparison,
+    TransformedGradients,
+    UpdateComparison,
+)
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import (
     Backward,
@@ -21,16 +28,21 @@ from gaverify.records.events import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.rules.rule import (
     control_evidence,
+    difference,
     finding_of,
+    first_place,
     measured_evidence,
+    place,
+    quote_names,
     rule,
     rule_of_loops,
+    show_distinct,
+    times,
+    weights_text,
     word_control,
 )
-from gaverify.rules.wording import difference, first_place, place, quote_names, show_distinct, times, weights_text
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
 _SMALLER = "with losses too small to be clipped, the difference"

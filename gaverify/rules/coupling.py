@@ -10,19 +10,25 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import Cause, ControlKind, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.controls import (
+from gaverify.rules.rule import (
     control,
+    control_evidence,
+    difference,
     find_constant_remedy,
     find_pairing_remedy,
+    finding_of,
     first_operation,
+    measured_evidence,
+    module_name,
     number_remedy,
     proven,
+    quote_names,
+    rule,
+    word_control,
     word_difference_left,
     word_earlier_fixes,
 )
-from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
 from gaverify.rules.scale import contradict_losses
-from gaverify.rules.wording import difference, module_name, quote_names
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
 
 _IN_LOSS = {

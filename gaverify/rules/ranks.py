@@ -10,8 +10,19 @@ from gaverify.records.experiment import is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import Engine, RankFacts
-from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule_of_ranks, word_control
-from gaverify.rules.wording import backward_place, beside_one_process, join_texts, passes, rank_trial, shares
+from gaverify.rules.rule import (
+    backward_place,
+    beside_one_process,
+    control_evidence,
+    finding_of,
+    join_texts,
+    measured_evidence,
+    passes,
+    rank_trial,
+    rule_of_ranks,
+    shares,
+    word_control,
+)
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
 from gaverify.tracebacks import display_path
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from gaverify.amounts import count_text
 from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Backward
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.rule import finding_of, measured_evidence, rule
-from gaverify.rules.wording import difference, join_texts, quote_names
+from gaverify.records.numbers import count_text
+from gaverify.rules.rule import difference, finding_of, join_texts, measured_evidence, quote_names, rule
 from gaverify.rules.wrong_shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 

@@ -1,17 +1,211 @@
-"""What a difference is worth in weights: one factor for everything, or other weights for the micro-batches."""
+"""What a difference is worth in weights, and the repair of weights in the words of the framework that runs the loop."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.experiment import LossTerm, WeightFit, alike, are_shares, is_constant
+from gaverify.records.events import Backward, Framework, FrameworkLoop
+from gaverify.records.experiment import ControlRun, LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts
+from gaverify.records.findings import Evidence
+from gaverify.records.windows import AccumulationWindow
+from gaverify.rules.rule import control_evidence, word_other_fixes, word_trial
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
+
+# Repairs in the words of the framework that runs the loop.
+
+
+_BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are shares of targets
+
+
+def framework_of(loop: Record, update: UpdateComparison) -> FrameworkLoop | None:
+    """Returns the framework whose loop made an update; None where it is the script's own."""
+    window = loop.window_of(update.number)
+    # the last backward pass is the one that steps: a script may run passes of its own before
+    passes = window.of(Backward) if window is not None else ()
+    return passes[-1].framework if passes else None
+
+
+def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
+    """Returns how to repair a gradient that is `factor` times the full batch's; empty where no framework is behind it.
+
+    A loss that the framework divides, and the script as well, shows two divisions by K in its graph.
+    """
+    framework = framework_of(loop, update)
+    if framework is None:
+        return ""
+    steps = framework.steps
+    if math.isclose(factor, 1 / steps, rel_tol=loop.tolerance) and framework.divides:
+        scales = update.window.scales
+        # without a graph that shows the divisions, the framework's own one is what is known
+        twice = bool(scales) and all(_divisions(of_pass, steps, loop.tolerance) > 1 for of_pass in scales)
+        # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
+        if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:
+            return ""
+        return _repair_division(framework, twice=twice)
+    return _repair_counts(framework) if math.isclose(factor, steps, rel_tol=loop.tolerance) else ""
+
+
+def _repair_division(framework: FrameworkLoop, *, twice: bool) -> str:
+    """Returns how to make up for the framework's division by K; `twice`: the script divides as well."""
+    steps = framework.steps
+    if framework.framework is Framework.TRANSFORMERS:
+        divides = f"the Trainer divides each loss by `gradient_accumulation_steps` = {steps}"
+        double = f"remove the division by {steps} from `compute_loss` or the model"
+        single = "set its `model_accepts_loss_kwargs` to True, which turns this off"
+    elif framework.framework is Framework.ACCELERATE:
+        divides = f"Accelerate divides each loss by `gradient_accumulation_steps` = {steps}"
+        double = f"remove the script's own division by {steps}"
+        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
+    else:
+        divides = f"Lightning's Trainer divides each loss by `accumulate_grad_batches` = {steps}"
+        double = f"remove the division by {steps} from `training_step`"
+        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
+    return f"{divides} already: {double}" if twice else f"{divides}: {single}"
+
+
+def _divisions(scales: tuple[float, ...], steps: int, tolerance: float) -> int:
+    """How many of the factors on the way from what is differentiated to the loss are 1/K."""
+    return sum(math.isclose(inner * steps, outer, rel_tol=tolerance) for outer, inner in pairwise(scales))
+
+
+def repair_shares(loop: Record, update: UpdateComparison, kind: str) -> str:
+    """Returns how to repair losses whose means over targets are averaged; empty where no framework counts these.
+
+    Args:
+        loop: What was recorded.
+        update: The update that differs.
+        kind: What the right weights are shares of.
+    """
+    framework = framework_of(loop, update)
+    if framework is None or framework.framework is not Framework.TRANSFORMERS or kind not in _BY_TARGETS:
+        return ""
+    return _repair_counts(framework)
+
+
+def _repair_counts(framework: FrameworkLoop) -> str:
+    """The sentence of the Trainer for a loss that ignores the number of the window's targets; empty where none is."""
+    if framework.counts_items is None:
+        return (
+            "use transformers 4.46 or newer, whose Trainer passes the number of targets in all micro-batches to the "
+            "loss as "
+            "`num_items_in_batch`"
+        )
+    if not framework.counts_items:
+        return ""
+    remedy = (
+        "sum the losses and divide by `num_items_in_batch`, which the Trainer passes to `compute_loss`, and to a model "
+        "whose forward accepts it"
+    )
+    if not framework.divides:
+        return remedy
+    return (
+        f"{remedy}, and set the Trainer's `model_accepts_loss_kwargs` to True, because otherwise it divides by "
+        "`gradient_accumulation_steps` as well"
+    )
+
+
+# What a difference is worth in weights: one factor for everything, or other weights for the micro-batches.
+
+
+# What the accumulated run with the right weights of its micro-batches showed: a run and an audit fill one record.
+
+
+NOT_ENOUGH = (
+    "other micro-batch weights alone do not repair it: look for what else changes the gradients between micro-batches "
+    "(cleared gradients, state, a step)"
+)
+"""The remedy of weights that fit and whose control run came out otherwise."""
+
+
+@dataclass(frozen=True)
+class WeightsTrial:
+    """The run with the right weights, and what it says of weights and of repairs by them."""
+
+    run: ControlRun | None = None
+    """The run; None where none was made."""
+    failure: str = ""
+    """Why none could be made; empty where one was made, or nobody asked for it."""
+    probe: str = "micro-batch-weights"
+    """What made it."""
+    result: str = ""
+    """What it left, in words."""
+    proven: bool = False
+    """Whether the weights are proven to be wrong, by this run or by what needs none."""
+    refuted: bool = False
+    """Whether it left a difference that no cause beside the weights explains."""
+    tested: str = ""
+    """`: tested, equivalent` and the like, behind a repair by these weights; empty where the run left something."""
+
+    def evidence(self, what: str = "", more: str = "", **values: Any) -> tuple[Evidence, ...]:
+        """Returns the evidence of the run, or why there is none; empty where nobody asked for it.
+
+        Args:
+            what: With what it was made, where that is not the run's own name.
+            more: What the sentence adds to what was left.
+            values: Numbers behind the sentence, beside what was left.
+        """
+        if self.run is not None:
+            text = f"with {what or self.run.what} {self.result}{more}"
+            return (control_evidence(self.probe, text, left=self.run.left, **values),)
+        text = f"no control run was possible ({self.failure}): suspected, not proven"
+        return (control_evidence(self.probe, text),) if self.failure else ()
+
+    def replace_refuted(self, remedy: str) -> str:
+        """Returns the remedy, or where else to look if the run shows that weights do not repair it."""
+        return NOT_ENOUGH if self.refuted else remedy
+
+
+def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -> WeightsTrial:
+    """Returns what the accumulated run with the right weights of an update's micro-batches showed.
+
+    Args:
+        facts: What was measured.
+        number: The update; None: the one that was compared.
+        means: Whether the weights stand for something; others make up for a number that moves as well.
+    """
+    loop, run = facts.loop, facts.weights_run
+    if loop is not None and loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
+        return WeightsTrial(proven=means)
+    differing = loop.divergent if loop is not None else None
+    # weights of another update were not tried
+    if loop is not None and (differing is None or differing.number != (number or facts.compared.update)):
+        return WeightsTrial()  # an audit makes this run of the first update that differs only
+    if run is None:
+        return WeightsTrial(failure=facts.window.failure)
+    # A search adds up the repairs that it finds, and tries weights beside them; every control of an audit runs alone.
+    is_explained = loop is None and (facts.cleared or facts.weights_first)
+    return WeightsTrial(
+        run,
+        # The names under which documents show this evidence are public.
+        probe="micro-batch-weights" if loop is None else "control",
+        result=_word_result(facts, run, means=means),
+        proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
+        refuted=means and not (run.rounding or is_explained),
+        tested=f": {word_trial(run, word_other_fixes(facts) if loop is None else '')}" if run.rounding else "",
+    )
+
+
+def _word_result(facts: Facts, run: ControlRun, *, means: bool) -> str:
+    if run.rounding:
+        return f"the difference is {run.left:.0e}" + (": proven" if means else "")
+    if facts.loop is not None:
+        return f"the difference is {run.left:.0e}: another cause remains"
+    text = f"a difference of {run.left:.0e} is left"
+    if not facts.weights_first:
+        return text
+    remainder = "the other causes listed explain it" if facts.cleared else "another cause remains"
+    share = run.left / facts.compared.total  # 0 where there was no number
+    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"
+
+
+# What a difference is worth in weights: one factor for everything, or other weights for the micro-batches.
 
 
 @dataclass(frozen=True)

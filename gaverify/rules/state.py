@@ -5,15 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from gaverify.amounts import count_text
 from gaverify.records.audit import Record
 from gaverify.records.events import AverageUpdate
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.rules.controls import control, explain_rest, first_operation, proven, word_difference_left
-from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule
-from gaverify.rules.wording import first_place, join_texts, quote_names, times, word_trial
+from gaverify.records.numbers import count_text
+from gaverify.rules.rule import (
+    control,
+    control_evidence,
+    explain_rest,
+    finding_of,
+    first_operation,
+    first_place,
+    join_texts,
+    measured_evidence,
+    proven,
+    quote_names,
+    rule,
+    times,
+    word_difference_left,
+    word_trial,
+)
 from gaverify.thresholds import SAME_IN_FLOAT32
 
 _PLACES = {"closure": "variable"}  # what a place is called in a sentence, where it is not its own name

@@ -11,10 +11,18 @@ from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
-from gaverify.rules.lost_passes import clearing_groups
-from gaverify.rules.rule import control_evidence, finding_of, rule_of_loops
-from gaverify.rules.skipping import MissedBoundary, find_skipped, missed_boundaries
-from gaverify.rules.wording import count_calls, first_place, passes, place, times, updates
+from gaverify.rules.lost_passes import MissedBoundary, clearing_groups, find_skipped, missed_boundaries
+from gaverify.rules.rule import (
+    control_evidence,
+    count_calls,
+    finding_of,
+    first_place,
+    passes,
+    place,
+    rule_of_loops,
+    times,
+    updates,
+)
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 

@@ -5,40 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
 from gaverify.records.experiment import ControlRun, TermKind
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding
+from gaverify.records.numbers import count_text
 from gaverify.records.windows import Window
-from gaverify.rules.controls import number_remedy
-from gaverify.rules.frameworks import repair_scale, repair_shares
-from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, rule_of_loops
+from gaverify.rules.lost_passes import explains_skipped, find_skipped
+from gaverify.rules.rule import (
+    backward_place,
+    control_evidence,
+    count_calls,
+    difference,
+    exact,
+    finding_of,
+    line_of,
+    measured_evidence,
+    number_remedy,
+    passes,
+    quote_names,
+    rule,
+    rule_of_loops,
+)
 from gaverify.rules.scale import (
+    NOT_ENOUGH,
     GradientFactor,
+    WeightsTrial,
     constant_factor,
     factor_in_loop,
     factor_in_run,
     factor_of_some,
     find_steps,
+    read_trial,
+    repair_scale,
+    repair_shares,
     weights_of,
     word_count_place,
     word_factor,
 )
-from gaverify.rules.skipping import explains_skipped, find_skipped
 from gaverify.rules.steps import early_windows
-from gaverify.rules.weighing import NOT_ENOUGH, WeightsTrial, read_trial
-from gaverify.rules.wording import (
-    backward_place,
-    count_calls,
-    difference,
-    exact,
-    line_of,
-    passes,
-    quote_names,
-)
 from gaverify.rules.wrong_shares import (
     DIVIDE_ONCE,
     counts_remedy,

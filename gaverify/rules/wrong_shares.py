@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import combinations
 from typing import Any
 
-from gaverify.amounts import count_text
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Backward
 from gaverify.records.experiment import (
@@ -21,33 +22,121 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.rules.controls import number_remedy, word_other_fixes
-from gaverify.rules.frameworks import repair_shares
-from gaverify.rules.rule import control_evidence, finding_of, measured_evidence, rule, word_control
+from gaverify.records.numbers import count_text
+from gaverify.rules.lost_passes import explains_skipped, find_skipped, missed_boundaries
+from gaverify.rules.rule import (
+    backward_place,
+    control_evidence,
+    difference,
+    exact,
+    finding_of,
+    first_place,
+    largest,
+    measured_evidence,
+    number_remedy,
+    rule,
+    share_texts,
+    weights_text,
+    word_control,
+    word_other_fixes,
+    word_trial,
+)
 from gaverify.rules.scale import (
+    WeightsTrial,
+    are_near_shares,
     constant,
     factor_in_loop,
     factor_in_run,
+    read_trial,
+    repair_shares,
     share_tolerances,
     weighted_term,
     weights_of,
     word_count_place,
 )
-from gaverify.rules.script_weights import ScriptShares, ScriptWeights, identify_script_weights
-from gaverify.rules.skipping import explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.steps import is_meant
-from gaverify.rules.weighing import WeightsTrial, read_trial
-from gaverify.rules.wording import (
-    backward_place,
-    difference,
-    exact,
-    first_place,
-    largest,
-    share_texts,
-    weights_text,
-    word_trial,
-)
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
+
+# Which weights a training loop gives its micro-batches, read from those that a fit shows to be right.
+#
+# For micro-batch k of K, with n_k of N samples:
+#
+# s_k what the script multiplies the micro-batch's loss by: 1/K, n_k/N, ... c_k what that loss should be multiplied
+# by on top of s_k, from a fit w_k = s_k c_k the right weight; the weights of a mean add up to 1
+
+
+class ScriptShares(Enum):
+    """What the weights of a script are shares of."""
+
+    EQUAL = auto()
+    SAMPLES = auto()
+    TARGETS = auto()
+    OTHER = auto()
+
+
+@dataclass(frozen=True)
+class ScriptWeights:
+    """The weights s_k of a script, and how many times a mean they count together: 1 where they add up to one mean."""
+
+    shares: ScriptShares
+    weights: tuple[float, ...]
+    total: float = 1.0
+
+    def right_weights(self, multipliers: Sequence[float]) -> tuple[float, ...]:
+        """Returns the weights w_k that a mean over the full batch has, given the multipliers c_k."""
+        products = [weight * multiplier for weight, multiplier in zip(self.weights, multipliers, strict=True)]
+        total = sum(products)
+        return tuple(product / total for product in products)
+
+
+def identify_script_weights(
+    update: UpdateComparison, multipliers: Sequence[float], tolerance: float
+) -> ScriptWeights | None:
+    """Returns the weights of a script with which the right ones add up to a mean; None where no known ones do.
+
+    Multipliers that make up for a divisor of each micro-batch that is no count (a moving average, which the next
+    forward finds changed) add up to a mean with no such weights: a fit alone does not tell the two apart.
+
+    Args:
+        update: The update that differs.
+        multipliers: c_k, one for each backward pass.
+        tolerance: How far the sum may be off, relative.
+    """
+    steps = len(multipliers)
+    for shares, amounts in (
+        (ScriptShares.EQUAL, (1,) * steps),
+        (ScriptShares.SAMPLES, update.window.sizes),
+        (ScriptShares.TARGETS, update.window.valid_targets),
+    ):
+        if len(amounts) != steps or not sum(amounts) > 0:
+            continue
+        weights = tuple(amount / sum(amounts) for amount in amounts)
+        total = sum(weight * multiplier for weight, multiplier in zip(weights, multipliers, strict=True))
+        # A script that does not divide by K, or divides by it once too often, has K or 1/K times these weights.
+        if any(math.isclose(total, usual_total, rel_tol=tolerance) for usual_total in (1 / steps, 1.0, float(steps))):
+            return ScriptWeights(shares, weights, 1 / total)
+    return next(_from_graph(update, multipliers, tolerance), None)
+
+
+def _from_graph(update: UpdateComparison, multipliers: Sequence[float], tolerance: float) -> Iterator[ScriptWeights]:
+    """Yields weights that the graph of the losses shows, where the right ones add up to a mean with them."""
+    steps, scales = len(multipliers), update.window.scales
+    depths = {len(each) for each in scales}
+    if len(scales) != steps or len(depths) != 1:
+        return
+    # The outermost factor may be that of a gradient scaler, which the step divides out: any stretch of factors counts.
+    for outer, inner in combinations(range(depths.pop()), 2):
+        weights = tuple(each[inner] / each[outer] if each[outer] else math.nan for each in scales)
+        products = [weight * multiplier for weight, multiplier in zip(weights, multipliers, strict=True)]
+        # Where samples are what counts, the weights may be a divisor with state, such as a moving average that is 1 for
+        # the full batch.
+        by_samples = are_near_shares(products, update.window.sizes, tolerance)
+        if math.isclose(sum(products), 1.0, rel_tol=tolerance) and not by_samples:
+            yield ScriptWeights(ScriptShares.OTHER, weights, sum(weights))
+
+
+# Micro-batches that count otherwise than in the full batch: GAV202 and GAV203.
+
 
 DIVIDE_ONCE = (
     "sum the losses of an update and divide once by its valid targets: the right factor differs from update to update, "

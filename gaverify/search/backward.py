@@ -19,7 +19,7 @@ from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operatio
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.search import state, weights
 from gaverify.search.bench import Bench, find_needed
-from gaverify.search.neutral.pinning import (
+from gaverify.search.neutral import (
     PinnedApplication,
     PinnedConstants,
     PinnedGradients,
@@ -29,7 +29,7 @@ from gaverify.search.neutral.pinning import (
     WithoutHooks,
     WithoutTensorHooks,
 )
-from gaverify.search.trace.backward_listening import BoundaryGradients
+from gaverify.search.trace.first_divergence import BoundaryGradients
 from gaverify.search.trace.traces import Frame, locate_operation
 from gaverify.thresholds import SAME_IN_FLOAT32, SAME_NUMBER
 from gaverify.torch_internals import backward_hooks_of, gradient_hooks_of

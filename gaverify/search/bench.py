@@ -8,9 +8,10 @@ So every control here changes the full batch and the micro-batches alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,15 +22,99 @@ from gaverify.passes.gradients import (
     PassProbe,
     PassResult,
 )
+from gaverify.passes.layouts import SampleLayout, real_numbers
+from gaverify.passes.precision import widest
 from gaverify.passes.sketches import sketch
 from gaverify.records.comparison import NotCompared, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.search.rows import ControlFailed
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
+from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import failure_sentence
 from gaverify.verdict.criteria import Difference
 from gaverify.verdict.sketches import SketchedPass, Sketches, Sums, fit_runs
+
+# The rows of a micro-batch in a tensor of the full batch.
+#
+# Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a tensor may hold m rows per sample.
+
+
+class ControlFailed(GaverifyError):
+    """A control run that could not be made; the message says why."""
+
+
+def take_rows_of_all(value: Any, result: Any, start: int, stop: int, size: int, order: int | None = None) -> Any:
+    """Returns the rows of a micro-batch for every tensor of a result; `order` as in `take_rows`.
+
+    Raises:
+        ControlFailed: The micro-batch's result has another form.
+    """
+    full_leaves, (parts, form) = tree_leaves(value), tree_flatten(result)
+    if len(full_leaves) != len(parts):
+        raise ControlFailed("the micro-batches' results have another form than the full batch's")
+    rows = [
+        take_rows(old, new, start, stop, size, order=order) if isinstance(new, torch.Tensor) else new
+        for old, new in zip(full_leaves, parts, strict=True)
+    ]
+    return tree_unflatten(rows, form)
+
+
+def take_rows(
+    value: torch.Tensor,
+    part: torch.Tensor,
+    start: int,
+    stop: int,
+    size: int,
+    cotangent: torch.Tensor | None = None,
+    order: int | None = None,
+) -> torch.Tensor:
+    """Returns the rows of samples `start` to `stop - 1` of a full-batch tensor, in the shape of the micro-batch's.
+
+    A dimension with several rows per sample may hold the samples as its outer or as its inner index (two views of a
+    batch, one after the other): where the order is not known, the reading that comes closer to the micro-batch's own
+    values is taken.
+
+    Args:
+        value: The full batch's tensor.
+        part: The micro-batch's tensor.
+        start: The first sample.
+        stop: One past the last sample.
+        size: B.
+        cotangent: Takes its rows in place of those of `value`, which has its shape.
+        order: 0: the samples are the outer index; 1: the inner one; None: not known.
+
+    Raises:
+        ControlFailed: The shapes do not correspond.
+    """
+    wanted = value if cotangent is None else cotangent
+    # Equal shapes: the tensor has no rows of samples (statistics, a scalar), so that each micro-batch gets all of it.
+    if value.shape == part.shape:
+        return wanted.clone()
+    # The same folded dimension can be read in two ways, and both give tensors of the wanted shape.
+    readings = list(_list_readings(value, part.shape, start, stop, size))
+    if len(readings) > 1 and order is not None:
+        readings = [readings[order]]
+    elif len(readings) > 1:
+        full_numbers, part_numbers = (real_numbers(tensor).to(widest(tensor.device)) for tensor in (value, part))
+        readings.sort(key=lambda take: float((take(full_numbers) - part_numbers).abs().sum()))
+    return readings[0](wanted).clone()
+
+
+def _list_readings(
+    value: torch.Tensor, shape: Sequence[int], start: int, stop: int, size: int
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yields how the rows may be taken: with the samples as the outer, and where that differs as the inner index."""
+    layout = SampleLayout.find(value.shape, shape, size, stop - start)
+    if layout is None or layout.kind not in ("rows", "matrix"):
+        raise ControlFailed(f"shapes {list(value.shape)} and {list(shape)} do not correspond")
+    samples = range(start, stop)
+    yield partial(layout.take, samples=samples, batch_size=size)
+    if max(dimension.fold for dimension in layout.dimensions) > 1:
+        yield partial(layout.inside.take, samples=samples, batch_size=size)
+
+
+# Control runs: both strategies again, with a suspect neutralised in both.
+
 
 T = TypeVar("T")
 

@@ -20,19 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.passes.calls import Call, listening
-from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import PassProbe
-from gaverify.passes.precision import move_weights
-from gaverify.passes.randomness import Dealing
-from gaverify.passes.walks import (
+from gaverify.passes.calls import (
+    Call,
     addends,
     has_constant_addend,
     is_made_of_parameter,
+    listening,
     read_by_parameters,
     skip_scaling,
     skip_views,
 )
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import PassProbe
+from gaverify.passes.precision import move_weights
+from gaverify.passes.randomness import Dealing
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
 from gaverify.search.bench import Bench

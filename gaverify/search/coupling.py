@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from gaverify.passes.calls import Call, listening
-from gaverify.passes.devices import widest
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import SampleLayout
+from gaverify.passes.precision import widest
 from gaverify.records.facts import Facts, SampleCoupling
 from gaverify.search.bench import Bench
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, tree_map_only

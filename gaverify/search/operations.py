@@ -20,12 +20,9 @@ from gaverify.records.facts import Facts, Forward
 from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench, find_needed
 from gaverify.search.counts import WindowCounts
-from gaverify.search.neutral.cached import cached_gradients
-from gaverify.search.neutral.pinning import EvaluationMode, PinnedResults, find_live_statistics
-from gaverify.search.neutral.state import PinnedState
+from gaverify.search.neutral import EvaluationMode, PinnedResults, PinnedState, cached_gradients, find_live_statistics
 from gaverify.search.proof import SuspectTrial
-from gaverify.search.trace.first_divergence import find_one_sided_branch, trace_divergences
-from gaverify.search.trace.normalisation import is_normalisation
+from gaverify.search.trace.first_divergence import find_one_sided_branch, is_normalisation, trace_divergences
 from gaverify.verdict.control import failure_sentence
 
 _ROUNDS = 5  # causes that are looked for one after the other

@@ -13,13 +13,13 @@ from gaverify.passes.isolation import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.search.bench import FORESEEN, Bench
-from gaverify.search.neutral.cached import cached_gradients
-from gaverify.search.neutral.pinning import (
+from gaverify.search.neutral import (
     EvaluationMode,
     PinnedDecisions,
     PinnedOutputs,
     PinnedResults,
     PinnedValues,
+    cached_gradients,
     find_live_statistics,
 )
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY

@@ -18,7 +18,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
 from gaverify.search import weights
 from gaverify.search.bench import Bench, find_needed
-from gaverify.search.neutral.state import PinnedState, PrimedState, RestoredState
+from gaverify.search.neutral import PinnedState, PrimedState, RestoredState
 from gaverify.search.trace.state import StateWatch, find_state, take_digests
 from gaverify.search.trace.traces import Frame
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY

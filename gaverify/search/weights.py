@@ -12,13 +12,12 @@ import torch
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, is_constant
 from gaverify.records.facts import Facts, Repeatability, State
+from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench
 from gaverify.search.counts import find_terms_beside_constants
-from gaverify.search.neutral.pinning import find_live_statistics
-from gaverify.search.neutral.state import RestoredGradients
+from gaverify.search.neutral import RestoredGradients, find_live_statistics
 from gaverify.search.trace.first_divergence import find_reweighted_operation, has_diverging_branch
 from gaverify.search.trace.state import StateWatch
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY

@@ -9,16 +9,17 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from gaverify.errors import SpecError, nearest
-from gaverify.spec.accepting import ENTRIES, Accept
-from gaverify.spec.kinds import (
+from gaverify.spec.values import (
     ARGUMENT,
     DEVICE,
+    ENTRIES,
     FLAG,
     INTEGER,
     SECONDS,
     SEED,
     SHAPE,
     WEIGHTING,
+    Accept,
     Kind,
     above_zero,
     one_of,
@@ -28,7 +29,7 @@ from gaverify.spec.kinds import (
 )
 
 MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME")
-# those that `gaverify.loading.guessing` can call, for completion, which does not import torch
+# those that `gaverify.loading.inspecting` can call, for completion, which does not import torch
 LOSSES = (
     "cross_entropy",
     "nll_loss",

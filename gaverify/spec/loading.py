@@ -10,8 +10,8 @@ from typing import Any
 
 from gaverify.errors import SpecError, nearest, unknown_key
 from gaverify.launched import read_launcher
-from gaverify.spec.accepting import Project, read_entries
 from gaverify.spec.fields import OPTIONS, Spec, join_problems, option_name, sentence, wrong
+from gaverify.spec.values import Project, read_entries
 from gaverify.text_files import table_of_file
 
 _OTHER_COMMANDS = {

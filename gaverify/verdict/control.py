@@ -1,26 +1,313 @@
-"""The control runs that decide what working precision leaves open: float64, and the noise floor of moved weights."""
+"""Decides what working precision leaves open: by float64, by sketches, on a few samples, or by moved weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from gaverify.errors import GaverifyError, ProblemError
-from gaverify.passes.devices import return_freed
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.isolation import generator_states
-from gaverify.passes.precision import move_weights, rounding_share, short_name
-from gaverify.records.comparison import Method, ParameterComparison, PrecisionLoss
-from gaverify.thresholds import BITS_WORTH_A_NOTE, U64
-from gaverify.tracebacks import is_own_fault
+from gaverify.passes.lifting import LiftedWeights
+from gaverify.passes.precision import coarsest_unit, move_weights, return_freed, rounding_share, short_name
+from gaverify.passes.sketches import SINGULAR_FLOAT32, SINGULAR_FLOAT64, fit_weights
+from gaverify.passes.user_code import valid_targets
+from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison, PrecisionLoss
+from gaverify.thresholds import (
+    BITS_WORTH_A_NOTE,
+    CAPPED_UNITS,
+    COHERENT,
+    FEW_UNITS,
+    GROUPINGS,
+    LOST_UNITS,
+    SAME_NUMBER,
+    SHOWS_GROUPINGS,
+    SHOWS_UNITS,
+    U32,
+    U64,
+)
+from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import left_between, measure
-from gaverify.verdict.criteria import Difference, Grounds, decide
+from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
 from gaverify.verdict.measurement import Measurement
-from gaverify.verdict.sketches import Sums
+from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
+
+# Decides without a float64 control of the whole batch: a window by sketches of gradients, or by a few samples.
+#
+# weights g_full ≈ Σ w_k g_k with the weights that were used, and no other weights explain what is left structure a
+# few samples at once and one by one, in float32, and in float64 where that leaves more than its own rounding: a
+# fault of structure shows in any few samples the rest ‖g_full − Σ w_k g_k‖, held against what the same few samples
+# differ by in working precision, at once and one by one: that is rounding, since the higher precision says that
+# they agree
+#
+# Rounding is not coherent with the micro-batches' gradients, and a wrong weight is nothing else: so c is known
+# better than any single parameter is (one weight of four that is 3 % off is seen in bfloat16, where parameters are
+# 2 to 90 % apart). Moving every weight by a unit roundoff is no measure of rounding below float32: it moves a
+# bfloat16 gradient by 10 to 90 %.
+#
+# In float32 two samples settle the few parameters that are open: structure and rounding as above. Only both
+# together settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there
+# (what shifts the logits of a softmax: the bias of attention's keys). What they leave goes to the float64 control
+# of the whole batch.
+
+
+# Samples that are looked into: an eighth of the batch, four at most and two at least. Two show a fault of structure as
+# well as any number does; four still do where two of them are alike.
+_SAMPLES, _SHARE, _LEAST = 4, 8, 2
+
+
+def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | None:
+    """Returns what a window's weights, and a few of its samples, show; None where these have no gradient.
+
+    Divergent is what no rounding of these samples explains: a part of the batch, or all of it, then tells in float64.
+
+    Args:
+        measurement: With the window's gradients in sketches.
+
+    Raises:
+        Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
+    """
+    experiment, window = measurement.experiment, measurement.window
+    assert window is not None
+    measured = _measure_few(measurement)
+    if measured is None:
+        return None
+    few, alike = measured
+    # Relative to rounding, which is not coherent with the micro-batches' gradients, wrong weights stand out in the fit.
+    best = window.used.new_tensor(fit_runs([window]).weights)
+    residual, coherent = window.left_by(window.used), window.relative(window.columns @ (best - window.used))
+    lost = window.relative(window.accumulated - window.columns @ window.used)
+    off = float((best / window.used - 1).abs().max())
+    few = replace(few, rest=residual, weights=off, lost=lost, allowed=GROUPINGS * few.rounding + lost)
+    unit = coarsest_unit(parameter.dtype for parameter in experiment.parameters.values())
+    added_up = lost <= LOST_UNITS * unit * math.sqrt(experiment.steps)
+    # Each of the four can be true of a fault: only together they leave nothing but rounding.
+    if added_up and alike and coherent <= COHERENT * residual and residual <= GROUPINGS * few.rounding:
+        return Outcome.EQUIVALENT, few
+    shows = residual > SHOWS_GROUPINGS * max(few.rounding, few.error)
+    return Outcome.DIVERGENT if shows else Outcome.INCONCLUSIVE, few
+
+
+class _FewGradients(NamedTuple):
+    """Sketches of the gradient of the first samples: at once (S,), and of each (S, samples)."""
+
+    at_once: torch.Tensor
+    singles: torch.Tensor
+
+
+def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
+    """What the first samples show, and whether they have the same gradient at once and one by one.
+
+    None where they have no gradient; where it is not the same one, their error stands for their rounding.
+    """
+    experiment = measurement.experiment
+    count = max(_LEAST, min(_SAMPLES, experiment.batch_size // _SHARE))
+    experiment.progress(f"{count} samples")
+    # Where they are the first micro-batch, their gradient at once was sketched when that was run.
+    at_once = _first_column(measurement, count)
+    rounded = _sketch_samples(measurement, experiment, count, at_once)
+    for precision in _finer_precisions(measurement):
+        experiment.progress(f"{short_name(precision)}: {count} samples")
+        is_float64 = precision is torch.float64
+        exact = _sketch_in_precision(measurement, precision, count)
+        norm = float(torch.linalg.vector_norm(exact.at_once))
+        if not math.isfinite(norm) or norm == 0.0:
+            return None
+        singular = SINGULAR_FLOAT64 if is_float64 else SINGULAR_FLOAT32
+        used = torch.ones_like(exact.at_once[:count])
+        shares = used.new_tensor(fit_weights(exact.singles, exact.at_once, singular=singular, weights=used).weights)
+        structure = float(torch.linalg.vector_norm(exact.at_once - exact.singles @ shares)) / norm
+        # In float32 they agree where a batch in float32 would: what is a little more may be its rounding or a fault.
+        alike = structure <= (CAPPED_UNITS if is_float64 else FEW_UNITS) * U32
+        if alike or structure > SHOWS_UNITS * U32:
+            break
+    error = float(torch.linalg.vector_norm(rounded.at_once - exact.at_once)) / norm
+    difference = float(torch.linalg.vector_norm(rounded.at_once - rounded.singles @ shares)) / norm
+    return FewSamples(count, structure, difference if alike else error, error), alike
+
+
+def _finer_precisions(measurement: Measurement) -> tuple[torch.dtype, ...]:
+    """Float32 before float64, which costs three to five times as much, where it is finer than what is asked about."""
+    is_low = measurement.unit > U32  # else products alone are rounded more (TF32), which float32 would do as well
+    is_real = not any(parameter.is_complex() for parameter in measurement.experiment.parameters.values())
+    return (torch.float32, torch.float64) if is_low and is_real else (torch.float64,)
+
+
+def _first_column(measurement: Measurement, count: int) -> torch.Tensor | None:
+    """The sketch of the first micro-batch's gradient before its weight, where that micro-batch is these samples."""
+    window = measurement.window
+    # Another weight than a power of two rounds the gradient once more.
+    if window is None or measurement.experiment.sizes[0] != count or math.frexp(float(window.used[0]))[0] != 0.5:
+        return None
+    return window.columns[:, 0]
+
+
+def _sketch_samples(
+    measurement: Measurement,
+    experiment: Experiment,
+    count: int,
+    at_once: torch.Tensor | None = None,
+    *,
+    lifted: bool = False,
+) -> _FewGradients:
+    """Sketches the gradients of the first samples.
+
+    Args:
+        measurement: Of the whole batch.
+        experiment: Its own, or that in a higher precision.
+        count: How many samples.
+        at_once: Their gradient at once, where it is known.
+        lifted: Whether weights are lifted as they are used.
+    """
+    run_sketches = [] if at_once is None else [at_once.unsqueeze(1)]
+    for sizes in [(count,), (1,) * count][len(run_sketches) :]:
+        gradient_sketches = GradientSketches(experiment, release=True)
+        # the lifted weights hand each gradient over, so that none is formed as a whole
+        probes = [LiftedWeights(experiment, gradient_sketches.add_gradient)] if lifted else []
+        with gradient_sketches.listening(handed_over=probes[0].places if probes else ()) as note:
+            cut = experiment.with_cut(sizes, 1.0)
+            cut.micro_batches(measurement.full, *probes, after_backward=note)
+        run_sketches.append(gradient_sketches.columns())
+    return _FewGradients(run_sketches[0][:, 0], run_sketches[1])
+
+
+def _sketch_in_precision(measurement: Measurement, precision: torch.dtype, count: int) -> _FewGradients:
+    """The sketches in a higher precision, with weights lifted as they are used; in a copy where that does not go."""
+    experiment = measurement.experiment
+    with suppress(ProblemError), experiment.in_precision(precision, weights=False) as exact:
+        return _sketch_samples(measurement, exact, count, lifted=True)
+    with experiment.in_precision(precision) as exact:
+        return _sketch_samples(measurement, exact, count)
+
+
+class _Only(PassProbe):
+    """Forms the gradients of some parameters alone: those of the other weights are up to a third of a pass."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts these gradients of `weight` · `loss` into `.grad`."""
+        (loss * weight if weight != 1.0 else loss).backward(inputs=self._parameters)  # type: ignore[no-untyped-call]
+
+
+class Rounding(NamedTuple):
+    """How far working precision rounds a gradient, and whether float64 leaves nothing of that."""
+
+    size: float
+    zero: bool
+
+
+def rounding_of_two_samples(
+    experiment: Experiment, full: PassResult, names: Sequence[str], share: float, zero: float
+) -> dict[str, Rounding] | None:
+    """Returns how far working precision rounds the gradient of the first two samples, for the parameters `names`.
+
+    None where these samples at once and one by one have not the same gradient in float64, or may have got other draws.
+
+    Args:
+        experiment: What to run, of two samples at least.
+        full: The full-batch pass.
+        names: The parameters whose gradients are looked at.
+        share: The weight of a sample: 1/2 of a mean, 1 of a sum.
+        zero: The norm up to which a gradient may be float64's rounding.
+
+    Raises:
+        Exception: Whatever a kernel without float64, or a model that takes no single sample, raises.
+    """
+    # The few open parameters alone: forming all gradients would be most of what the two passes cost.
+    probes: list[PassProbe] = [_Only([experiment.parameters[name] for name in names])]
+    doubts: list[bool] = []  # of each pass: whether a sample may have got other draws than its own
+
+    def gradients(two: Experiment, count: int, weight: float) -> Gradients:
+        part = two.with_cut((2 // count,) * count, weight).micro_batches(full, *probes)
+        doubts.append(part.draws.is_doubtful)
+        return {name: part.gradients[name] for name in names}
+
+    experiment.progress("two samples")
+    rounded: Gradients = {}
+    with suppress(ProblemError):
+        rounded = gradients(experiment, 1, 1.0)
+    # reentrant activation checkpointing forms all gradients or none
+    if not rounded or any(gradient is None for gradient in rounded.values()):
+        probes.clear()
+        rounded = gradients(experiment, 1, 1.0)
+    with experiment.in_float64() as exact:
+        exact.progress("float64: two samples")
+        at_once = gradients(exact, 1, 1.0)
+        rows = measure(gradients(exact, 2, share), at_once, exact.ranks)
+        if not _agree(rows, zero) or any(doubts):
+            return None
+        on_device = {name: g if g is None else g.to(exact.parameters[name].device) for name, g in rounded.items()}
+        differences = measure(on_device, at_once, exact.ranks)
+        return {row.name: Rounding(row.difference, row.reference <= zero) for row in differences if row.why is None}
+
+
+def _agree(rows: Sequence[Difference], zero: float) -> bool:
+    """Whether all rows that were measured in float64 are rounding."""
+    grounds = Grounds(Method.FLOAT64_CONTROL, U64)
+    return all(decide(row, grounds).outcome is Outcome.EQUIVALENT or row.scale <= zero for row in rows)
+
+
+def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) -> list[ParameterComparison] | None:
+    """Returns the records of rows that working precision left open, all equivalent; None where they are not settled.
+
+    What rounds a mean over two samples by so much rounds that over B by no more: a sum that is formed term by term
+    rounds in proportion to its terms at most, and independent roundings add in squares. A sum over B has B/2 times it.
+    """
+    experiment, unit = measurement.experiment, measurement.coarse_unit
+    norms = [row.reference for row in measurement.differences.values()]
+    share = _share(experiment, measurement.accumulated)
+    small = math.sqrt(unit) * max(filter(math.isfinite, norms), default=0.0)  # what may be rounding of nothing
+    if share is None or experiment.reading.by_contents or measurement.accumulated.draws.is_doubtful:
+        return None
+    if not all(fine(row) or row.scale <= small for row in open_rows):
+        return None
+    try:
+        names, zero = [row.name for row in open_rows], zero_in_float64(norms)
+        rounding = rounding_of_two_samples(experiment, measurement.full, names, share, zero)
+    except Exception as error:  # single samples that the model does not take, a kernel without float64
+        if is_own_fault(error):
+            raise
+        return None
+    if rounding is None:
+        return None
+    # Of a mean the rounding is that of two samples or less; a sum over B has as many terms as B/2 pairs.
+    times = 1.0 if share < 1.0 else experiment.batch_size / 2
+    roundings = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
+    grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in roundings]
+    decided = [decide(row, roundings) for row, roundings in zip(open_rows, grounds, strict=True)]
+    return decided if all(row.outcome is Outcome.EQUIVALENT for row in decided) else None
+
+
+def _share(experiment: Experiment, accumulated: PassResult) -> float | None:
+    """The weight that a sample would have among two; None where the micro-batches' weights or targets do not tell.
+
+    A weight that is a little wrong, and a target more or less, are seen where all micro-batches are run.
+    """
+    weights = accumulated.weights
+    if experiment.steps < 2 or experiment.batch_size < 2 or len(weights) != experiment.steps:
+        return None
+    targets = [valid_targets(observed) for observed in accumulated.observed]
+    if len({None if count is None else count / n for count, n in zip(targets, experiment.sizes, strict=True)}) > 1:
+        return None
+    if all(
+        math.isclose(w, n / experiment.batch_size, rel_tol=SAME_NUMBER)
+        for w, n in zip(weights, experiment.sizes, strict=True)
+    ):
+        return 1 / 2
+    return 1.0 if all(weight == 1.0 for weight in weights) else None
+
+
+# The control runs that decide what working precision leaves open: float64, and the noise floor of moved weights.
+
 
 _PERTURBED_RUNS = 3
 

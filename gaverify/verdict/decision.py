@@ -25,17 +25,18 @@ from gaverify.verdict.comparison import by_tolerance
 from gaverify.verdict.control import (
     Float64Run,
     MakeWatch,
+    decide_open_rows,
     failure_sentence,
     float64_floor,
     judge_by_float64,
     judge_by_floor,
+    judge_few_samples,
     noise_floor,
     precision_loss,
     run_in_float64,
 )
 from gaverify.verdict.criteria import decide_at_once, floors_wanted, not_compared, record
 from gaverify.verdict.measurement import Measurement, measure_strategies, shows_divergence
-from gaverify.verdict.window import decide_open_rows, judge_few_samples
 
 
 @dataclass(frozen=True)

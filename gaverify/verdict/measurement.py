@@ -1,28 +1,111 @@
-"""Both strategies as they run, and how far their gradients are apart."""
+"""Both strategies as they run, how far their gradients are apart, and what `--trace` shows of each micro-batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from gaverify.errors import ProblemError
+from gaverify.errors import GaverifyError, ProblemError
+from gaverify.passes.calls import OperationMode, operation_name
+from gaverify.passes.dispatch import Terms
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import PassResult
-from gaverify.passes.nesting import leaves
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult
+from gaverify.passes.layouts import leaves
 from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit
-from gaverify.passes.terms import Terms
 from gaverify.records.comparison import Outcome, relative_total
+from gaverify.records.verdict import Trace, TraceRow, TraceStep
 from gaverify.thresholds import SHOWS_UNITS, U32
+from gaverify.torch_internals import tree_leaves
+from gaverify.tracebacks import calling_frame, display_path
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, decide_at_once
-from gaverify.verdict.non_finite import first_non_finite
 from gaverify.verdict.sketches import GradientSketches, SketchedPass, Sketches, sketch_full_batch, window_of
+
+# Where numbers stop to be finite: in the model's own tensors, in the batch, or at an operation of the forward.
+
+
+# Constants that code writes on purpose (a mask of −∞), and memory that nothing was written to yet.
+_MEANT = (
+    "masked_fill",
+    "full",
+    "fill",
+    "new_full",
+    "scalar_tensor",
+    "empty",
+    "new_empty",
+    "_to_copy",
+    "copy_",
+    "where",
+)
+
+
+def first_non_finite(experiment: Experiment) -> str:
+    """Returns a clause that names the first parameter, buffer, input or operation that is not finite; empty if none."""
+    for root in experiment.modules:
+        for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+            for name, tensor in named:
+                if _spoilt(tensor, nan_only=kind == "buffer"):
+                    return f"{kind} `{name}` is not finite before anything runs: was it ever initialised?"
+    for path, leaf in leaves(experiment.problem.batch):
+        if isinstance(leaf, torch.Tensor) and _spoilt(leaf, nan_only=True):
+            return f"the batch holds NaN{f' in `{path}`' if str(path) else ''}"
+    listener = _Listener()
+    with suppress(GaverifyError):  # what was found until then counts
+        experiment.forward(None, listener)
+    return listener.describe_first
+
+
+class _Listener(PassProbe):
+    """Notes the first operation that makes NaN of numbers; where none does, the first that makes infinity of them."""
+
+    def __init__(self) -> None:
+        self._nan = self._infinite = ""
+
+    @property
+    def describe_first(self) -> str:
+        """What came first, in words; empty where nothing did."""
+        return self._nan or self._infinite
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Listens to one forward."""
+        with OperationMode(self._ran):
+            yield
+
+    def _ran(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if self._nan or operation_name(func).rstrip("_").startswith(_MEANT):
+            return result
+        inputs, outputs = tree_leaves((args, kwargs)), tree_leaves(result)
+        if any(_spoilt(leaf, nan_only=True) for leaf in outputs) and not any(_spoilt(i, nan_only=True) for i in inputs):
+            self._nan = self._name_call(func, "NaN")
+        elif not self._infinite and any(map(_spoilt, outputs)) and not any(map(_spoilt, inputs)):
+            self._infinite = self._name_call(func, "infinity")
+        return result
+
+    def _name_call(self, func: Any, what: str) -> str:
+        frame = calling_frame()
+        place = f" at {display_path(frame[0])}:{frame[1]}" if frame is not None else ""
+        return f"`{operation_name(func)}`{place} is the first to give {what}"
+
+
+def _spoilt(leaf: Any, *, nan_only: bool = False) -> bool:
+    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or leaf.is_nested:
+        return False
+    values = leaf.detach()
+    values = values.to_dense() if values.layout is not torch.strided else values
+    return bool(values.isnan().any()) if nan_only else not bool(values.isfinite().all())
+
+
+# Both strategies as they run, and how far their gradients are apart.
+
 
 WORTH, WORTH_SAMPLES = 1 << 16, 1024
 """Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
@@ -229,3 +312,72 @@ def lowest_precision(experiment: Experiment) -> torch.dtype:
     """Returns the least precise dtype among the trainable parameters."""
     dtypes = {parameter.dtype.to_real() for parameter in experiment.parameters.values()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+# `--trace`: what each micro-batch leaves behind, and the optimizer step after the window.
+#
+# Shapes: P elements of all trainable parameters together; a one-element model is shown by value, others by norm.
+
+
+_OPTIMIZERS = {"sgd": ("SGD", 0.01), "adam": ("Adam", 0.001), "adamw": ("AdamW", 0.001)}
+
+
+def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> Trace:
+    """Returns the accumulated gradient after every backward pass, and the weights after one step of both strategies.
+
+    Raises:
+        ProblemError: `optimizer` is none of sgd, adam, adamw.
+    """
+    if optimizer not in _OPTIMIZERS:
+        raise ProblemError(f"unknown optimizer `{optimizer}`; write one of {', '.join(_OPTIMIZERS)}")
+    experiment = measurement.experiment
+    kind, default_lr = _OPTIMIZERS[optimizer]
+    rate = default_lr if lr is None else lr
+    before = [parameter.detach().clone() for parameter in experiment.parameters.values()]
+    scalar = sum(value.numel() for value in before) == 1
+    rows: list[TraceRow] = []
+
+    def note(k: int) -> None:
+        gradients = [parameter.grad for parameter in experiment.parameters.values()]
+        moved = [
+            parameter.detach() - old for parameter, old in zip(experiment.parameters.values(), before, strict=True)
+        ]
+        rows.append(TraceRow(k + 1, _summary(gradients, scalar), _summary(moved, False), k + 1, 0, 1))
+
+    if experiment.strategy == "accumulate":
+        experiment.micro_batches(measurement.full, after_backward=note)
+    else:
+        gradients = list(measurement.accumulated.gradients.values())
+        rows.append(TraceRow(experiment.steps, _summary(gradients, scalar), 0.0, 1, 0, 1))
+    after_full = _step_once(experiment, measurement.full.gradients, kind, rate)
+    after_accumulated = _step_once(experiment, measurement.accumulated.gradients, kind, rate)
+    differences = [a - b for a, b in zip(after_accumulated, after_full, strict=True)]
+    step = TraceStep(
+        kind,
+        rate,
+        _summary(before, scalar),
+        _summary(after_full, scalar),
+        _summary(after_accumulated, scalar),
+        _summary(differences, False),
+        scalar,
+    )
+    return Trace(tuple(rows), step)
+
+
+def _step_once(experiment: Experiment, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
+    """Returns the weights after one step of a fresh optimizer; the model keeps its own."""
+    # A copy: the step must not move the user's weights.
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in experiment.parameters.items()}
+    for name, weight in weights.items():
+        weight.grad = gradients[name]
+    getattr(torch.optim, kind)(weights.values(), lr=lr).step()
+    return [weight.detach() for weight in weights.values()]
+
+
+def _summary(tensors: list[torch.Tensor | None] | list[torch.Tensor], scalar: bool) -> float:
+    """The value of a one-element model, the Euclidean norm over everything otherwise."""
+    present = [t.to_dense() if t.layout is not torch.strided else t for t in tensors if t is not None]
+    if scalar and present:
+        return float(present[0].reshape(()))
+    norms = [torch.linalg.vector_norm(t if t.is_complex() else t.double()) for t in present]
+    return math.sqrt(sum(float(norm) ** 2 for norm in norms))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from gaverify.passes.precision import short_name
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import Reference
-from gaverify.records.environment import Environment
 from gaverify.records.verdict import Losses, RunInfo
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement

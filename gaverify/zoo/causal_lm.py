@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gaverify.errors import ProblemError
-from gaverify.passes.problem import Problem
-from gaverify.zoo.arguments import a_probability, at_least, divides, one_of
+from gaverify.passes.batching import Problem
+from gaverify.zoo import a_probability, at_least, divides, one_of
 
 PADDING_TOKEN = 0
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from gaverify.errors import MissingPackage, ProblemError
-from gaverify.passes.problem import Problem
-from gaverify.zoo.arguments import a_probability, at_least, divides, one_of
+from gaverify.passes.batching import Problem
+from gaverify.zoo import a_probability, at_least, divides, one_of
 
 IGNORED = -100  # what the losses of `transformers` leave out
 END = 256  # the token after the 256 bytes; pads the rows, as GPT-2's end of text does

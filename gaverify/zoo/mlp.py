@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gaverify.passes.problem import Problem
-from gaverify.zoo.arguments import at_least
+from gaverify.passes.batching import Problem
+from gaverify.zoo import at_least
 
 FEATURES = 16
 

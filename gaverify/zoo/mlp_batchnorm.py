@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from gaverify.passes.problem import Problem
-from gaverify.zoo.arguments import at_least
+from gaverify.passes.batching import Problem
+from gaverify.zoo import at_least
 from gaverify.zoo.mlp import FEATURES, regression_batch, regression_loss
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gaverify.errors import ProblemError
-from gaverify.passes.problem import Problem
+from gaverify.passes.batching import Problem
 
 
 def build(batch_size: int = 32, data: str = "") -> Problem:

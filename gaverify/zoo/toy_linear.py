@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gaverify.passes.problem import Problem
+from gaverify.passes.batching import Problem
 from gaverify.zoo.mlp import regression_loss
 
 

@@ -110,8 +110,7 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...]) -> None:
     """Runs one job of an audit."""
-    from gaverify.audit.changes import LeadSteps
-    from gaverify.audit.job import Command, Job
+    from gaverify.audit.job import Command, Job, LeadSteps
     from gaverify.audit.processes import run_jobs
 
     follows = role == "accumulated"

@@ -16,7 +16,7 @@ from torch import nn
 import gaverify
 from gaverify.remedies import CachedGradients
 from gaverify.remedies.batch_norm import only_normalises
-from gaverify.search import second_batch
+from gaverify.search import confirming
 
 
 class NormAct(nn.BatchNorm1d):
@@ -191,7 +191,7 @@ def test_by_hand_the_printed_repair_gives_the_gradient_of_another_window() -> No
 def test_a_repair_that_fails_on_a_second_batch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of repair, where the second batch says otherwise: the finding stays, `tested` goes."""
     assert "tested" in " ".join(finding.remedy for finding in verified(dice).findings)
-    monkeypatch.setattr(second_batch, "_mark_run", lambda run, _: replace(run, holds=False))
+    monkeypatch.setattr(confirming, "_mark_run", lambda run, _: replace(run, holds=False))
     for loss in (dice, whitened):
         verdict = verified(loss)
         assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)

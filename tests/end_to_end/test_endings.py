@@ -14,7 +14,7 @@ import torch  # noqa: F401 — here, as pytester unloads what its tests import, 
 
 from gaverify import report
 from gaverify.cli import main
-from gaverify.parent import fork_under_watch
+from gaverify.launched import fork_under_watch
 
 MODELS = """
 import ctypes, os, threading, time

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 import gaverify
 from gaverify import Problem, ProblemError, Verdict
 from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
-from gaverify.passes.reference import Fitting
 from gaverify.records.comparison import Reference
 
 # Builders that draw from a generator of the host, which torch refuses while the device is the default.

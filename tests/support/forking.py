@@ -26,7 +26,7 @@ from gaverify.children.launching import Kept, start_command
 
 _SERVER = Path(__file__).with_name("fork_server.py")
 # Every optimizer imports `torch._dynamo`, which takes as long as torch; the rest is imported before any script runs.
-_IMPORTED = ("torch._dynamo", "gaverify.audit.recording.patches")
+_IMPORTED = ("torch._dynamo", "gaverify.audit.recording.recorder")
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_", "TORCHDYNAMO_"),
@@ -109,7 +109,7 @@ class Server:
 @cache
 def _can_fork() -> bool:
     """No accelerator can be used after a fork."""
-    from gaverify.passes.devices import available_devices
+    from gaverify.passes.precision import available_devices
 
     return sys.platform == "linux" and len(available_devices()) == 1
 

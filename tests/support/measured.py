@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange
 from gaverify.records.findings import Finding
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
+from gaverify.records.windows import AccumulationWindow
 from gaverify.rules import findings_for
 
 NAN = math.nan

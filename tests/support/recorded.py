@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.measurements import StepSample
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
-from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.recording.samples import input_rows
+from gaverify.audit.same_data import StepSample
 from gaverify.records.events import (
     Backward,
     ClosingRecord,

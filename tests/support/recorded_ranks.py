@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_processes import join_group, run_each
 from torch import nn
 
-from gaverify.collective.traffic import TrafficMeter
+from gaverify.collective.membership import TrafficMeter
 from gaverify.records.events import Ending
 from gaverify.records.ranks import Engine, Traffic
 

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.records.accumulation import AccumulationWindow
+from gaverify.records.answers import Environment
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, RecordedCalls, TrainedModels
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
-from gaverify.records.environment import Environment
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.verdict import Losses, RunInfo, Trace, TraceRow, TraceStep, Verdict
+from gaverify.records.windows import AccumulationWindow
 
 
 def row(name: str = "0.weight", outcome: Outcome = Outcome.EQUIVALENT, **changes: Any) -> ParameterComparison:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.audit import StepComparison, UpdateComparison
+from gaverify.records.windows import AccumulationWindow
 
 
 def update_of(number: int, **values: Any) -> UpdateComparison:

@@ -30,8 +30,8 @@ from gaverify.records.findings import Finding, Location
 from gaverify.records.windows import Window, common_rounds, number_steps, windows_of
 from gaverify.report import render
 from gaverify.rules.rule import finding_of, measured_evidence
-from gaverify.spec.accepting import Accept, Project, project_settings
 from gaverify.spec.loading import parse_spec
+from gaverify.spec.values import Accept, Project, project_settings
 
 
 def entry(location: str = "backbone.*", code: str = "GAV101", **more: bool) -> Accept:

@@ -14,14 +14,15 @@ from gaverify import thresholds
 PACKAGE = Path(gaverify.__file__).parent
 ROOMS = ("verdict", "search", "rules", "records", "collective", "audit")
 DECIDE_NOTHING = {
-    "verdict/norms.py": "the norms at which float32 can sum squares",
-    "verdict/tracing.py": "learning rates of optimizers, as torch has them",
+    "verdict/comparison.py": "the norms at which float32 can sum squares",
+    "verdict/measurement.py": "learning rates of optimizers, as torch has them",
     "search/trace/traces.py": "what values are folded at, and what stands for infinity",
-    "search/trace/matching.py": "what stands for NaN",
+    "search/trace/suspects.py": "what stands for NaN",
+    "records/numbers.py": "where a unit of memory or time ends",
     "collective/flow.py": "seconds",
     "collective/launching.py": "seconds",
     "collective/membership.py": "seconds",
-    "audit/transform_controls.py": "what losses are multiplied by in a control",
+    "audit/code_controls.py": "what losses are multiplied by in a control",
     "audit/controls.py": "what losses are multiplied by in a control",
     "audit/launchers.py": "seconds",
     "audit/processes.py": "seconds",

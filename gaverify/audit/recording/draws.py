@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from gaverify.audit.folders import COMPILED
-from gaverify.audit.measurements import ForwardInputs, read_rows
-from gaverify.audit.same_data import Matcher
-from gaverify.passes.isolation.generators import torch_generator_states
+from gaverify.audit.same_data import ForwardInputs, Matcher, read_rows
+from gaverify.passes.isolation.globals import torch_generator_states
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.precision import Arithmetic
 from gaverify.passes.randomness import Dealer, Dealing, Draw, DrawLedger, Recomputing, Recorder, draw_mode

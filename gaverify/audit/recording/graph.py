@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.recording.values import plain, tensors_in
-from gaverify.passes.walks import addends, skip_scaling, walk_from
+from gaverify.passes.calls import addends, skip_scaling, walk_from
 from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.tracebacks import Owner, Place, owner_of
 

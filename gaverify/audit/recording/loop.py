@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gaverify.audit.recording.values import place_in_group
-from gaverify.passes.isolation.generators import foreign_generator_states, torch_generator_states
+from gaverify.passes.isolation.globals import foreign_generator_states, torch_generator_states
 from gaverify.passes.layouts import SampleLayout, take_entries
 from gaverify.passes.randomness import Refusal, draw_mode, foreign
 from gaverify.passes.randomness.foreign import loop_site

@@ -22,12 +22,10 @@ import torch
 from torch import nn
 
 from gaverify.audit.recording.graph import behind, line_of, meetings
-from gaverify.audit.recording.rows import input_shapes
+from gaverify.audit.recording.samples import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
-from gaverify.passes.fingerprints import real_numbers, summaries
-from gaverify.passes.layouts import SampleLayout
-from gaverify.passes.nesting import leaves, map_leaves, rebuilt
+from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, rebuilt, summaries
 from gaverify.tracebacks import Place, user_place
 
 SCRIPT = "(script)"

@@ -1,4 +1,4 @@
-"""The recorder of one process: its listeners, and the order in which they are told of each call.
+"""The recorder of one process: its listeners, the order in which they are told of each call, and its closing record.
 
 The script's own code runs between the two halves of each call; nothing of it is changed: generators, gradients,
 weights (but in the runs that move or replace them on purpose) and exceptions pass through.
@@ -6,36 +6,69 @@ weights (but in the runs that move or replace them on purpose) and exceptions pa
 
 from __future__ import annotations
 
+import copy
+import functools
+import multiprocessing.process
 from pathlib import Path
+from typing import Any
 
-from gaverify.audit.recording.bus import Bus
-from gaverify.audit.recording.calls import BackwardCall, ForwardCall, GradCall, StepCall, UpdateEnd
-from gaverify.audit.recording.context import Assignment, Recording
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gaverify.audit.recording.bus import Bus, Guard, Nesting, announce_calls, replace_function
+from gaverify.audit.recording.calls import (
+    Assignment,
+    BackwardCall,
+    ForwardCall,
+    GradCall,
+    Recording,
+    StepCall,
+    UpdateEnd,
+)
 from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
-from gaverify.audit.recording.guard import Guard
-from gaverify.audit.recording.journal import Journal
-from gaverify.audit.recording.listeners.by_hand import HandListener
-from gaverify.audit.recording.listeners.controls import ControlListener
-from gaverify.audit.recording.listeners.draws import DataListener, DrawListener
-from gaverify.audit.recording.listeners.forwards import ForwardListener
-from gaverify.audit.recording.listeners.gradient_calls import ClippingListener, ScalerListener, ZeroGradListener
-from gaverify.audit.recording.listeners.gradients import GradientListener
-from gaverify.audit.recording.listeners.losses import LossListener
-from gaverify.audit.recording.listeners.modules import ModuleListener
+from gaverify.audit.recording.listeners.forwards import (
+    DataListener,
+    DrawListener,
+    ForwardListener,
+    LossListener,
+    ModuleListener,
+)
+from gaverify.audit.recording.listeners.gradients import GradientListener, TrafficListener
 from gaverify.audit.recording.listeners.other_calls import (
     AverageListener,
+    ClippingListener,
     LoadListener,
+    ScalerListener,
     SchedulerListener,
     TargetListener,
+    ZeroGradListener,
 )
-from gaverify.audit.recording.listeners.steps import StepHooks
-from gaverify.audit.recording.listeners.traffic import TrafficListener
-from gaverify.audit.recording.listeners.updates import UpdateListener, WindowListener
+from gaverify.audit.recording.listeners.steps import ControlListener, StepHooks
+from gaverify.audit.recording.listeners.updates import HandListener, UpdateListener, WindowListener
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.samples import Inputs, Loaders
-from gaverify.audit.recording.storage import Storage, leave, leave_together
-from gaverify.audit.recording.summary import summarise
-from gaverify.records.events import End, Ending
+from gaverify.audit.recording.storage import Journal, Storage, leave, leave_together
+from gaverify.audit.recording.values import on_meta
+from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
+from gaverify.records.events import (
+    ClosingRecord,
+    DrawSummary,
+    End,
+    Ending,
+    ModelSummary,
+    Shard,
+    TrainedGroup,
+    TrainedParameter,
+    UnseenCalls,
+)
+from gaverify.torch_internals import compiled_frames
+from gaverify.tracebacks import user_place
 
 
 class Recorder:
@@ -210,3 +243,182 @@ class Recorder:
 
     def _stop(self) -> None:
         self.finish(Ending.UPDATES, 0)
+
+
+# The closing record of a run, from what its listeners own when it ends.
+
+
+_BY_THE_SCRIPT = "weights changed by the script itself"
+
+
+def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingRecord:
+    """Returns the closing record.
+
+    Args:
+        recorder: The listeners.
+        ending: How the run ended.
+        exit_code: What the script gave `sys.exit`.
+    """
+    recording, windows, loop = recorder.recording, recorder.windows, recorder.data.loop
+    draws, models, watch = recorder.draws.draws.summarise(), recording.names.models, recording.watch
+    optimizers = tuple(type(entry.optimizer).__name__ for entry in watch)
+    return ClosingRecord(
+        ending,
+        exit_code,
+        # The journal's number is that of the update that is being worked on.
+        recording.journal.update - 1,
+        windows.rank,
+        windows.ranks,
+        groups=tuple(_summarise_group(recorder, index) for index in range(len(watch))),
+        # Each model that is moved by hand has an entry that stands for an optimizer; people are told once.
+        optimizers=(_BY_THE_SCRIPT,) if recorder.by_hand.is_expected else optimizers,
+        models=ModelSummary(
+            tuple(type(model).__name__ for model in models),
+            engine_of(models),
+            is_flattened(models),
+            tensor_parallel(models, watch.all_parameters()),
+            recorder.forwards.returns_loss,
+        ),
+        arithmetic=recording.roundoff.describe(),
+        draws=DrawSummary(
+            # A loop's draws are kept in one run and dealt in the others: one count serves for both.
+            draws.count + loop.count,
+            draws.dealt + loop.count,
+            {**draws.unaligned, **loop.unaligned},
+            draws.fused,
+            loop.moved,
+        ),
+        loaders=recorder.data.loaders.count,
+        epochs=recorder.data.loaders.ended,
+        moves_by_hand=recorder.by_hand.has_moved_weights,
+        had_gradients=windows.had_gradients,
+        by_change=windows.by_change,
+        unseen=UnseenCalls(
+            recording.guard.left_out, recorder.gradients.elsewhere, started_processes(), _has_compiled()
+        ),
+        control=recorder.controls.summarise(),
+        torch=torch.__version__,
+    )
+
+
+def _summarise_group(recorder: Recorder, index: int) -> TrainedGroup:
+    """Returns what an optimizer trains."""
+    names, parameters = recorder.recording.names, recorder.recording.watch.parameters(index)
+    addends, is_part = recorder.windows.addends.get(index, {}), index in recorder.steps.parts
+    trained = tuple(
+        TrainedParameter(
+            # Models are numbered by the order in which their parameters are named, which parts must not change.
+            "" if is_part else names.key(parameter, index, at),
+            _shape(parameter),
+            _shard_of(parameter),
+            addends.get(at),
+        )
+        for at, parameter in enumerate(parameters)
+    )
+    return TrainedGroup(trained, tuple(names.models_of(parameters)), is_part)
+
+
+def started_processes() -> int:
+    """Returns how many processes the script has started by `multiprocessing` so far; workers of loaders are some."""
+    counter = getattr(multiprocessing.process, "_process_counter", None)  # private: newer Pythons may lack it
+    return 0 if counter is None else next(copy.copy(counter)) - 1  # a copy: `next` counts on
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Returns a parameter's shape; a lazy module's has none before its first forward."""
+    return () if is_lazy(parameter) else tuple(parameter.shape)
+
+
+def _shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Returns the piece of a parameter that this process holds; None where it holds all of it."""
+    data: Any = parameter.data
+    return Shard(offset_of_shard(data), tuple(data.to_local().shape)) if is_sharded(data) else None
+
+
+def _has_compiled() -> bool:
+    """Whether the script has compiled anything: steps inside a compiled graph are not seen."""
+    return compiled_frames() > 0
+
+
+# Announces the calls around which a recording is built: hooks where torch has them, wrappers where it has none.
+
+
+def install(recorder: Recorder) -> None:
+    """Puts the recorder into this process, before the script imports anything; it stays until the process ends."""
+    recorder.data.loaders.install()
+    _announce_gathers(recorder)
+    _announce_steps(recorder)
+    _announce_forwards(recorder)
+    _announce_backwards(recorder)
+    recorder.listen()
+
+
+def _announce_backwards(recorder: Recorder) -> None:
+    """Announces backward passes, but not those that only count operations: they belong to no update.
+
+    `autograd.grad` counts where it is asked for the gradients of parameters.
+    """
+    nesting = Nesting()  # `Tensor.backward` calls `autograd.backward`, and checkpointing that from inside: one pass
+    owner: Any
+
+    def describe_backward(tensors: Any, *_: Any, **__: Any) -> BackwardCall | None:
+        return None if on_meta(tensors) else BackwardCall(roots=tensors, place=user_place())
+
+    def describe_grad(outputs: Any, inputs: list[Any], *_: Any, **__: Any) -> GradCall | None:
+        wanted = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
+        return GradCall(roots=outputs, place=user_place(), inputs=inputs) if wanted else None
+
+    def grad_of_list(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(outputs, [inputs] if isinstance(inputs, torch.Tensor) else list(inputs), *args, **kwargs)
+
+    for owner in (torch.Tensor, torch.autograd):
+        announce_calls(recorder.bus, owner, "backward", describe_backward, nesting)
+    announce_calls(recorder.bus, torch.autograd, "grad", describe_grad, nesting)
+    replace_function(torch.autograd, "grad", grad_of_list)  # a generator of parameters can be read once
+
+
+def _announce_gathers(recorder: Recorder) -> None:
+    if recorder.job.has_ranks and torch.distributed.is_available():
+        from gaverify.collective.membership import watch_gathers
+
+        watch_gathers(recorder.traffic.note_gather, with_gradient=recorder.traffic.differentiates_gathers)
+
+
+def _announce_steps(recorder: Recorder) -> None:
+    def init_optimizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not recorder.recording.guard.off:
+            recorder.steps.note_optimizer(self)
+
+    replace_function(Optimizer, "__init__", init_optimizer)
+    register_optimizer_step_pre_hook(functools.partial(_begin_step, recorder))
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.steps.end(optimizer))
+
+
+def _begin_step(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Torch's pre-hook; gives the optimizer a closure that is recorded, where the script gave it one."""
+    # Torch gives its hook all arguments of `step`, of which the first is the optimizer.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    recorded = recorder.steps.begin(optimizer, closure if callable(closure) else None)
+    if recorded is None:
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": recorded}
+    return (args[0], recorded, *args[2:]), kwargs
+
+
+def _announce_forwards(recorder: Recorder) -> None:
+    original: Any = nn.Module.__call__
+    guard, forwards, bus = recorder.recording.guard, recorder.forwards, recorder.bus
+
+    @functools.wraps(original)
+    def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Asked for every module: an inner one returns here, after a few attributes.
+        if torch.compiler.is_compiling() or guard.off or forwards.is_inside():
+            return original(self, *args, **kwargs)
+        call = ForwardCall(module=self, args=args, kwargs=kwargs, is_graded=torch.is_grad_enabled())
+        with bus.announce(call):
+            call.result = original(self, *args, **kwargs)
+        return call.result
+
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]

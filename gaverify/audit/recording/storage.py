@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 import torch
 
 from gaverify.audit.folders import DISK_FULL, META, ROOM, note_fault
-from gaverify.audit.measurements import ForwardInputs, StepSample
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
+from gaverify.audit.same_data import ForwardInputs, StepSample
 from gaverify.records.events import ClosingRecord, Event, write_closing_record, write_event
+from gaverify.tracebacks import Place, user_place
 
 _PATIENCE = 20.0  # seconds that a rank waits for the others before it ends; one of them may have failed
 _LEFT = "left-{}"
@@ -239,3 +240,32 @@ def shards_alone(
     """Returns the tensors of sharded parameters alone, by position: every rank holds all others as a whole."""
     sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
     return {kind: {at: value for at, value in members.items() if at in sharded} for kind, members in tensors.items()}
+
+
+# Writes the events of a run: each with the number of its update and the script's line.
+
+
+class Journal:
+    """The events of one run, in order.
+
+    Args:
+        storage: Where they are written.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.update = 1
+        """Number of the update that is being worked on."""
+
+    def stamp(self, place: Place | tuple[None, None] | None = None) -> tuple[int, str | None, int | None]:
+        """Returns the first three fields of an event that happens now: update, file and line.
+
+        Args:
+            place: The script's line; None for the one that is running, two None for a line that is not known.
+        """
+        file, line = place or user_place() or (None, None)  # a pair of None is true: it stays unknown
+        return self.update, file, line
+
+    def add(self, event: Event) -> None:
+        """Writes an event."""
+        self._storage.event(event)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gaverify.audit.recording.journal import Journal
+from gaverify.audit.recording.storage import Journal
 from gaverify.audit.recording.values import Sample, copy_values
 from gaverify.audit.recording.watching import Look, Watch
 from gaverify.passes.precision import unit_roundoff

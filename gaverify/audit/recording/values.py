@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gaverify.passes.nesting import leaves
+from gaverify.passes.layouts import leaves
 from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
 from gaverify.records.events import ArithmeticSummary
 from gaverify.torch_internals import (

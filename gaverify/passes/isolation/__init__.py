@@ -2,27 +2,31 @@
 
 `ModelState` holds what the user's code can reach (`walk` finds it: nearest first, and bounded); the rest are context
 managers. What cannot be put back, because Python does not let anyone look into it: open files, the caches of
-`functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`iterators`).
+`functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`objects`).
 """
 
-from gaverify.passes.isolation.flags import deterministic, eager_when_compiled, gradients_kept, mode_set
 from gaverify.passes.isolation.functions import variables
-from gaverify.passes.isolation.generators import (
+from gaverify.passes.isolation.globals import (
+    deterministic,
+    eager_when_compiled,
     foreign_generator_states,
     generator_states,
+    gradients_kept,
     isolated_generators,
+    mode_set,
     seed_everything,
     seed_torch,
 )
-from gaverify.passes.isolation.iterators import RewindableIterator, rewindable_iterators
 from gaverify.passes.isolation.objects import (
     BYTES,
     CONTAINERS,
     OWN_ATTRIBUTES,
     UNSET,
+    RewindableIterator,
     attributes_of,
     entries_of,
     numpy_types,
+    rewindable_iterators,
     scripted_attributes,
     slots_of,
 )

@@ -19,9 +19,17 @@ from typing import Any
 
 from torch import nn
 
-from gaverify.passes.isolation.iterators import replace_iterators
-from gaverify.passes.isolation.objects import attributes_of, is_special, read, slots_of
-from gaverify.passes.isolation.origins import is_users_class, is_users_function, is_users_module, packages_of
+from gaverify.passes.isolation.objects import (
+    attributes_of,
+    is_special,
+    is_users_class,
+    is_users_function,
+    is_users_module,
+    packages_of,
+    read,
+    replace_iterators,
+    slots_of,
+)
 
 Restore = Callable[[], None]
 _EMPTY = object()

@@ -1,4 +1,4 @@
-"""Saves and restores containers, objects and modules: entries, attributes, slots, registries, attributes in C++.
+"""Saves and restores containers, objects, modules and iterators, where their state is that of the user's own code.
 
 Entries are compared by identity, which never runs the user's `__eq__`. Nothing is written where nothing changed, so
 that an iterator of the user's over a dictionary goes on.
@@ -7,21 +7,201 @@ that an iterator of the user's over a dictionary goes on.
 from __future__ import annotations
 
 import array
+import os
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import islice
 from operator import is_
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.passes.isolation.iterators import replace_iterators
-from gaverify.passes.isolation.origins import is_library, module_of
-from gaverify.torch_internals import submodules_of
+from gaverify.passes.isolation.globals import foreign_generator_states, torch_generator_states
+from gaverify.torch_internals import submodules_of, tree_leaves
+
+# Whose code is it? State of the user's own code is followed, that of Python, torch and NumPy is not.
+
+
+_LIBRARIES = frozenset({"torch", "torchgen", "functorch", "triton", "numpy"}) | sys.stdlib_module_names
+# Objects of a library that hold what their user puts there, or that a step changes
+_BAGS = (SimpleNamespace, UserDict, UserList, ChainMap)
+_STATEFUL = ("torch.optim", "torch.amp", "torch.cuda.amp", "argparse")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+
+
+@cache
+def is_library(module: str) -> bool:
+    """Whether a module name belongs to Python's standard library, torch or NumPy."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def module_of(kind: type) -> str:
+    """Returns the name of the module that defines a class; empty for a class that hides it."""
+    name = kind.__module__
+    return name if isinstance(name, str) else ""
+
+
+def has_own_state(kind: type) -> bool:
+    """Whether the attributes of an object of this class are the user's state: not where a library defines the class."""
+    module = module_of(kind)
+    return not is_library(module) or kind in _BAGS or module.startswith(_STATEFUL)
+
+
+def packages_of(callables: Iterable[Any]) -> frozenset[str]:
+    """Returns the top-level packages that define some callables: a user's own package may be installed, too."""
+    packages = set()
+    for value in callables:
+        while isinstance(value, partial):
+            value = value.func
+        module = getattr(value, "__module__", None)  # of a function, a method, or the class of an object
+        if isinstance(module, str):
+            packages.add(module.partition(".")[0])
+    return frozenset(packages)
+
+
+def is_users_function(function: FunctionType, user_packages: frozenset[str]) -> bool:
+    """Whether the globals that a function names are the user's: not installed, or in one of `user_packages`."""
+    name = function.__globals__.get("__name__")
+    return _is_users(name if isinstance(name, str) else "", function.__code__.co_filename, user_packages)
+
+
+def is_users_class(kind: type, user_packages: frozenset[str]) -> bool:
+    """Whether the attributes of the class itself may be the user's state."""
+    name = module_of(kind)
+    return _is_users(name, getattr(sys.modules.get(name), "__file__", None) or "", user_packages)
+
+
+def is_users_module(value: Any, user_packages: frozenset[str]) -> bool:
+    """Whether `value` is an imported module of the user's own."""
+    if type(value) is not ModuleType:
+        return False
+    return _is_users(value.__name__, getattr(value, "__file__", None) or "", user_packages)
+
+
+@cache
+def _is_users(module: str, filename: str, user_packages: frozenset[str]) -> bool:
+    """An installed package keeps its state to itself; to follow all of them would cost more than it finds."""
+    top = module.partition(".")[0]
+    if top == "gaverify" or is_library(top):
+        return False
+    installed = "site-packages" in filename or "dist-packages" in filename or filename.startswith(_STANDARD)
+    return top in user_packages or not installed
+
+
+# Iterators and generators that the user's code keeps: their values are recorded, so that a pass can read them
+# again.
+#
+# Python lets nobody copy or rewind a generator. While a verification runs, a stand-in takes the place of each
+# iterator that the loss can reach; it repeats the recorded values after a restore and asks the iterator only for
+# later ones.
+
+
+# For each open verification: the stand-ins by the identity of their iterators, and what puts the iterators back
+_scopes: list[tuple[dict[int, RewindableIterator], list[Callable[[], None]]]] = []
+
+
+@contextmanager
+def rewindable_iterators() -> Iterator[None]:
+    """Lets stand-ins take the place of iterators until the end, when every iterator is put back where it was."""
+    _scopes.append(({}, []))
+    try:
+        yield
+    finally:
+        for put_back in reversed(_scopes.pop()[1]):
+            put_back()
+
+
+class RewindableIterator:
+    """Stands in for an iterator, and repeats its values after `position` was set back.
+
+    Values that were drawn at random, or computed from weights, are of one pass: from the first of these on, nothing is
+    recorded and nothing repeated.
+    """
+
+    __slots__ = ("_iterator", "_position", "_values")
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._values: list[Any] | None = []
+        self._position = 0
+
+    @property
+    def position(self) -> int | None:
+        """How many values have been read; None where they cannot be repeated."""
+        return self._position if self._values is not None else None
+
+    def rewind(self, position: int | None) -> None:
+        """Lets the next value be the one after `position` values."""
+        if position is not None and self._values is not None:
+            self._position = min(position, len(self._values))
+
+    def __iter__(self) -> RewindableIterator:
+        return self
+
+    def __next__(self) -> Any:
+        values = self._values
+        if values is None:
+            return next(self._iterator)
+        if self._position == len(values):
+            before = _random_states()
+            value = next(self._iterator)
+            if _is_computed(value) or _random_states() != before:
+                self._values = None
+                return value
+            values.append(value)
+        self._position += 1
+        return values[self._position - 1]
+
+    def send(self, value: Any) -> Any:
+        """Sends a value to a generator, whose answer may depend on it: from here on nothing is repeated."""
+        if value is None:
+            return next(self)
+        self._values = None
+        return self._iterator.send(value)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_iterator"), name)
+
+
+def _random_states() -> tuple[Any, ...]:
+    return (*torch_generator_states(), *foreign_generator_states())
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a backward would go through the value: a second one would find its graph freed."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value))
+
+
+def replace_iterators(places: Iterable[tuple[Any, Any]], bind: Callable[[Any, Any], None]) -> None:
+    """Puts stand-ins in the place of iterators; does nothing outside a verification.
+
+    Args:
+        places: Places (names, cells, indices) and what is there.
+        bind: Puts another value in a place.
+    """
+    if not _scopes:
+        return
+    stand_ins, put_back = _scopes[-1]
+    for place, value in list(places):
+        if _is_iterator(value):
+            # one stand-in for each iterator: two variables that share it go on together
+            bind(place, stand_ins.setdefault(id(value), RewindableIterator(value)))
+            put_back.append(partial(bind, place, value))
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether `value` is a generator, or an iterator of Python's own: objects of other classes have attributes."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+
+
+# Saves and restores containers, objects and modules: entries, attributes, slots, registries, attributes in C++.
+
 
 Restore = Callable[[], None]
 CONTAINERS = (dict, list, set, deque)

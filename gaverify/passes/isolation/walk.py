@@ -21,10 +21,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gaverify.errors import InternalError
-from gaverify.passes.isolation import functions, generators, objects, origins
-from gaverify.passes.isolation.flags import ARITHMETIC, check_initialised, flag_states
-from gaverify.passes.isolation.iterators import RewindableIterator
-from gaverify.passes.isolation.origins import packages_of
+from gaverify.passes.isolation import functions, globals, objects
+from gaverify.passes.isolation.globals import ARITHMETIC, check_initialised, flag_states
+from gaverify.passes.isolation.objects import RewindableIterator, packages_of
 from gaverify.passes.isolation.tensors import Tensors
 from gaverify.torch_internals import buffers_of, parameters_of, submodules_of, without_torch_function
 
@@ -131,7 +130,7 @@ class Walk:
         ):
             if issubclass(kind, kinds):  # not `isinstance`, which a proxy object may answer as it likes
                 return handler
-        return self._object if origins.has_own_state(kind) else None
+        return self._object if objects.has_own_state(kind) else None
 
     def _add(self, restore: Restore | None) -> None:
         if restore is not None:
@@ -184,13 +183,13 @@ class Walk:
         return [*self._kind(module), *values]
 
     def _torch_generator(self, generator: torch.Generator) -> Children:
-        self._add(generators.restorer(generator))
+        self._add(globals.restorer(generator))
         return ()
 
     def _generator(self, generator: Any) -> Children:
         if not isinstance(generator, random.SystemRandom):  # which has no state
-            self._add(generators.restorer(generator))
-            generators.register_generator(generator)
+            self._add(globals.restorer(generator))
+            globals.register_generator(generator)
         return self._object(generator)
 
     def _iterator(self, iterator: RewindableIterator) -> Children:
@@ -234,7 +233,7 @@ class Walk:
         values: list[Any] = []
         for base in kind.__mro__:
             # A library's class is shared by everything that uses it: putting it back would undo what others did.
-            if origins.is_users_class(base, self._user_packages) and (base is kind or id(base) not in self._seen):
+            if objects.is_users_class(base, self._user_packages) and (base is kind or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 restore, children = objects.keep_class(base)
                 self._add(restore)
@@ -254,7 +253,7 @@ class Walk:
 
     def _kind(self, value: Any) -> Children:
         kind = type(value)
-        return () if origins.is_library(origins.module_of(kind)) or id(kind) in self._seen else (kind,)
+        return () if objects.is_library(objects.module_of(kind)) or id(kind) in self._seen else (kind,)
 
 
 class ModelState:

@@ -18,23 +18,21 @@ from gaverify.passes.randomness.draws import (
     LOOSE,
     Draw,
     DrawLedger,
+    GivenRows,
     MicroBatch,
     Recorder,
+    Rows,
+    Selection,
     fingerprint,
+    have_other_contents,
     place_draw,
+    select_by_contents,
+    select_by_position,
+    take_selection,
     tolerance_of,
 )
 from gaverify.passes.randomness.foreign import call_site
 from gaverify.passes.randomness.operations import Drawing, are_interchangeable, generator_key, have_same_arguments
-from gaverify.passes.randomness.selection import (
-    GivenRows,
-    Rows,
-    Selection,
-    have_other_contents,
-    select_by_contents,
-    select_by_position,
-    take_selection,
-)
 from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _NAMES = {"numpy": "numpy.random"}

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from gaverify.passes.isolation.generators import comparable, foreign_generators, set_state, state_of
+from gaverify.passes.isolation.globals import comparable, foreign_generators, set_state, state_of
 from gaverify.passes.layouts import SampleLayout
 from gaverify.torch_internals import DISPATCH_MODULE
 from gaverify.tracebacks import Owner, hands_over, owner_of

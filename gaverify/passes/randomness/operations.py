@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gaverify.passes.calls import Handler, OperationMode, operation_name
-from gaverify.passes.devices import default_generator, with_number
-from gaverify.passes.isolation.generators import comparable, state_of
-from gaverify.passes.precision import Arithmetic, product_of
+from gaverify.passes.isolation.globals import comparable, state_of
+from gaverify.passes.precision import Arithmetic, default_generator, product_of, with_number
 from gaverify.tracebacks import hands_over
 
 Args = tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The JSON documents of all answers: `schema/` says what they hold and fills them, `reading` reads them back."""
+"""The JSON documents of all answers: `schema` says what they hold and fills them, `reading` reads them back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overall_outcome(report: Report) -> Outcome:
 
 def _document_text(record: Answer | Report) -> str:
     # Loads pydantic, which only documents need.
-    from gaverify.report.documents.schema.shape import as_json
+    from gaverify.report.documents.schema import as_json
 
     # ASCII escapes keep lone surrogates in names legal and make the bytes the same under every encoding.
     return json.dumps(as_json(record), indent=2, ensure_ascii=True, allow_nan=False)

@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from gaverify.passes.calls import FunctionMode
-from gaverify.passes.devices import widest
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.fingerprints import real_numbers, summaries
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import (
     BYTES,
@@ -33,10 +31,12 @@ from gaverify.passes.isolation import (
     slots_of,
     variables,
 )
+from gaverify.passes.layouts import real_numbers, summaries
+from gaverify.passes.precision import widest
 from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
+from gaverify.search.trace.operations import address, watch_writes
 from gaverify.search.trace.traces import Frame, locate_operation
-from gaverify.search.trace.writes import address, watch_writes
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, version_of, without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
 

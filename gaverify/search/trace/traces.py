@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gaverify.passes.devices import widest
-from gaverify.passes.fingerprints import real_numbers, summaries
-from gaverify.passes.layouts import SampleLayout
-from gaverify.passes.walks import walk_from
+from gaverify.passes.calls import walk_from
+from gaverify.passes.layouts import SampleLayout, real_numbers, summaries
+from gaverify.passes.precision import widest
 from gaverify.records.experiment import FunctionKey, Operation
 from gaverify.tracebacks import display_path
 

@@ -21,11 +21,19 @@ from measured import ranks
 from updates import update_of
 
 from gaverify.audit.controls import control_overwriting
-from gaverify.audit.options import split_words
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
-from gaverify.audit.request import Request
+from gaverify.audit.request import Request, split_words
 from gaverify.errors import SpecError
-from gaverify.records.audit import ControlResults, Overwritten, Record, RowCheck, UpdateComparison
+from gaverify.records.audit import (
+    ControlResults,
+    Overwritten,
+    Record,
+    RowCheck,
+    SettingDifference,
+    Stage,
+    StageComparison,
+    UpdateComparison,
+)
 from gaverify.records.audit_report import counts_of
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import (
@@ -38,6 +46,8 @@ from gaverify.records.events import (
     Ending,
     Event,
     Forward,
+    Framework,
+    FrameworkLoop,
     GradientsEdited,
     Ledger,
     ModelSummary,
@@ -53,14 +63,12 @@ from gaverify.records.events import (
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, LossTerm, Operation, Suspect, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
-from gaverify.records.frameworks import Framework, FrameworkLoop
 from gaverify.records.ranks import RankFacts
-from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
 from gaverify.rules import RULES
 from gaverify.rules import findings_for as findings_of
-from gaverify.rules.controls import explain_rest
+from gaverify.rules.rule import explain_rest
 from gaverify.rules.scale import constant
 from gaverify.rules.wrong_scale import short_by
 

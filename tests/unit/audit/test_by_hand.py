@@ -18,7 +18,7 @@ from torch import nn
 
 from gaverify.audit.job import Command, Job
 from gaverify.audit.processes import Child, check_updates
-from gaverify.audit.recording.summary import started_processes
+from gaverify.audit.recording.recorder import started_processes
 from gaverify.audit.recording.unannounced import ByHand, UnannouncedSteps
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decide_by_weights

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.audit.changes import (
+from gaverify.audit.job import (
     Change,
     ClearGradients,
+    Command,
     ComputeInFloat32,
     DifferentiateGathers,
     DifferentiateTerm,
     DisableCompilation,
+    Job,
     LeadSteps,
     PerturbWeights,
     PinModules,
     ReplayData,
     RestoreState,
+    Run,
     ScaleLosses,
     SynchroniseGradients,
     UndoSteps,
@@ -28,7 +31,6 @@ from gaverify.audit.changes import (
     WeightMicroBatches,
     merge_changes,
 )
-from gaverify.audit.job import Command, Job, Run
 
 EVERY_CHANGE = (
     PerturbWeights(2.0**-24, 3, at_optimizer=True),

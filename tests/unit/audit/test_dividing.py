@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from gaverify.audit.flow import micro_batches_per_batch
-from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples
 from gaverify.audit.recording import graph
 from gaverify.audit.recording.graph import MOST, Terms, Weight
+from gaverify.audit.same_data import StepSample
 from gaverify.audit.stages import _feels_samples, add_up, fit_gradients
 from gaverify.records.audit import Record
 from gaverify.records.events import Backward, Event, Forward, Ledger, Step

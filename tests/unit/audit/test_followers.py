@@ -20,7 +20,7 @@ from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Roundoff
-from gaverify.collective.traffic import TrafficMeter
+from gaverify.collective.membership import TrafficMeter
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import place_experiment

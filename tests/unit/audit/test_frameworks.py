@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from gaverify.audit.recording.frameworks import find_framework
-from gaverify.records.frameworks import Framework, FrameworkLoop
+from gaverify.audit.recording.listeners.gradients import find_framework
+from gaverify.records.events import Framework, FrameworkLoop
 
 ACCELERATE, LIGHTNING = FrameworkLoop(Framework.ACCELERATE, 4), FrameworkLoop(Framework.LIGHTNING, 4)
 TRAINER = FrameworkLoop(Framework.TRANSFORMERS, 4, divides=False, counts_items=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import _pop_mode
 
-from gaverify.audit.recording.lifting import compute_in_float32
+from gaverify.audit.recording.control import compute_in_float32
 
 
 @pytest.fixture

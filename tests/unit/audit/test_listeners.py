@@ -17,22 +17,20 @@ from torch.optim import swa_utils
 
 from gaverify.audit.job import Command, Job
 from gaverify.audit.recording import listeners
-from gaverify.audit.recording.bus import Bus, Call, FunctionCall, Nesting, announce_calls
-from gaverify.audit.recording.calls import BackwardCall, ForwardCall
-from gaverify.audit.recording.context import Recording
-from gaverify.audit.recording.guard import Guard
-from gaverify.audit.recording.journal import Journal
-from gaverify.audit.recording.listeners.gradient_calls import (
+from gaverify.audit.recording.bus import Bus, Call, FunctionCall, Guard, Nesting, announce_calls
+from gaverify.audit.recording.calls import BackwardCall, ForwardCall, Recording
+from gaverify.audit.recording.listeners.other_calls import (
     ClipCall,
     ClippingListener,
+    LossCall,
     ScalerListener,
     ScalerMethodCall,
+    TargetListener,
     ZeroGradCall,
     ZeroGradListener,
 )
-from gaverify.audit.recording.listeners.other_calls import LossCall, TargetListener
 from gaverify.audit.recording.recorder import Recorder
-from gaverify.audit.recording.storage import Storage
+from gaverify.audit.recording.storage import Journal, Storage
 from gaverify.records.events import (
     AverageUpdate,
     Backward,
@@ -42,6 +40,8 @@ from gaverify.records.events import (
     Event,
     FileLoaded,
     Forward,
+    Framework,
+    FrameworkLoop,
     LossOrigin,
     ScalerCall,
     Shard,
@@ -54,7 +54,6 @@ from gaverify.records.events import (
     write_closing_record,
     write_event,
 )
-from gaverify.records.frameworks import Framework, FrameworkLoop
 from gaverify.records.ranks import Collective, Traffic
 
 LISTENERS = Path(listeners.__file__).parent

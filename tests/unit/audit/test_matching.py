@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gaverify.audit.flow import possible_orders
 from gaverify.audit.recording.graph import ends_in_parameters
-from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.recording.samples import Inputs, has_loss
+from gaverify.audit.recording.samples import Inputs, has_loss, input_rows
 from gaverify.audit.recording.values import Names
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 

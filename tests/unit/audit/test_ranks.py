@@ -18,10 +18,9 @@ from recorded_ranks import trained
 
 from gaverify.audit.judgement import differing_settings, farthest_change
 from gaverify.audit.processes import check_parameters
-from gaverify.audit.rank_facts import distance_between_ranks, rank_facts
-from gaverify.audit.ranks import RankedRun
+from gaverify.audit.ranks import RankedRun, distance_between_ranks, rank_facts
 from gaverify.audit.reading import RecordedRun
-from gaverify.audit.recording.rows import input_rows
+from gaverify.audit.recording.samples import input_rows
 from gaverify.audit.recording.storage import shards_alone
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.audit.same_data import check_rows

@@ -20,20 +20,17 @@ from updates import update_of
 
 from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _find_drifted as drifted_in
-from gaverify.audit.measurements import StepSample
 from gaverify.audit.reading import Samples, labels
 from gaverify.audit.recording.loop import DealtLoopDraw, LoopDealing, LoopDraw, LoopLedger, Share
-from gaverify.audit.recording.rows import input_rows
-from gaverify.audit.recording.samples import GivenSamples, KeptSamples
-from gaverify.audit.same_data import check_rows
+from gaverify.audit.recording.samples import GivenSamples, KeptSamples, input_rows
+from gaverify.audit.same_data import StepSample, check_rows
 from gaverify.audit.stages import Runs, compare_gradients
 from gaverify.passes.randomness import Refusal
-from gaverify.records.audit import Record, RowCheck, UpdateComparison
+from gaverify.records.audit import Record, RowCheck, SettingDifference, Stage, StageComparison, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import ArithmeticSummary, Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
-from gaverify.records.stages import SettingDifference, Stage, StageComparison
 from gaverify.records.windows import Window, common_rounds, number_steps, rounds_of, windows_of
 from gaverify.rules import findings_for
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gaverify.audit.transform_controls import compare_responses
+from gaverify.audit.code_controls import compare_responses
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.events import Ledger

@@ -16,8 +16,7 @@ import torch
 from gaverify.audit.editing import Edits, check_values, place_value
 from gaverify.audit.folders import DISK_FULL, ROOM
 from gaverify.audit.recording import storage
-from gaverify.audit.recording.bus import Bus
-from gaverify.audit.recording.guard import Guard
+from gaverify.audit.recording.bus import Bus, Guard
 from gaverify.audit.recording.listeners.other_calls import LoadListener
 from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import same

@@ -13,7 +13,7 @@ import samples
 
 import gaverify
 from gaverify.cli import main
-from gaverify.cli.selection import read_expression
+from gaverify.cli.running import read_expression
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import Verdict

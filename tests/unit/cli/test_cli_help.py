@@ -120,7 +120,7 @@ def test_the_shell_completes_paths_of_an_audit(name: str, kind: str) -> None:
 
 
 def test_completion_offers_every_loss() -> None:
-    from gaverify.loading.guessing import _LOSSES
+    from gaverify.loading.inspecting import _LOSSES
     from gaverify.spec.fields import LOSSES
 
     assert list(LOSSES) == list(_LOSSES)

@@ -21,12 +21,11 @@ from gaverify.__main__ import start
 from gaverify.cli import main
 from gaverify.cli.options import overrides_from
 from gaverify.errors import InternalError, MissingPackage, ProblemError
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import Outcome
-from gaverify.records.environment import Environment
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import Spec
-from gaverify.spec.accepting import Accept, Project
-from gaverify.spec.kinds import read_value
+from gaverify.spec.values import Accept, Project, read_value
 
 
 def verdict(outcome: Outcome, model: str = "m") -> Verdict:
@@ -443,7 +442,7 @@ def test_usage_errors(words: list[str], text: str, fake: Fake, capsys: pytest.Ca
 
 
 def test_no_bar_on_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gaverify.cli.progress.DELAY", 0.0)
+    monkeypatch.setattr("gaverify.cli.streams.DELAY", 0.0)
     monkeypatch.delenv("CI", raising=False)
     assert main(["run", "--model", "equivalent"]) == 0
     assert capsys.readouterr().err == ""
@@ -463,7 +462,7 @@ def test_without_a_terminal_each_started_run_has_a_line(
 
 
 def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gaverify.cli.progress import DelayedProgress
+    from gaverify.cli.streams import DelayedProgress
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -474,7 +473,7 @@ def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.setattr("gaverify.cli.progress.DELAY", delay)
+        monkeypatch.setattr("gaverify.cli.streams.DELAY", delay)
         with DelayedProgress("cnn.py:factory: [x]", 2, 6) as progress:
             for step in steps:
                 progress.report(*step)
@@ -493,7 +492,7 @@ def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_bar_for_specs_that_run_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from gaverify.cli.progress import SeveralProgress
+    from gaverify.cli.streams import SeveralProgress
 
     with SeveralProgress(["a.py:f", "b.py:g", "c"]) as several:
         several.report_of(1, "the full batch", 0, 5)
@@ -510,7 +509,7 @@ def test_one_bar_for_specs_that_run_at_the_same_time(
 
 
 def test_a_bar_is_never_full_before_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gaverify.cli.progress import DelayedProgress
+    from gaverify.cli.streams import DelayedProgress
 
     progress = DelayedProgress("mlp")
     progress._show()

@@ -12,11 +12,11 @@ from rank_processes import join_group, run_each
 from torch import nn
 
 from gaverify.collective.engines import Alone, Reach, blocks, of_all
-from gaverify.collective.traffic import watch_gathers
-from gaverify.passes.devices import available_devices
+from gaverify.collective.membership import watch_gathers
+from gaverify.passes.batching import Problem
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.problem import Problem
+from gaverify.passes.precision import available_devices
 from gaverify.remedies import all_gather
 
 

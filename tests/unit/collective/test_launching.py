@@ -19,10 +19,10 @@ from torch import nn
 
 import gaverify
 from gaverify import verification
+from gaverify.collective.flow import explain_options
 from gaverify.collective.launching import Progress, TellEnd, run_on_ranks
-from gaverify.collective.verifying import explain_options
 from gaverify.errors import Agreed, InternalError, MissingPackage, ProblemError
-from gaverify.passes.devices import backend_of, devices_of_ranks
+from gaverify.passes.precision import backend_of, devices_of_ranks
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec
 
@@ -193,7 +193,7 @@ def test_a_factory_that_draws_anew_on_every_rank_is_told(tmp_path: Path) -> None
 
 
 def test_devices_that_ranks_cannot_have_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.collective.verifying.resolve_device", torch.device)
+    monkeypatch.setattr("gaverify.collective.flow.resolve_device", torch.device)
     told = explain_options(Spec(model="mlp", steps=1, ranks=2, device="mps"))
     assert told == "ranks run on CPUs and on CUDA devices, not on mps; write device='cpu', where the same faults show"
 

@@ -14,18 +14,17 @@ from measured import GATHERED, divergent, fit, ranks, record
 from gaverify import Outcome
 from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
-from gaverify.collective.traffic import TrafficMeter
+from gaverify.collective.membership import TrafficMeter
 from gaverify.collective.window import Moved, cut_by_clipping
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
-from gaverify.records.accumulation import SCRIPT, AccumulationWindow
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Ledger, Step
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
-from gaverify.records.windows import windows_of
+from gaverify.records.windows import SCRIPT, AccumulationWindow, windows_of
 from gaverify.rules import (
     clip_per_micro_batch,
     gather_without_gradient,
@@ -39,8 +38,8 @@ from gaverify.rules import (
     synchronised_every_micro_batch,
     wrong_rank_scale,
 )
+from gaverify.rules.rule import shares
 from gaverify.rules.scale import word_factor
-from gaverify.rules.wording import shares
 from gaverify.thresholds import U32
 from gaverify.verdict.criteria import Difference
 

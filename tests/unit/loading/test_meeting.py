@@ -17,8 +17,8 @@ from gaverify import Outcome
 from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
 from gaverify.loading import load_problem
-from gaverify.loading.adapting import first_batch
-from gaverify.loading.naming import Kind, check_name, kind_of
+from gaverify.loading.bare import first_batch
+from gaverify.loading.importing import Kind, check_name, kind_of
 from gaverify.spec import Spec
 
 NET = """\

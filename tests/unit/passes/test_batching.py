@@ -13,8 +13,8 @@ from torch import nn
 from gaverify import ProblemError
 from gaverify.passes.batching import batch_size_of, fresh, micro_batch_sizes, other_reading, take
 from gaverify.passes.calls import OperationMode
-from gaverify.passes.nesting import leaves, rebuilt
-from gaverify.passes.terms import SUMMING, TermSums, _magnitudes
+from gaverify.passes.dispatch import SUMMING, TermSums, _magnitudes
+from gaverify.passes.layouts import leaves, rebuilt
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 

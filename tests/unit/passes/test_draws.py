@@ -22,14 +22,19 @@ from gaverify import Outcome, Problem
 from gaverify.passes.experiment import TimeLimit
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.dealing import DrawCounts
-from gaverify.passes.randomness.draws import LOOSE, Draw, fingerprint, match_rows, rows_differ, tolerance_of
-from gaverify.passes.randomness.selection import (
+from gaverify.passes.randomness.draws import (
+    LOOSE,
+    Draw,
     GivenRows,
     Rows,
+    fingerprint,
     have_other_contents,
+    match_rows,
+    rows_differ,
     select_by_contents,
     select_by_position,
     take_selection,
+    tolerance_of,
 )
 from gaverify.passes.user_code import loss_of
 

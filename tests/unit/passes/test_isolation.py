@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gaverify
 from gaverify import Outcome, ProblemError
 from gaverify.errors import InternalError
-from gaverify.passes.isolation import ModelState, deterministic, isolated_generators, objects, origins, tensors
+from gaverify.passes.isolation import ModelState, deterministic, isolated_generators, objects, tensors
 
 # --- Nothing stays changed: neither after a verdict nor after the loss raised in the middle of one -------------------
 
@@ -508,16 +508,16 @@ def test_libraries_are_not_followed(value: Any) -> None:
 
 
 def test_whose_code_it_is() -> None:
-    assert all(map(origins.is_library, ("torch.nn.modules.linear", "numpy", "random", "builtins", "collections.abc")))
-    assert not any(map(origins.is_library, ("__main__", "transformers.models", "torchvision", "problems")))
-    nobody, own = frozenset[str](), origins.packages_of([functools.partial(pytest.raises)])
-    assert origins.is_users_function(cross_entropy, nobody)
-    assert not origins.is_users_function(functools.wraps, nobody)
-    assert not origins.is_users_function(nn.functional.relu, frozenset({"torch"}))
-    assert not origins.is_users_function(pytest.raises, nobody)
-    assert origins.is_users_function(pytest.raises, own), "an installed loss function is the user's all the same"
-    assert origins.is_users_class(Sample, nobody) and not origins.is_users_class(nn.Linear, nobody)
-    assert origins.has_own_state(Sample) and not origins.has_own_state(torch.Size)
+    assert all(map(objects.is_library, ("torch.nn.modules.linear", "numpy", "random", "builtins", "collections.abc")))
+    assert not any(map(objects.is_library, ("__main__", "transformers.models", "torchvision", "problems")))
+    nobody, own = frozenset[str](), objects.packages_of([functools.partial(pytest.raises)])
+    assert objects.is_users_function(cross_entropy, nobody)
+    assert not objects.is_users_function(functools.wraps, nobody)
+    assert not objects.is_users_function(nn.functional.relu, frozenset({"torch"}))
+    assert not objects.is_users_function(pytest.raises, nobody)
+    assert objects.is_users_function(pytest.raises, own), "an installed loss function is the user's all the same"
+    assert objects.is_users_class(Sample, nobody) and not objects.is_users_class(nn.Linear, nobody)
+    assert objects.has_own_state(Sample) and not objects.has_own_state(torch.Size)
 
 
 def test_proxies_are_not_asked() -> None:

@@ -18,7 +18,7 @@ from gaverify import Outcome, Problem, ProblemError
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.isolation.flags import PRECISION, flag_states
+from gaverify.passes.isolation.globals import PRECISION, flag_states
 from gaverify.passes.lifting import LiftedWeights
 from gaverify.passes.precision import (
     buffers_differ,
@@ -215,16 +215,15 @@ def test_nothing_is_said_where_nothing_is_rounded() -> None:
 # Where a name is part of torch's own switches, of a released document, or of the list of kinds.
 NAMED = {
     "spec/fields.py": "the word that is meant by `--device gpu`",
-    "passes/devices.py": "the list of kinds",
-    "passes/isolation/flags.py": "torch's precision and attention switches, which carry the name",
+    "passes/isolation/globals.py": "torch's precision and attention switches, which carry the name",
     "records/profile.py": "a released word of the document",
-    "report/profile_page.py": "a released word of the document",
-    "profiling/measuring.py": "a released word of the document",
+    "report/pages.py": "a released word of the document",
+    "profiling/workload.py": "a released word of the document",
     "passes/precision.py": "the backends of torch's precision switches",
     "pytest_plugin.py": "the names of pytest's marks",
     "audit/recording/values.py": "graphs that are captured, which torch asks of CUDA",
     "audit/recording/samples.py": "whether torch pins memory is asked of CUDA alone",
-    "spec/kinds.py": "the words of an option, which completion offers",
+    "spec/values.py": "the words of an option, which completion offers",
 }
 
 

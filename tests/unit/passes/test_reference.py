@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from gaverify.errors import NoMemory
+from gaverify.passes.batching import Problem
 from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.problem import Problem
-from gaverify.passes.reference import Fitting
 from gaverify.records.comparison import Reference
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gaverify import Problem, ProblemError
-from gaverify.passes.devices import widest
 from gaverify.passes.dispatch import Observed
-from gaverify.passes.fingerprints import project_rows, real_numbers, summaries
+from gaverify.passes.layouts import project_rows, real_numbers, summaries
+from gaverify.passes.precision import widest
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
-from gaverify.passes.weighting import check_weighting, micro_batch_weight, targets_of, valid_targets
+from gaverify.passes.user_code import check_weighting, micro_batch_weight, targets_of, valid_targets
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gaverify.passes.problem import Problem
-from gaverify.profiling.measuring import activation_bytes
-from gaverify.profiling.workload import ActivationMeter, workload
+from gaverify.passes.batching import Problem
+from gaverify.profiling.workload import ActivationMeter, activation_bytes, workload
 from gaverify.records.profile import Plan, Strategy, fit
 from gaverify.spec import Spec
 

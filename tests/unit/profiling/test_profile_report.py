@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from profiles import B, failing, profile, row, setting
 from syrupy.assertion import SnapshotAssertion
 
-from gaverify.amounts import bytes_text, seconds_text
 from gaverify.cli import main
 from gaverify.records.comparison import Outcome
+from gaverify.records.numbers import bytes_text, seconds_text
 from gaverify.records.profile import (
     Memory,
     Plan,
@@ -33,7 +33,7 @@ from gaverify.records.profile import (
 from gaverify.report import print_answer, render
 from gaverify.report.documents.schema import schema_text, validate_document
 from gaverify.report.layout import Layout, cells, plain
-from gaverify.report.profile_page import profile_page
+from gaverify.report.pages import profile_page
 from gaverify.report.text import page_lines
 
 CASES: list[Callable[[], Profile]] = [

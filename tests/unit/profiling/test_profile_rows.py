@@ -18,8 +18,7 @@ import gaverify
 from gaverify.cli import main
 from gaverify.profiling.launching import profile_spec
 from gaverify.records.profile import activation_line, peak_line, plans
-from gaverify.report.documents.schema import validate_document
-from gaverify.report.documents.schema.verdict import ProfileDocument
+from gaverify.report.documents.schema import ProfileDocument, validate_document
 from gaverify.spec import Spec
 
 MODEL = """

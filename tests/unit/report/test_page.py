@@ -14,9 +14,9 @@ import pytest
 import samples
 
 from gaverify.cli import main
+from gaverify.records.answers import Environment
 from gaverify.records.audit_report import Moment, RecordedCalls
 from gaverify.records.comparison import Outcome
-from gaverify.records.environment import Environment
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Evidence, Excerpt, Location
 from gaverify.report import render

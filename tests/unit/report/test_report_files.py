@@ -15,6 +15,7 @@ import profiles
 import pytest
 import samples
 
+from gaverify.acceptance import with_excerpts
 from gaverify.cli.showing import show
 from gaverify.errors import SpecError
 from gaverify.records.audit_report import RecordedCalls, WindowCount
@@ -33,7 +34,6 @@ from gaverify.report import (
 from gaverify.report.documents.schema import validate_document
 from gaverify.report.markdown import text
 from gaverify.report.pages import page_of
-from gaverify.sources import with_excerpts
 
 # --- Reports in files: JUnit, pictures, endings, and files that are whole or not there -------------------------------
 

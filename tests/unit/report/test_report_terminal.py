@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import samples
 
-from gaverify.amounts import count_text
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
+from gaverify.records.numbers import count_text
 from gaverify.records.verdict import Losses, Verdict
 from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
 from gaverify.report.layout import Layout, cells

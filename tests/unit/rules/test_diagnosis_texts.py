@@ -32,7 +32,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, Operation, Weig
 from gaverify.records.facts import Facts, Repeatability, SampleCoupling, State, StateChange
 from gaverify.records.findings import Location
 from gaverify.rules import findings_for
-from gaverify.rules.wording import exact
+from gaverify.rules.rule import exact
 from gaverify.thresholds import FIT_EXACT
 
 

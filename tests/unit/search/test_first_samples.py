@@ -27,16 +27,16 @@ import gaverify
 from gaverify import Finding, Outcome, Verdict
 from gaverify.cli import main
 from gaverify.errors import ProblemError
-from gaverify.passes import dispatch, terms
+from gaverify.passes import dispatch
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DealingReport, DrawLedger, Reading
-from gaverify.records.accumulation import AccumulationWindow
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability
-from gaverify.search import confirming, coupling, first_samples, investigation, operations, proof, weights
+from gaverify.records.windows import AccumulationWindow
+from gaverify.search import confirming, coupling, investigation, operations, proof, weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.trace import operations as tracing
 from gaverify.search.trace.traces import describe_tensor
@@ -174,11 +174,11 @@ def test_a_parameter_is_decided_by_a_part_where_it_shows_the_same(
         return measurement, SimpleNamespace(rows=rows, few=few, float64=object())
 
     whole, of_part = judged(Outcome.INCONCLUSIVE, here, WHOLE), judged(shown, apart, PART)
-    rows = first_samples._decide_by_first_samples(*whole, *of_part)
+    rows = investigation._decide_by_first_samples(*whole, *of_part)
     expected = told if beside or told is Outcome.DIVERGENT else None
     assert (rows[0].outcome if rows is not None else None) is expected
     of_part[1].float64 = None
-    assert first_samples._decide_by_first_samples(*whole, *of_part) is None, "float64 did not run"
+    assert investigation._decide_by_first_samples(*whole, *of_part) is None, "float64 did not run"
 
 
 DRAWN = DrawLedger(draws=(object(),))  # type: ignore[arg-type]
@@ -234,8 +234,8 @@ def test_a_part_is_judged_by_float64_alone(
         def with_second_reading(self) -> Any:
             return First(self.draws, Reading(by_contents=True))
 
-    monkeypatch.setattr(first_samples, "run_in_float64", control)
-    monkeypatch.setattr(first_samples, "measure_and_decide", lambda *_, **__: "in both")
+    monkeypatch.setattr(investigation, "run_in_float64", control)
+    monkeypatch.setattr(investigation, "measure_and_decide", lambda *_, **__: "in both")
     working = {"w": difference(1.0, 0.6), "b": difference(0.0, 0.8)}
     whole: Any = SimpleNamespace(
         experiment=SimpleNamespace(draws=drawn, reading=reading),
@@ -246,7 +246,7 @@ def test_a_part_is_judged_by_float64_alone(
     )
     first: Any = First(DrawLedger(), Reading())
     decision: Any = SimpleNamespace(few=None)
-    found: Any = first_samples._judge_first_samples(first, whole, decision, None)
+    found: Any = investigation._judge_first_samples(first, whole, decision, None)
     assert bool(given[0].draws.count) is bool(drawn.count)
     assert given[0].reading.by_contents is reading.by_contents
     if not alone:
@@ -257,7 +257,7 @@ def test_a_part_is_judged_by_float64_alone(
     allowed = [row.allowed for row in decided.rows]
     assert allowed == pytest.approx([math.sqrt(U64 / U32) * 0.5, CAPPED_UNITS * U32 * 4.0])
     decision.few = "below float32"
-    below: Any = first_samples._judge_first_samples(first, whole, decision, None)
+    below: Any = investigation._judge_first_samples(first, whole, decision, None)
     assert below[0].differences == {} and below[1].rows == decided.rows
 
 
@@ -271,14 +271,14 @@ def test_what_rounds_a_gradient_that_is_zero_is_known_without_a_pass(
 ) -> None:
     looked: list[object] = []
     seen = {"w": difference(1e-4, 1.0), "zero": difference(1e-9, 0.0)}
-    monkeypatch.setattr(first_samples, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
+    monkeypatch.setattr(investigation, "_measure_in_working_precision", lambda *given: looked.append(given) or seen)
     least = FEW_UNITS * U32
     differences = {"w": difference(1e-4, 1.0), "zero": difference(here * least, here * least)}
     whole: Any = SimpleNamespace(differences=differences, coarse_unit=U32)
     rows = [measured.row("w", 1.0, 1.0, 0.1), measured.row("zero", own, own, 0.0)]
     of_part: Any = SimpleNamespace(experiment=None, differences={})
     found: Any = SimpleNamespace(rows=rows)
-    rounds = first_samples._bound_rounding(whole, of_part, found)
+    rounds = investigation._bound_rounding(whole, of_part, found)
     assert rounds("zero") == pytest.approx(FEW_TIMES * 1e-9 if looks else least)
     assert rounds("w") == pytest.approx(FEW_TIMES * 1e-4) and len(looked) == 1
 
@@ -310,7 +310,7 @@ def test_a_part_is_like_the_whole_or_there_is_none(
     )
     measurement: Any = SimpleNamespace(experiment=experiment, coarse_unit=unit)
     decision: Any = SimpleNamespace(rows=[measured.row(why=why)], few=None)
-    found = first_samples._take_first_samples(measurement, decision)
+    found = investigation._take_first_samples(measurement, decision)
     assert (found.batch_size if found is not None else None) == size
 
 
@@ -787,7 +787,7 @@ def test_a_fault_in_a_probe_is_no_finding(room: Any, name: str, monkeypatch: pyt
 
 
 def test_a_fault_in_the_mode_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terms, "_SLICE", None)  # multiplied by a number, by the observer of sums
+    monkeypatch.setattr(dispatch, "_SLICE", None)  # multiplied by a number, by the observer of sums
     with pytest.raises(TypeError, match="unsupported operand"):
         gaverify.verify(problems_coupling.batch_norm(), steps=4)
 

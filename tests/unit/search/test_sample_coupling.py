@@ -19,9 +19,9 @@ from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.search import operations, proof
-from gaverify.search.neutral.pinning import EvaluationMode, PinnedOutputs, PinnedResults
-from gaverify.search.rows import ControlFailed, take_rows
-from gaverify.search.trace.normalisation import per_channel_affine
+from gaverify.search.bench import ControlFailed, take_rows
+from gaverify.search.neutral import EvaluationMode, PinnedOutputs, PinnedResults
+from gaverify.search.trace.first_divergence import per_channel_affine
 
 # --- The gradient of one sample's outputs with respect to the others: exactly zero, or not ---------------------------
 

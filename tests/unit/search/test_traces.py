@@ -23,8 +23,7 @@ from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.records.comparison import Method
 from gaverify.search import state
 from gaverify.search.bench import Bench
-from gaverify.search.trace.matching import Dependence, Matching
-from gaverify.search.trace.suspects import SuspectFinder
+from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
 from gaverify.search.trace.traces import (
     ModuleCall,
     Result,

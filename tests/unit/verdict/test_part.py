@@ -24,7 +24,7 @@ from gaverify.passes import gradients
 from gaverify.passes.experiment import Experiment
 from gaverify.records.comparison import Method
 from gaverify.thresholds import FEW_TIMES, FEW_UNITS, U32
-from gaverify.verdict import criteria, decision, measurement, window
+from gaverify.verdict import control, criteria, decision, measurement
 from gaverify.verdict.criteria import Difference
 
 
@@ -149,7 +149,7 @@ def test_a_fault_within_their_rounding_is_seen_by_two_samples(monkeypatch: pytes
 
 
 def test_without_float64_their_rounding_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verdict.window._agree", lambda *_: True)
+    monkeypatch.setattr("gaverify.verdict.control._agree", lambda *_: True)
     verdict = gaverify.verify(problems_small.planted(*WITHIN)[0], steps=4, diagnose=False)
     assert verdict.outcome is Outcome.EQUIVALENT
 
@@ -254,12 +254,12 @@ def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_time
 ) -> None:
     """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
     found: list[Difference] = []
-    settled = window.decide_open_rows
+    settled = control.decide_open_rows
     monkeypatch.setattr(decision, "decide_open_rows", lambda *given: found.extend(given[1]) or settled(*given))
     monkeypatch.setattr(
-        window,
+        control,
         "rounding_of_two_samples",
-        lambda *_: {row.name: window.Rounding(row.difference / (2 * FEW_TIMES), zero=False) for row in found},
+        lambda *_: {row.name: control.Rounding(row.difference / (2 * FEW_TIMES), zero=False) for row in found},
     )
     made = quiet()
     loss = made.loss if not summed else lambda model, batch: quiet().loss(model, batch) * len(batch[0])
@@ -326,7 +326,7 @@ def test_a_gradient_of_zero_is_settled_where_it_differs_by_no_more_than_rounding
 
 
 def test_no_part_is_run_where_more_differs_than_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("gaverify.verdict.window.rounding_of_two_samples")
+    monkeypatch.delattr("gaverify.verdict.control.rounding_of_two_samples")
     assert refused(monkeypatch, quiet(), weighting="none").outcome is Outcome.DIVERGENT
 
 
@@ -353,7 +353,7 @@ def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.Monk
     def broken(*_: Any) -> bool:
         raise TypeError("planted")
 
-    monkeypatch.setattr("gaverify.verdict.window.rounding_of_two_samples", broken)
+    monkeypatch.setattr("gaverify.verdict.control.rounding_of_two_samples", broken)
     with pytest.raises(TypeError, match="planted"):
         gaverify.verify(quiet(), steps=4)
 

@@ -6,19 +6,131 @@ it counts as a backward pass once a step uses gradients that no backward pass ga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, StepCall
-from gaverify.audit.recording.context import Recording
-from gaverify.audit.recording.frameworks import find_framework
+from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, Recording, StepCall
 from gaverify.audit.recording.graph import Reach, ends_in_parameters
 from gaverify.audit.recording.listeners.other_calls import TargetListener
 from gaverify.audit.recording.unannounced import Waiting
 from gaverify.audit.recording.watching import IncomingGradients, Look, Watched
-from gaverify.records.events import Backward
+from gaverify.collective.membership import TrafficMeter
+from gaverify.records.events import Backward, Framework, FrameworkLoop
+from gaverify.records.ranks import Collective
+from gaverify.tracebacks import Place, user_place
+
+# Collectives of backward passes, and gathers of trained tensors.
+
+
+class TrafficListener:
+    """Measures what each backward pass sends.
+
+    Args:
+        recording: What listeners share.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._meter = TrafficMeter()
+        self.differentiates_gathers = False
+        """Whether gathers of trained tensors pass the gradient back, for a control."""
+        self._gathers: list[Place | None] = []
+
+    def note_gather(self) -> None:
+        """Notes that a tensor that needs a gradient is gathered from all ranks."""
+        if not self._recording.guard.off:
+            self._gathers.append(user_place())
+
+    def begin(self, _: BackwardCall) -> None:
+        """Begins to count."""
+        self._meter = TrafficMeter()
+
+    def count(self, _: BackwardCall) -> AbstractContextManager[None]:
+        """Surrounds a backward pass."""
+        return self._meter.counting() if self._recording.job.is_launched else nullcontext()
+
+    def describe(self, call: BackwardCall) -> None:
+        """Describes what a pass that counts has sent."""
+        if not call.is_counted:
+            return
+        for dtype in self._meter.reduced_in:  # a reduction in half precision rounds as a product does
+            self._recording.roundoff.arithmetic.dtypes.add(dtype)
+        # Gathers of a pass that does not count belong to the next one that does.
+        call.gathers, self._gathers = self._gathers, []
+        if self._recording.job.has_ranks:
+            sizes = self._meter.sizes
+            call.traffic, call.reduced = self._meter.traffic, sizes[Collective.REDUCE] + sizes[Collective.SCATTER]
+
+
+# Which framework's loop runs a backward pass, read from the functions that are running.
+
+
+Locals = Mapping[str, Any]
+"""The local variables of a function that is running."""
+
+
+class _Loop(NamedTuple):
+    """A function of a framework that is running while a loss is differentiated, and how to read its settings."""
+
+    module: str
+    function: str
+    read: Callable[[Locals], FrameworkLoop]
+
+
+def _of_trainer(local: Locals) -> FrameworkLoop:
+    trainer, items = local["self"], local.get("num_items_in_batch")
+    accepts = getattr(trainer, "model_accepts_loss_kwargs", False) or getattr(trainer, "compute_loss_func", None)
+    return FrameworkLoop(
+        Framework.TRANSFORMERS,
+        trainer.args.gradient_accumulation_steps,
+        divides=not accepts or items is None,
+        # Versions that count no items have no such variable.
+        counts_items=items is not None if "num_items_in_batch" in local else None,
+    )
+
+
+def _of_accelerator(local: Locals) -> FrameworkLoop:
+    return FrameworkLoop(Framework.ACCELERATE, local["self"].gradient_accumulation_steps)
+
+
+def _of_lightning(local: Locals) -> FrameworkLoop:
+    return FrameworkLoop(Framework.LIGHTNING, local["self"].trainer.accumulate_grad_batches)
+
+
+# The Trainer comes first: it differentiates through Accelerate, which it keeps from dividing.
+_LOOPS = (
+    _Loop("transformers.trainer", "training_step", _of_trainer),
+    _Loop("accelerate.accelerator", "backward", _of_accelerator),
+    _Loop("lightning.pytorch.loops.optimization.automatic", "run", _of_lightning),
+    _Loop("pytorch_lightning.loops.optimization.automatic", "run", _of_lightning),
+)
+
+
+def find_framework() -> FrameworkLoop | None:
+    """Returns the loop of a framework that is running now; None where the script's own is, or its settings are hidden.
+
+    Only functions that are running are looked at: a framework that is merely imported says nothing.
+    """
+    running: dict[tuple[str, str], FrameType] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        running.setdefault((frame.f_globals.get("__name__", ""), frame.f_code.co_name), frame)
+        frame = frame.f_back
+    for loop in _LOOPS:
+        if running_frame := running.get((loop.module, loop.function)):
+            try:
+                return loop.read(running_frame.f_locals)
+            except (AttributeError, KeyError):  # another version, which keeps its settings elsewhere
+                return None
+    return None
+
+
+# Backward passes: what each adds to the gradients of every optimizer, and the forwards that it reaches.
 
 
 class GradientListener:

@@ -1,23 +1,195 @@
-"""Calls of which only the time and the line matter, or a number: schedulers, averages, files, targets of losses."""
+"""Calls of which the time, the line or a number matters: clearing, clipping, schedulers, averages, files."""
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
+from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from gaverify.audit.recording.bus import Bus, FunctionCall, Nesting, announce_calls
-from gaverify.audit.recording.context import Recording
+from gaverify.audit.recording.calls import Recording
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import rates_of
-from gaverify.passes.walks import walk_from
-from gaverify.records.events import AverageUpdate, FileLoaded, SchedulerStep
+from gaverify.passes.calls import walk_from
+from gaverify.records.events import AverageUpdate, Clipping, FileLoaded, ScalerCall, SchedulerStep, ZeroGrad
+from gaverify.tracebacks import user_place
+
+# Calls that change gradients on purpose: clearing, clipping, and the calls of a `GradScaler`.
+
+
+@dataclass
+class ZeroGradCall(FunctionCall):
+    """`zero_grad` of an optimizer or a module."""
+
+
+class ZeroGradListener:
+    """Notes which optimizers lose their gradients in a call of `zero_grad`.
+
+    Args:
+        recording: What listeners share.
+        settle: Records steps that the script has made by hand until now.
+    """
+
+    def __init__(self, recording: Recording, settle: Callable[[], None]) -> None:
+        self._recording, self._settle = recording, settle
+
+    def listen(self, bus: Bus) -> None:
+        """Patches torch and subscribes."""
+        owner: Any
+        for owner in (Optimizer, nn.Module):
+            announce_calls(bus, owner, "zero_grad", lambda *_, **__: ZeroGradCall())
+        bus.before(ZeroGradCall, self.look)
+        bus.after(ZeroGradCall, self.note)
+
+    def look(self, _: ZeroGradCall) -> None:
+        """Records what changed before the call, which would otherwise count as the call's work."""
+        self._settle()
+        recording = self._recording
+        recording.unannounced.note(recording.watch.look(), recording.phase.outside_forwards)
+
+    def note(self, _: ZeroGradCall) -> None:
+        """Writes which gradients are gone."""
+        recording = self._recording
+        cleared = recording.watch.look().cleared
+        recording.watch.forget(cleared)
+        recording.journal.add(ZeroGrad(*recording.journal.stamp(), optimizers=tuple(cleared)))
+
+
+@dataclass
+class ClipCall(FunctionCall):
+    """A call of one of torch's clipping functions."""
+
+    name: str = ""
+    limit: float | None = None
+    norm: Any = None
+
+
+class ClippingListener:
+    """Notes clippings: whether they changed a gradient, by which norm and limit.
+
+    Args:
+        recording: What listeners share.
+        keep_used: Keeps the gradients that a step by hand is about to use.
+    """
+
+    def __init__(self, recording: Recording, keep_used: Callable[[], None]) -> None:
+        self._recording, self._keep_used = recording, keep_used
+
+    def listen(self, bus: Bus) -> None:
+        """Patches torch and subscribes."""
+        nesting = Nesting()  # `clip_grad_norm_` calls `clip_grads_with_norm_`
+        for name in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+            if hasattr(clip_grad, name):  # versions of torch differ in their names
+                announce_calls(bus, clip_grad, name, partial(_describe_clipping, getattr(clip_grad, name)), nesting)
+                # `torch.nn.utils` has imported the functions by name, and scripts call them there.
+                setattr(torch.nn.utils, name, getattr(clip_grad, name))
+        bus.before(ClipCall, self.look)
+        bus.after(ClipCall, self.note)
+
+    def look(self, _: ClipCall) -> None:
+        """Keeps the gradients that the call may clip: clipping hides a wrong scale."""
+        recording = self._recording
+        look = recording.watch.look()
+        recording.unannounced.note(look, "between")
+        recording.watch.keep_unclipped(look)
+
+    def note(self, call: ClipCall) -> None:
+        """Writes what the call changed."""
+        watch, journal = self._recording.watch, self._recording.journal
+        changed = watch.look().changed
+        for index in changed:
+            watch.of(index).clipped = True
+        norm = call.norm if call.result is None else call.result  # `clip_grads_with_norm_` is given the norm
+        norm = float(norm) if isinstance(norm, torch.Tensor) else norm
+        event = Clipping(
+            *journal.stamp(), tuple(sorted(changed)), call.name, active=bool(changed), norm=norm, limit=call.limit
+        )
+        journal.add(event)
+        self._keep_used()
+
+
+def _describe_clipping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClipCall:
+    arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    limit = arguments.get("max_norm", arguments.get("clip_value"))
+    # A tensor as limit is not read: that would wait for its device.
+    limit = float(limit) if isinstance(limit, (int, float)) else None
+    return ClipCall(name=function.__name__, limit=limit, norm=arguments.get("total_norm"))
+
+
+@dataclass
+class UnscaleCall(FunctionCall):
+    """`GradScaler.unscale_`, by the script or inside `GradScaler.step`."""
+
+
+@dataclass
+class ScalerMethodCall(FunctionCall):
+    """A method of an enabled `GradScaler` that the script calls."""
+
+    name: str = ""
+
+
+class ScalerListener:
+    """Notes the calls of a `GradScaler`, and which of its steps were skipped because of infinities.
+
+    Args:
+        recording: What listeners share.
+        count_steps: Returns how many steps optimizers have made.
+    """
+
+    def __init__(self, recording: Recording, count_steps: Callable[[], int]) -> None:
+        self._recording, self._count_steps = recording, count_steps
+        self._steps_before = 0
+        self._place: Any = None
+
+    def listen(self, bus: Bus) -> None:
+        """Patches torch and subscribes."""
+
+        def describe(name: str, scaler: Any, *_: Any, **__: Any) -> ScalerMethodCall | None:
+            return ScalerMethodCall(name=name) if scaler.is_enabled() else None
+
+        announce_calls(
+            bus, GradScaler, "unscale_", lambda scaler, *_, **__: UnscaleCall() if scaler.is_enabled() else None
+        )
+        nesting = Nesting()  # `step` calls `unscale_` itself
+        for name in ("unscale_", "step", "update"):
+            announce_calls(bus, GradScaler, name, partial(describe, name), nesting)
+        bus.after(UnscaleCall, self.keep_unscaled)
+        bus.before(ScalerMethodCall, self.look)
+        bus.after(ScalerMethodCall, self.note)
+
+    def keep_unscaled(self, _: UnscaleCall) -> None:
+        """Keeps the gradients as they are without the scale."""
+        self._recording.watch.keep_unclipped(self._recording.watch.look())
+
+    def look(self, _: ScalerMethodCall) -> None:
+        """Records what changed before the call."""
+        self._recording.unannounced.note(self._recording.watch.look(), "between")
+        self._steps_before, self._place = self._count_steps(), user_place()
+
+    def note(self, call: ScalerMethodCall) -> None:
+        """Writes the call; a step that no optimizer made was skipped, and its gradients are gone."""
+        watch, journal = self._recording.watch, self._recording.journal
+        watch.look()  # `update` and `unscale_` change gradients; no script's line did
+        skipped = call.name == "step" and self._count_steps() == self._steps_before
+        journal.add(ScalerCall(*journal.stamp(self._place), call=call.name, skipped=skipped))
+        if skipped:
+            watch.forget(range(len(watch)))
+
+
+# Calls of which only the time and the line matter, or a number: schedulers, averages, files, targets of losses.
 
 
 @dataclass

@@ -1,18 +1,138 @@
-"""Steps of torch's optimizers, which torch's own hooks announce in two halves."""
+"""Steps of torch's optimizers, which torch's hooks announce in two halves, and what a control changes on purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gaverify.audit.recording.bus import Bus
-from gaverify.audit.recording.calls import StepCall
-from gaverify.audit.recording.context import Recording
-from gaverify.audit.recording.listeners.by_hand import HandListener
-from gaverify.audit.recording.listeners.controls import ControlListener
-from gaverify.audit.recording.listeners.draws import DataListener
+from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, Recording, StepCall
+from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
+from gaverify.audit.recording.graph import Terms
+from gaverify.audit.recording.listeners.forwards import DataListener
+from gaverify.audit.recording.listeners.gradients import GradientListener
+from gaverify.audit.recording.listeners.updates import HandListener
+from gaverify.audit.recording.state import RestoredState
+from gaverify.audit.recording.unannounced import ByHand
 from gaverify.audit.recording.watching import parameters_of
+from gaverify.records.events import ControlSummary
 from gaverify.tracebacks import Place, user_place
+
+# What a control changes on purpose. Each change of a run fills the attribute that it needs; the others stay empty.
+
+
+class ControlListener:
+    """Changes weights, steps, losses, gradients and buffers for a control, and keeps buffers for other runs.
+
+    Args:
+        recording: What listeners share.
+        gradients: Counts the backward passes.
+        by_hand: Must not take moved weights for a step of the script's.
+    """
+
+    def __init__(self, recording: Recording, gradients: GradientListener, by_hand: HandListener) -> None:
+        self._recording, self._gradients, self._by_hand = recording, gradients, by_hand
+        self._buffers = Buffers(recording.job.source)
+        self._undone: ByHand | None = None  # the weights before the step that is running
+        self.contexts = Control()
+        """What surrounds forwards and backward passes."""
+        self.perturbation: Perturbation | None = None
+        """Moves weights by a roundoff; None moves none."""
+        self.lead = Lead(None)
+        """Replaces gradients for a step."""
+        self.clearing: GradientClearing | None = None
+        """Clears gradients before backward passes; None clears none."""
+        self.kernels: Any = None
+        """The choice of attention kernels, where there is one: it would end if nobody kept it."""
+        self.state: RestoredState | None = None
+        """Restores values before micro-batches; None restores none."""
+
+    def begin_forward(self, call: ForwardCall) -> None:
+        """Moves weights before their first use, and remembers buffers."""
+        if not call.trains:
+            return
+        watch, names = self._recording.watch, self._recording.names
+        if self.perturbation is not None:
+            self.perturbation.move([*call.module.parameters(), *watch.all_parameters()])
+            # Neither an optimizer nor the script has moved them: the next look must not find it.
+            watch.look()
+            self._by_hand.accept_weights()
+        if self._recording.job.is_reference:
+            self._buffers.remember(names.buffers(of_losses=True))
+
+    def restore_state(self, call: ForwardCall) -> AbstractContextManager[None]:
+        """Surrounds a forward, before which values are restored."""
+        # An evaluation between two micro-batches begins none.
+        if self.state is None or not call.is_graded:
+            return nullcontext()
+        return self.state.around(call.module, self._recording.names.prefix(call.module))
+
+    def run_forward(self, call: ForwardCall) -> AbstractContextManager[None]:
+        """Surrounds a forward."""
+        return self.contexts.forward(call.module)
+
+    def begin_backward(self, call: BackwardCall) -> None:
+        """Clears gradients."""
+        if self.clearing is not None:
+            self.clearing.clear()
+
+    def describe_loss(self, call: BackwardCall) -> None:
+        """Looks at the terms of the loss, and describes it as changes ask for it."""
+        call.terms = Terms(call.roots)
+        call.origin = self.contexts.describe(call.terms, call.place)
+
+    def run_backward(self, call: BackwardCall) -> AbstractContextManager[None]:
+        """Surrounds a backward pass."""
+        return self.contexts.backward(call.roots, self._gradients.count, call.terms)
+
+    def find_setter(self, _: BackwardCall) -> AbstractContextManager[None]:
+        """Surrounds a backward pass in which a line may write gradients."""
+        return nullcontext() if self.clearing is None else self.clearing.find_setter(self._recording.guard.work)
+
+    def run_grad(self, call: GradCall) -> AbstractContextManager[None]:
+        """Surrounds a call of `autograd.grad`."""
+        return self.contexts.differentiation(call.roots, self._gradients.count)
+
+    def end_differentiation(self, _: Differentiation) -> None:
+        """A micro-batch ends."""
+        if self.state is not None:
+            self.state.end_micro_batch()
+
+    def begin_step(self, call: StepCall) -> None:
+        """Replaces gradients, and keeps weights that will be restored."""
+        if call.can_lead:
+            self.lead.replace_gradients(call.entry)
+        if self._by_hand.undoes_steps:
+            self._undone = ByHand(self._recording.watch.parameters(call.entry.index))
+
+    def restore_step(self, call: StepCall) -> None:
+        """Restores weights and gradients after a step."""
+        if self._undone is not None:  # before the look after the step: the weights stay at the first ones
+            self._undone.undo()
+            self._undone = None
+        call.was_led = self.lead.restore_gradients()
+
+    def end_window(self, call: StepCall) -> None:
+        """Stores or loads buffers; the next forward begins a window."""
+        if self.state is not None:
+            self.state.end_window()
+        recording, step = self._recording, f"{call.entry.index}-{call.entry.steps}"
+        buffers = recording.names.buffers(of_losses=True)  # a criterion may keep a running average, too
+        if recording.job.is_reference:
+            self._buffers.store(recording.storage, step, buffers)
+        elif call.was_led:
+            self._buffers.load(step, buffers)
+
+    def summarise(self) -> ControlSummary:
+        """Returns what only controls record."""
+        changed_values = self.state.describe() if self.state is not None else ()
+        if self.clearing is None:
+            return ControlSummary(changed_values=changed_values)
+        return ControlSummary(self.clearing.count, self.clearing.setter, changed_values)
+
+
+# Steps of torch's optimizers, which torch's own hooks announce in two halves.
 
 
 class StepHooks:

@@ -1,9 +1,15 @@
-"""How an answer prints itself. Records know no format, so the package's root names the writer that does."""
+"""What every answer has: how it prints itself, and what it was made with."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
+
+from gaverify.version import __version__, current_time, git_commit
+
+# How an answer prints itself. Records know no format, so the package's root names the writer that does.
 
 
 class AnswerWriter(Protocol):
@@ -41,3 +47,25 @@ class PrintableAnswer:
     def to_json(self) -> str:
         """Returns the answer as a JSON document, with everything it rests on."""
         return PrintableAnswer.load_writer().document_text(self)
+
+
+# What an answer was made with: versions, the machine, the moment and the commit.
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The versions that ran, when the answer was made, and the commit of git in its working folder."""
+
+    torch: str = "not loaded"
+    """Version of PyTorch; "not loaded" where nothing ran."""
+    gaverify: str = __version__
+    """Version of gaverify."""
+    # Asked for when an answer is made: git and `platform.platform()` take milliseconds, which an import must not cost.
+    python: str = field(default_factory=platform.python_version)
+    """Version of Python."""
+    platform: str = field(default_factory=platform.platform)
+    """Operating system and machine, as `platform.platform()` says."""
+    started: str = field(default_factory=current_time)
+    """When the answer was made, UTC to the second; "" in documents that older versions wrote."""
+    commit: str = field(default_factory=git_commit)
+    """Git commit that was checked out in the working folder; "" outside a repository."""

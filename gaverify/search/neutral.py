@@ -1,14 +1,8 @@
-"""Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.
-
-A value is a result of a torch call or of a custom autograd function, an output of a module, or a number that Python
-code reads. Gradient hooks (of parameters, modules and tensors) are removed in both runs instead.
-
-Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
-"""
+"""Neutralises a suspect in both runs, and runs them again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -17,16 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.passes.batching import fresh
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import mode_set
-from gaverify.passes.isolation.origins import is_users_class
-from gaverify.records.experiment import FunctionKey
-from gaverify.search.rows import ControlFailed, take_rows, take_rows_of_all
-from gaverify.search.trace.backward_listening import intercept_applications
-from gaverify.search.trace.operations import intercept_calls
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult
+from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states, mode_set
+from gaverify.passes.isolation.objects import is_users_class
+from gaverify.passes.layouts import SampleLayout, map_leaves
+from gaverify.passes.randomness import Recorder
+from gaverify.passes.user_code import loss_of
+from gaverify.records.experiment import ControlKind, ControlRun, FunctionKey
+from gaverify.search.bench import Bench, ControlFailed, take_rows, take_rows_of_all
+from gaverify.search.trace.first_divergence import intercept_applications
+from gaverify.search.trace.operations import address, divert_writes, intercept_calls
+from gaverify.search.trace.state import find_owners, find_parameters, find_state, watch_assignments
 from gaverify.search.trace.traces import DECISIONS, Frame
+from gaverify.thresholds import COMPUTED_FLOAT32
 from gaverify.torch_internals import (
     is_in_functorch_transform,
     no_dispatch_modes,
@@ -37,6 +38,310 @@ from gaverify.torch_internals import (
     without_torch_function,
 )
 from gaverify.tracebacks import calling_frame, hands_over
+
+# Neutralises state: restores it, drops what a forward writes to it, or sets it by one forward of the full batch.
+#
+# Shapes: B samples in the batch.
+
+
+class RestoredState(PassProbe):
+    """Starts every micro-batch from the state that the full batch started from."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Restores before the forward."""
+        with no_dispatch_modes(), without_torch_function():
+            self._state.restore()
+        yield
+
+
+class PinnedState(PassProbe):
+    """Keeps named state as it is in both runs: assignments and writes to it have no effect."""
+
+    def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._named = {name: get for name, (_, get) in find_state(experiment).items() if name in self._names}
+        self._parameters = {name: p for name, p in find_parameters(experiment).items() if name in self._names}
+        self._paths = {id(module): path for path, module in find_owners(experiment).items()}
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Intercepts assignments to modules and writes to tensors."""
+        # The addresses are looked up anew in each pass, because a restored buffer may be another tensor.
+        values = {name: get() for name, get in self._named.items()} | self._parameters
+        addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
+        positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
+        with watch_assignments(lambda *_: None, self._is_pinned), divert_writes(addresses):
+            yield
+        # An iterator moves without a write that could be dropped, so that it is rewound after the pass.
+        for iterator, position in positions:
+            iterator.rewind(position)
+
+    def _is_pinned(self, module: nn.Module, name: str) -> bool:
+        path = self._paths.get(id(module))
+        return path is not None and (f"{path}.{name}" if path else name) in self._names
+
+
+class PrimedState(PassProbe):
+    """Runs the full batch forward before the full batch's pass and before the first micro-batch.
+
+    Its changes of the state stay for the pass, and are restored with the rest of the state afterwards.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Runs the forward where a strategy starts."""
+        if k in (None, 0):
+            # Its random draws are not those of the pass: a recorder of its own, and generators put back afterwards.
+            restore = generator_states()
+            mode = PassMode(self._experiment.state, Recorder(), lift=self._experiment.lift)
+            with no_dispatch_modes(), mode:
+                loss_of(self._experiment, fresh(self._experiment.problem.batch), "the full batch")
+            restore()
+        yield
+
+
+class RestoredGradients(PassProbe):
+    """Adds every backward to the gradients that existed before its forward, which may have cleared them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = list(parameters.values())
+        self._before: list[torch.Tensor | None] = []
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Copies the gradients before the forward."""
+        self._before = [p.grad.clone() if p.grad is not None else None for p in self._parameters]
+        yield
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts them back, then runs the backward."""
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        super().backward(k, loss, weight)
+
+
+# The control of a coupled loss: the loss once over all outputs of the full batch, the model backward per micro-
+# batch.
+#
+# A loss may cache gradients itself: it runs the model without a graph, computes its gradient with respect to the
+# outputs, and sends that through the model in small parts, in a hook of the backward. Nothing of that can be cut
+# from outside. But where the model never gets more samples than a micro-batch has, and the result is the full
+# batch's gradient, samples interact in the loss and nowhere else.
+#
+# Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
+
+
+class _Cut(PassProbe):
+    """Cuts the forward at the outputs of module calls: leaves in the full batch, cotangents in the micro-batches."""
+
+    def __init__(self, experiment: Experiment, inside: frozenset[int]) -> None:
+        self._experiment, self._inside = experiment, inside
+        self._bounds = list(experiment.bounds())
+        self._k: int | None = None
+        self.leaves: list[torch.Tensor] = []
+        self._closed = False  # a recomputation during the backward calls modules again
+        self._outputs: list[torch.Tensor] = []
+        self._given: dict[int, int] = {}  # rows of each leaf that earlier micro-batches took
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Watches the module calls of one forward."""
+        self._k, self._outputs, self._closed = k, [], False
+        with listening({}, ends=self._leave):
+            yield
+
+    @hands_over
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Runs the loss's backward in the full batch, and that of the full batch's cotangents in a micro-batch."""
+        self._closed = True
+        if k is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        if len(self._outputs) != len(self.leaves):
+            raise ControlFailed("the micro-batches call other modules than the full batch")
+        pairs = [
+            (output, cotangent)
+            for place, (output, leaf) in enumerate(zip(self._outputs, self.leaves, strict=True))
+            if leaf.grad is not None and (cotangent := self._take_cotangent(k, place, leaf, output)) is not None
+        ]
+        if pairs:
+            torch.autograd.backward([_contract(output, cotangent) for output, cotangent in pairs])
+
+    def _take_cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+        """The gradient's rows for a micro-batch; None where they have been used."""
+        assert leaf.grad is not None
+        # An output without rows (a temperature) is one value of the window: its gradient counts once.
+        if leaf.shape == output.shape and len(self._bounds) > 1:
+            return leaf.grad if k == 0 else None
+        layout = SampleLayout.find(leaf.shape, output.shape)
+        if layout is not None and len(layout.dimensions) == 1:  # samples may have different numbers of rows there
+            following = self._take_next_rows(k, place, layout.first.at, leaf, output)
+            if following is not None:
+                return following
+        start, stop = self._bounds[k]
+        return take_rows(leaf, output, start, stop, self._experiment.batch_size, leaf.grad)
+
+    def _take_next_rows(
+        self, k: int, place: int, dim: int, leaf: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The rows behind those of earlier micro-batches, for samples with different numbers of rows: nodes, tokens.
+
+        None where the values there differ from the micro-batch's, so that they are other rows.
+        """
+        assert leaf.grad is not None
+        count = output.shape[dim]
+        start = self._given.get(place, 0) if k else 0
+        self._given[place] = start + count
+        if start + count > leaf.shape[dim]:
+            return None
+        with torch.no_grad():
+            difference = torch.linalg.vector_norm(leaf.narrow(dim, start, count) - output)
+            is_same = bool(difference <= COMPUTED_FLOAT32 * torch.linalg.vector_norm(output))
+        return leaf.grad.narrow(dim, start, count) if is_same else None
+
+    def _leave(self, call: Call, output: Any) -> Any:
+        around = [parent.position for parent in call.parents]
+        # only the outermost calls are cut: what lies inside one of them is behind the cut already
+        if self._closed or call.position in self._inside or not self._inside.issuperset(around):
+            return None
+        try:
+            return map_leaves(output, self._cut)
+        except TypeError as error:
+            raise ControlFailed(f"a module returns a {type(output).__name__}, which cannot be made anew") from error
+
+    def _cut(self, _: str, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.requires_grad):
+            return value
+        cut_outputs = self._outputs
+        if self._k is None:
+            cut_outputs, value = self.leaves, value.detach().requires_grad_()
+        cut_outputs.append(value)
+        return value
+
+
+def _contract(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    """A number whose gradient at the output is the cotangent."""
+    # `backward` with cotangents of its own makes torch import sympy, which takes half a second
+    return torch.vdot(cotangent.reshape(-1), output.reshape(-1)).real
+
+
+def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
+    """Runs the two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
+
+        1. forward of the full batch, cut at module outputs y; v = ∂ loss / ∂ y; the loss's own parameters directly
+        2. per micro-batch: forward, backward of y_k with cotangent v_k
+
+    Args:
+        bench: Where to run.
+        inside: The module calls that are not cut, because their outputs have no row per sample or depend on the batch
+            already. They contain the loss or a part of it.
+
+    Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
+    Setup, 2021, section 3.
+    """
+    # One backward over the summed losses would have no place for the cotangents of each micro-batch.
+    experiment = bench.experiment.with_backwards_apart()
+    experiment.progress("control: cached gradients")
+    cut = _Cut(experiment, inside)
+    direct = experiment.full_batch(cut)
+    if not cut.leaves:
+        return run_own_cache(bench)
+
+    def add_gradients(full: PassResult) -> Gradients:
+        parts = experiment.micro_batches(full, cut)
+        total: dict[str, torch.Tensor | None] = {}
+        for name, gradient in parts.gradients.items():
+            direct_gradient = direct.gradients[name]
+            total[name] = (
+                direct_gradient
+                if gradient is None
+                else gradient
+                if direct_gradient is None
+                else gradient + direct_gradient
+            )
+        return total
+
+    difference_left = bench.against_full_batch(add_gradients)
+    return ControlRun(
+        "cached gradients", difference_left, difference_left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS
+    )
+
+
+def run_own_cache(bench: Bench) -> ControlRun:
+    """Gives the full batch to a loss that caches gradients, with parts of the size of a micro-batch.
+
+    Raises:
+        ControlFailed: The model is run on more samples than a micro-batch has, whatever sizes the loss is given.
+    """
+    full, largest_call = _run_full_batch(bench)
+    most = max(bench.experiment.sizes)
+    if largest_call <= most:
+        return _make_control_run(bench, full, full, "")
+    for owner, name in _list_sizes(bench, most):
+        with _set_attribute(owner, name, most):
+            gradients, largest_call = _run_full_batch(bench)
+        if largest_call <= most:
+            return _make_control_run(bench, gradients, full, f", `{name}` = {most}")
+    raise ControlFailed("the loss runs the model without a graph, and on more samples than a micro-batch holds")
+
+
+def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: str) -> ControlRun:
+    difference_left = bench.relative_difference(gradients, full)
+    what = f"the full batch handed to the loss, which runs the model part by part{how},"
+    return ControlRun(what, difference_left, difference_left <= bench.rounding, kind=ControlKind.OWN_CACHE)
+
+
+def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
+    """The full batch's gradients, and the most samples that one call of the model gets, in the backward as well."""
+    rows: list[int] = []
+    runs_with_graph = False  # such a call is one in the backward, because no output of the forward had a graph
+
+    def enter(_: Call, args: Any, kwargs: Any) -> None:
+        nonlocal runs_with_graph
+        if is_in_functorch_transform():  # one call may compute any number of samples
+            raise ControlFailed("the loss runs the model inside a transform of torch.func")
+        runs_with_graph = runs_with_graph or torch.is_grad_enabled()
+        rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
+
+    with listening({bench.experiment.problem.model: ""}, enter, outside=""):
+        full = bench.experiment.full_batch()
+    if not (rows and runs_with_graph):
+        raise ControlFailed("no module output takes part in the loss")
+    return full.gradients, max(rows)
+
+
+def _list_sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
+    """The attributes of the loss's modules that may be the size of its parts."""
+    model = set(bench.experiment.problem.model.modules())
+    for owner in find_owners(bench.experiment).values():
+        if owner not in model:
+            yield from ((owner, name) for name, value in vars(owner).items() if type(value) is int and value > most)
+
+
+@contextmanager
+def _set_attribute(owner: nn.Module, name: str, value: int) -> Iterator[None]:
+    before = vars(owner)[name]
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        vars(owner)[name] = before
+
+
+# Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.
+#
+# A value is a result of a torch call or of a custom autograd function, an output of a module, or a number that
+# Python code reads. Gradient hooks (of parameters, modules and tensors) are removed in both runs instead.
+#
+# Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
+
 
 Pin = Callable[[Hashable, Any], Any]
 """`pin(name, value)` returns the constant with which the code goes on; the name is the same in every pass."""
@@ -374,3 +679,6 @@ class _Handle:
 
     def remove(self) -> None:
         """Removes nothing."""
+
+
+# Neutralises a suspect in both runs, and runs them again.

@@ -1,0 +1,387 @@
+"""Controls for code that forwards and backward passes run: state that they change, gradients that are transformed.
+
+State is a module's buffer, frozen parameter or attribute, such as a moving average or a counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from gaverify.audit.coupling_controls import (
+    CallKey,
+    CouplingBench,
+    Pair,
+    PinnedRuns,
+    Pins,
+    agree,
+    calls_of_pair,
+    difference_allowed,
+    rows_of_pair,
+)
+from gaverify.audit.job import Change, DisableCompilation, RestoreState, Role, UseEvaluationMode, WeightMicroBatches
+from gaverify.audit.outcome import is_explained, is_proven
+from gaverify.audit.ranks import compare_weighed_run, gradient_difference
+from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples, labels
+from gaverify.audit.recording.outputs import SCRIPT, ModuleCall
+from gaverify.audit.recording.state import EVERYTHING
+from gaverify.audit.running import Trial
+from gaverify.audit.stages import fit_gradients, fit_of
+from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Backward, ChangedValue
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
+from gaverify.records.facts import State, StateChange
+from gaverify.records.windows import common_rounds, rounds_of
+from gaverify.rules.scale import contradict_losses
+from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, TINY
+from gaverify.tracebacks import Place, display_path
+from gaverify.verdict.criteria import floors_allowed
+
+# The control for losses that add up although gradients do not: which code's backward depends on the batch?
+#
+# Both runs are made again, and record the gradients of all modules' outputs. Up to the weights of the micro-batches
+# they agree behind the code at fault, which the backward pass reaches first, and differ before it. The control pins
+# the gradients that this code gives back.
+
+
+def control_backward(trial: Trial, record: Record) -> Record:
+    """Returns the record with the code whose backward depends on the batch, if the losses contradict fitted weights."""
+    update = record.divergent
+    if update is None or not contradict_losses(record, update):
+        return record
+    # Each run may divide its losses, or the gradients after its backward passes, by another number.
+    factor = full_batch_weight(record, update) / update.window.fit.used[0] if update.window.fit is not None else 1.0
+    bench = CouplingBench(trial, record, update, factor)
+    runs = bench.run_both(Pins())
+    if not runs.pairs_by_rank or not agree(runs.pairs, record.unit):
+        return record
+    cause: Cause | None = None
+    for operation in _candidates(runs, factor, record.unit, update.number):
+        path = SCRIPT if operation.module is None else operation.module
+        name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
+        pinned_runs = bench.run_both(Pins(modules=(path,)), runs.pairs_by_rank)
+        control = bench.control(
+            pinned_runs, f"the gradient from {name} replaced by the full batch's", ControlKind.FULL_BATCH
+        )
+        suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
+        # without a control that leaves rounding the likeliest candidate is suspected
+        cause = Cause(suspect, control) if cause is None or control.rounding else cause
+        if control.rounding:
+            break
+    return replace(record, controls=replace(record.controls, backward=cause))
+
+
+def full_batch_weight(record: Record, update: UpdateComparison) -> float:
+    """Returns the factor between the full batch's loss and the losses that its run differentiates."""
+    windows = [window for window in record.full_windows if window.number == update.number]
+    losses = sum(backward.loss for window in windows for backward in window.of(Backward))
+    return update.window.full_loss / losses if losses else math.nan
+
+
+def _candidates(runs: PinnedRuns, factor: float, unit: float, update: int) -> Iterator[Operation]:
+    """Yields the code whose backward may be at fault.
+
+    That is the module behind the last gradient that differs, then the code around both: a module or the loss.
+    """
+    pairs = [pair for pair in runs.pairs if pair is not None]
+    differing = {key for pair in pairs for key in _differing_calls(pair, factor, unit)}
+    calls = [(key, full_call) for key, full_call, _ in calls_of_pair(pairs[0])] if pairs else []
+    # in the order in which calls end: the backward pass reaches the last of them first
+    for at, (key, call) in reversed([*enumerate(calls)]):
+        around = call["under"]
+        agrees_around = around == SCRIPT or not any(path == around for path, _ in differing)
+        if key not in differing or not agrees_around:
+            continue
+        # Calls that end before this one differ because gradients flow back through it: none of them is a candidate.
+        behind = [
+            candidate for name, candidate in calls[at + 1 :] if candidate["under"] == around and name not in differing
+        ]
+        yield from (_operation_of(candidate) for candidate in behind[:1])
+        if around == SCRIPT:
+            yield _operation_of_loss(runs, update)
+        else:
+            yield from (_operation_of(candidate) for _, candidate in calls if candidate["path"] == around)
+        return
+
+
+def _differing_calls(pair: Pair, factor: float, unit: float) -> Iterator[CallKey]:
+    """Yields the calls whose output gradients of a micro-batch's rows are not `factor` times the full batch's."""
+    for key, full_call, micro_call in calls_of_pair(pair):
+        gradients = full_call["gradients"], micro_call["gradients"]
+        for path in gradients[0].keys() & gradients[1].keys():
+            rows = rows_of_pair(pair, gradients[0][path], gradients[1][path])
+            if rows is not None and _relative_difference(factor * rows[0], rows[1]) > difference_allowed(unit):
+                yield key
+
+
+def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
+    # The third entry is a norm, which is the same for a gradient of the other sign.
+    return float((full - part)[..., :2].abs().max() / full[..., :2].abs().max().clamp_min(TINY))
+
+
+def _operation_of(call: ModuleCall) -> Operation:
+    file, line = call["place"] or (None, None)
+    return Operation("backward", call["path"], call["kind"], file=file and display_path(file), line=line)
+
+
+def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
+    """Returns the loss, at the line of a function with a backward of its own if it has one, else where it is made."""
+    event = next(event for event in runs.full.events if isinstance(event, Backward) and event.update == update)
+    lines = [*event.origin.custom, *event.origin.met[-1:], event.place]
+    file, line = next((place for place in lines if place is not None), (None, None))
+    return Operation("backward", file=file and display_path(file), line=line)
+
+
+# The control for gradients that a script transforms in each micro-batch before it adds them up.
+#
+# Such a script takes the gradient of a backward pass, transforms it (orthogonalises, clips, takes the sign), and
+# assigns the sum to `.grad` before the step. No call tells of the transformation, but the gradients that the
+# optimizer sees do: U(a, b) are those with the losses of the window's first half multiplied by a, and those of its
+# second half by b.
+#
+# U(s, s) = s U(1, 1) the transformation is linear: micro-batches and their sum give the same U(s, 1) + U(1, s) =
+# U(1, 1) + U(s, s) each micro-batch is transformed on its own, and the results are added up
+
+
+_FACTOR = -0.5  # s: a power of two rounds nothing, and a negative one shows transformations that ignore signs
+
+Gradients = Mapping[ParameterPlace, torch.Tensor]
+
+
+def find_transformed_gradients(trial: Trial, record: Record) -> Record:
+    """Returns the record with the parameters whose gradients are transformed in each micro-batch, if any are.
+
+    The control is needed if the optimizer sees no weighted sum of the backward passes' gradients, or if the right
+    weights leave a difference. The gradients of the passes have to add up to the full batch's: else the fault lies
+    before the transformation.
+    """
+    update = record.divergent
+    if update is None or record.ranks > 1 or update.window.steps < 2 or not _may_be_transformed(record, update):
+        return record
+    round_ = common_rounds(trial.full.events, trial.accumulated.events)[update.number - 1]
+    difference_of_sums = _compare_sums(trial.full.samples(round_), trial.accumulated.samples(round_))
+    first_half = update.window.steps // 2
+    second_half = update.window.steps - first_half
+    factors = [(a,) * first_half + (b,) * second_half for a, b in ((_FACTOR, 1.0), (1.0, _FACTOR), (_FACTOR, _FACTOR))]
+    shares = [trial.factors_of_passes(record, each) for each in factors]
+    if not difference_of_sums <= record.tolerance or not all(shares):
+        return record
+    runs = trial.runner.record(
+        *(
+            trial.control("accumulated", WeightMicroBatches(each), updates=update.number, shown_as="transformed")
+            for each in shares
+        )
+    )
+    used = [_used_gradients(run, update) for run in (trial.accumulated, *runs)]
+    transformed = compare_responses(record, update, labels(trial.full, trial.accumulated), *used)
+    transformed = transformed and replace(transformed, sums_difference=difference_of_sums)
+    return replace(record, controls=replace(record.controls, transformed=transformed))
+
+
+def compare_responses(
+    record: Record,
+    update: UpdateComparison,
+    names: Mapping[ParameterPlace, str],
+    unchanged: Gradients,
+    first: Gradients,
+    second: Gradients,
+    both: Gradients,
+) -> TransformedGradients | None:
+    """Returns the differing gradients that are no linear function of the losses; None if there are none.
+
+    Args:
+        record: What the runs show.
+        update: The first that differs.
+        names: Of the parameters.
+        unchanged: U(1, 1), the gradients that the optimizer sees.
+        first: U(s, 1).
+        second: U(1, s).
+        both: U(s, s).
+    """
+    divergent = {row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT}
+    allowed = max(FIT_FLOAT32, record.tolerance)
+    transformed: dict[str, tuple[float, float]] = {}  # ‖U(s, s)‖ / ‖U(1, 1)‖, and the difference of the halves
+    for place, gradient in unchanged.items():
+        if not all(place in run for run in (first, second, both)) or names.get(place) not in divergent:
+            continue
+        nonlinear_part = _norm(both[place] - _FACTOR * gradient)
+        norms = sum(_norm(each[place]) for each in (first, second, both, unchanged))
+        interaction = _norm(first[place] + second[place] - gradient - both[place]) / norms if norms else math.inf
+        if nonlinear_part > allowed * _norm(gradient) and interaction <= record.tolerance:
+            transformed[names[place]] = _norm(both[place]) / _norm(gradient), interaction
+    if not transformed:
+        return None
+    responses, interactions = zip(*transformed.values(), strict=True)
+    explains_all = divergent <= set(transformed)
+    return TransformedGradients(tuple(transformed), abs(_FACTOR), responses, math.nan, max(interactions), explains_all)
+
+
+def _may_be_transformed(record: Record, update: UpdateComparison) -> bool:
+    if record.controls.weighted_run is not None and not record.controls.weighted_run.rounding:
+        return True
+    is_no_weighted_sum = update.window.fit is not None and update.window.fit.used_residual > record.tolerance
+    return is_no_weighted_sum and not is_explained(record)
+
+
+def _compare_sums(full: Samples, accumulated: Samples) -> float:
+    """Returns how far the sum of the backward passes' gradients is from the full batch's, up to one factor."""
+    sums = []
+    for samples in (full, accumulated):
+        total: dict[int, torch.Tensor] = {}
+        for increment in samples.increments:
+            total |= {at: change + total[at] if at in total else change for at, change in increment.items()}
+        sums.append(total)
+    fit = fit_gradients(sums[0], full.stretches, sums[1], accumulated.increments)
+    return math.inf if fit is None else fit.factor_residual
+
+
+def _used_gradients(run: RecordedRun, update: UpdateComparison) -> Gradients:
+    """Returns the gradients that decided about an update: before the window's last clipping, or after it."""
+    round_ = rounds_of(run.events)[update.number - 1]
+    # Differences of them are taken: in bfloat16 these would be rounded by as much as is looked for.
+    return {
+        place: each.double() for place, each in run.gradients(round_, summed=update.decided is Stage.SUMMED).items()
+    }
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient))
+
+
+# The control for state that forwards change and read again: it is restored before each micro-batch.
+
+
+_MOST_ALONE = 6  # values that are restored one by one, each in a run of its own
+
+
+def control_state(trial: Trial, record: Record) -> Record:
+    """Restores state before each micro-batch, if no other fault is proven, and names the values at fault.
+
+    State that causes the whole difference also explains why samples seemed to interact, so that finding is dropped. It
+    stays if it is a layer whose evaluation mode removes a part of the difference: the rest is the state's.
+    """
+    update = record.divergent
+    # A single micro-batch follows no other whose state it could read.
+    if update is None or update.window.steps < 2 or record.ranks > 1 or trial.is_by_hand or is_proven(record):
+        return record
+    bench = _StateBench(trial, record, update)
+    changed_values, control = bench.restore((EVERYTHING,))
+    changes = tuple(StateChange(value.name, value.place) for value in changed_values)
+    if not changes or not (control.rounding or control.fit is not None):
+        return record
+    # attributes last: most of those that change keep an output of the last forward
+    one_by_one = sorted(changes, key=lambda change: change.place == "attribute")[:_MOST_ALONE]
+    for suspects in [*([change] for change in one_by_one), list(changes)]:
+        changed_values, suspect_control = bench.restore(tuple(change.name for change in suspects))
+        # where weights explain the rest with all values restored, they may do so with a few of them, too
+        if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
+            lines = {value.name: value.line for value in changed_values}
+            blamed = tuple(replace(each, writer=_writer_of(each.name, lines.get(each.name))) for each in suspects)
+            is_repair = suspect_control.rounding and not bench.evaluated
+            state = State(
+                changes,
+                suspect_control,
+                blamed,
+                (suspect_control,) if is_repair else (),
+                math.nan if is_repair else bench.difference_of_state,
+            )
+            results = replace(record.controls, state=state)
+            if suspect_control.fit is not None:
+                results = replace(results, weighted_run=bench.run_weighted(state, suspect_control.fit))
+            if not bench.evaluated:  # putting the state back is enough, without what makes samples interact
+                results = replace(results, coupling=())
+            return replace(record, controls=results)
+    return record
+
+
+class _StateBench:
+    """Runs the script up to the update that differs, with values restored and layers in evaluation mode."""
+
+    def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
+        self._trial, self._record, self._update = trial, record, update
+        self.evaluated = self._buffers_to_evaluate()
+        # Evaluation mode changes the full batch's gradient as well: in one run alone it would make a difference itself.
+        self._full = self._run("full") if self.evaluated else trial.full
+
+    @property
+    def _coupling_control(self) -> ControlRun | None:
+        """The last control that put layers into evaluation mode; None where that was not the last one."""
+        coupling = self._record.controls.coupling
+        control = coupling[-1].control if coupling else None
+        return control if control is not None and control.kind is ControlKind.EVALUATION_MODE else None
+
+    def _buffers_to_evaluate(self) -> tuple[str, ...]:
+        """Returns the buffers of the layers whose evaluation mode removes a part of the difference."""
+        control = self._coupling_control
+        if control is None:
+            return ()
+        names = [
+            name
+            for step in self._trial.full.samples(rounds_of(self._trial.full.events)[0]).steps.values()
+            for name in step.buffers
+        ]
+        return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
+
+    def _run(self, role: Role, *changes: Change, source: RecordedRun | None = None) -> RecordedRun:
+        evaluation = [UseEvaluationMode(self.evaluated)] if self.evaluated else []
+        every_change = (*evaluation, DisableCompilation(), *changes)
+        number = self._update.number
+        control = self._trial.control(role, *every_change, source=source, updates=number, shown_as="state")
+        return self._trial.run(control)
+
+    def run_weighted(self, state: State, fit: WeightFit) -> ControlRun | None:
+        """Returns the control with the blamed values restored and the weights that fit then on the losses."""
+        shares = self._trial.factors_of_passes(self._record, fit.multipliers)
+        names = tuple(change.name for change in state.blamed)
+        if not shares:
+            return None
+        run = self._run("accumulated", RestoreState(names), WeightMicroBatches(shares))
+        return compare_weighed_run(self._full, run, self._record)
+
+    @property
+    def difference_of_state(self) -> float:
+        """The difference that is left without other causes: with layers in evaluation mode, or the best weights."""
+        control = self._coupling_control if self.evaluated else None
+        if control is not None:
+            return control.left
+        fit = self._update.window.fit
+        return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
+
+    def restore(self, names: tuple[str, ...]) -> tuple[tuple[ChangedValue, ...], ControlRun]:
+        """Restores values before each micro-batch.
+
+        Returns:
+            All values that forwards change, and the control; it has the weights that explain the rest, if any do.
+        """
+        run = self._run("accumulated", RestoreState(names), source=self._full)
+        unit, number, tolerance = self._record.unit, self._update.number, self._record.tolerance
+        difference = gradient_difference(self._full, run, update=number)
+        is_rounding = difference <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)
+        fit = None
+        if not is_rounding and not self.evaluated:
+            round_ = rounds_of(run.events)[number - 1]
+            fit = fit_of(self._full.samples(round_), run.samples(round_))
+            fit = fit if fit is not None and _explains_more(fit, self._update.window.fit, tolerance) else None
+        what = "state restored before each micro-batch"
+        coupling_control = self._coupling_control if self.evaluated else None
+        if coupling_control is not None:
+            what += f", and with {coupling_control.what}"
+        control = ControlRun(what, difference, is_rounding, fit, ControlKind.STATE_RESTORED)
+        return run.closing.control.changed_values, control
+
+
+def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -> bool:
+    """Whether weights explain more than without restored state, or one factor explains what took several weights."""
+    if fit.vacuous or fit.residual > tolerance:
+        return False
+    return before is None or before.residual > tolerance or fit.factor_residual <= tolerance < before.factor_residual
+
+
+def _writer_of(name: str, place: Place | None) -> Operation:
+    """Returns the module that holds a value, and the line that changes it if one was seen."""
+    file, line = place or (None, None)
+    return Operation("", name.rpartition(".")[0] or None, file=file, line=line)

@@ -1,1 +1,0 @@
-"""Neutralises a suspect in both runs, and runs them again."""
