@@ -86,7 +86,7 @@ class SettingDifference:
     """Rank of the process that has it."""
 
 
-# Frozen records of an audit: names and numbers, no tensors, no torch. What rules read and reports show.
+# What an audit recorded and compared: names and numbers, which rules read and reports show.
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,13 @@ def plot_svg(plot: Plot) -> str:
     memory += [lambda row: _flat(row.memory.increment if row.memory else None)] if peaks else []
     time: Curve = lambda row: (row.seconds.low, row.seconds.median, row.seconds.high) if row.seconds else None  # noqa: E731
     width = 860
+    # all its rules stand below `.gv`: the picture also stands inside a page that has rules of its own
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     drawn_strategies = [strategy for strategy in STRATEGIES if any(row.strategy == strategy for row in rows)]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 410" role="img" class="gv">',
-            f"<title>Memory and time against K: {escape(name)}</title><style>{_style()}</style>",
+            f"<title>Memory and time against K: {escape(name)}</title><style>\n{style}</style>",
             f'<rect class="back" width="{width}" height="410"/>',
             _text(24, 30, name, "title"),
             *(
@@ -59,11 +61,6 @@ def plot_svg(plot: Plot) -> str:
             "</svg>\n",
         ]
     )
-
-
-def _style() -> str:
-    """Rules that all stand below `.gv`: the picture also stands inside a page that has rules of its own."""
-    return "\n" + Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def _flat(value: float | None) -> Spread | None:

@@ -27,9 +27,7 @@ from gaverify.version import HOME, __version__
 # One testsuite for the call, in it one testcase per spec, script or profile: as many tests as were asked for. What
 # differs in which module stands in a test's text. Divergent is a `failure`. An inconclusive answer is an `error`:
 # servers show passed and skipped tests as green, and "not decided" must never look like "equivalent".
-
-
-# every text is made printable: XML has no way to write most control characters, nor the two noncharacters
+# Every text is made printable: XML has no way to write most control characters, nor the two noncharacters.
 
 
 def junit_text(report: Report) -> str:
@@ -194,10 +192,11 @@ def _stand_ins(page: Page) -> Iterator[Finding]:
 def _result(page: Page, block: FindingBlock, seen: Counter[str]) -> dict[str, Any]:
     finding = block.finding
     place = place_of(finding, page)
+    rows = [f"{label}: {statement}" for label, statement in block.rows]
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "level": _sarif_level(finding),
-        "message": {"text": _sarif_message(page, block)},
+        "message": {"text": "\n".join(map(clean, [finding.summary or page.headline.sentence, *rows]))},
         "locations": _locations(finding, place),
         "partialFingerprints": {"gaverify/v1": _fingerprint(page, finding, place, seen)},
         "properties": {"proven": finding.proven, **_name_and_outcome("answer", page)},
@@ -211,11 +210,6 @@ def _sarif_level(finding: Finding) -> str:
     if finding.severity == "note":
         return "note"
     return "error" if finding.proven else "warning"
-
-
-def _sarif_message(page: Page, block: FindingBlock) -> str:
-    parts = [f"{label}: {statement}" for label, statement in block.rows]
-    return "\n".join(map(clean, [block.finding.summary or page.headline.sentence, *parts]))
 
 
 def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def html_text(report: Report) -> str:
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template("page.html.jinja").render(
-        pages=[page_of(_round_trip(answer)) for answer in report.answers],
+        pages=[page_of(answer_of(json.loads(answer_text(answer)))) for answer in report.answers],
         show_all=report.show_all,
         runs=len(report.answers) + len({source for source, _ in report.errors}),
         errors=report.errors,
@@ -56,10 +56,6 @@ def card_html(answer: Answer) -> str:
     """
     page = page_of(answer)
     return _template("card.html.jinja").render(page=page, colour=_COLOURS[page.headline.outcome])
-
-
-def _round_trip(answer: Answer) -> Answer:
-    return answer_of(json.loads(answer_text(answer)))
 
 
 def _printable(value: object) -> object:

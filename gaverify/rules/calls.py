@@ -10,7 +10,6 @@ from gaverify.records.audit import (
     Record,
     SettingDifference,
     Stage,
-    StageComparison,
     TransformedGradients,
     UpdateComparison,
 )
@@ -78,7 +77,11 @@ def _clips_of_script(loop: Record) -> Iterator[Finding]:
     elif update is not None and (edits := _edits(loop, update)):
         yield _finding_of_edits(loop, update, edits)
     # of several ranks, clipping before the reduction is GAV706
-    elif update is not None and loop.together is None and any(map(_agrees_unclipped, update.stages)):
+    elif (
+        update is not None
+        and loop.together is None
+        and any(stage.stage is Stage.UNCLIPPED and stage.outcome is Outcome.EQUIVALENT for stage in update.stages)
+    ):
         yield _finding_of_early_clips(loop, update)
     elif inside:
         yield _finding_of_clips(loop, inside)
@@ -150,10 +153,6 @@ def _finding_of_transformed(loop: Record, update: UpdateComparison, control: Tra
         location=first_place(events),
         proven=control.all_of_it,
     )
-
-
-def _agrees_unclipped(stage: StageComparison) -> bool:
-    return stage.stage is Stage.UNCLIPPED and stage.outcome is Outcome.EQUIVALENT
 
 
 def _finding_of_early_clips(loop: Record, update: UpdateComparison) -> Finding:

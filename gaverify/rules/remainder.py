@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
@@ -143,16 +143,13 @@ def _list_reasons(facts: Facts) -> Iterator[str]:
     if facts.identical:
         unseen = "" if facts.blind else "; only their random draws differ"
         yield f"all samples are identical, so interactions between samples cannot be seen{unseen}"
-    if _are_all_zero([row for row in rows if loop is not None or not math.isnan(row.difference_norm)]):
+    known_rows = [row for row in rows if loop is not None or not math.isnan(row.difference_norm)]
+    if known_rows and all(row.reference_norm == row.accumulated_norm == 0 for row in known_rows):
         yield "every gradient is zero"
     hooked = facts.backward.hooked
     if hooked and all(math.isnan(row.difference_norm) for row in rows):
         hook_names = ", ".join(f"`{name}`" for name in hooked[:3])
         yield f"hooks on {hook_names} remove the gradients before they are compared (optimizer in backward?)"
-
-
-def _are_all_zero(rows: Sequence[ParameterComparison]) -> bool:
-    return bool(rows) and all(row.reference_norm == row.accumulated_norm == 0 for row in rows)
 
 
 @rule("GAV501")

@@ -111,9 +111,6 @@ def _repair_counts(framework: FrameworkLoop) -> str:
     )
 
 
-# What a difference is worth in weights: one factor for everything, or other weights for the micro-batches.
-
-
 # What the accumulated run with the right weights of its micro-batches showed: a run and an audit fill one record.
 
 

@@ -61,8 +61,9 @@ from gaverify.thresholds import COMPUTED_FLOAT32, FIT_EXACT, FIT_MAGNIFIES
 #
 # For micro-batch k of K, with n_k of N samples:
 #
-# s_k what the script multiplies the micro-batch's loss by: 1/K, n_k/N, ... c_k what that loss should be multiplied
-# by on top of s_k, from a fit w_k = s_k c_k the right weight; the weights of a mean add up to 1
+# s_k            what the script multiplies the micro-batch's loss by: 1/K, n_k/N, ...
+# c_k            what that loss should be multiplied by on top of s_k, from a fit
+# w_k = s_k c_k  the right weight; the weights of a mean add up to 1
 
 
 class ScriptShares(Enum):
@@ -135,7 +136,7 @@ def _from_graph(update: UpdateComparison, multipliers: Sequence[float], toleranc
             yield ScriptWeights(ScriptShares.OTHER, weights, sum(weights))
 
 
-# Micro-batches that count otherwise than in the full batch: GAV202 and GAV203.
+# The findings: empty and skipped micro-batches (GAV203), then wrong weights (GAV202).
 
 
 DIVIDE_ONCE = (
@@ -526,7 +527,9 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             "; they are not the weights of a mean, so a divisor that depends on the micro-batch or a moving average "
             "fits as well: suspected, not proven"
         )
-    remedy += _word_replaced_weights(script) if script is not None else ""
+    # nothing is said of a script that weights by nothing, or by 1/K
+    unequal = "" if script is None or _is_equal(script) else _word_script_weights(script)
+    remedy += f", in place of {unequal}" if unequal else ""
     multiply = ""
     if all(weights) and trial.proven:
         multiply = _word_multipliers(loop, shares) + trial.tested
@@ -548,7 +551,7 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
             "micro-batch-weights",
             "weights",
             f"{right} reproduce the full-batch gradient to "
-            f"{fit.residual:.0e}{meaning}{_say_script_weights(script)}{doubt}",
+            f"{fit.residual:.0e}{meaning}{f'; the script weights them by {unequal}' if unequal else ''}{doubt}",
             {
                 "weights": list(weights),
                 "multipliers": list(fit.multipliers),
@@ -582,17 +585,6 @@ def _word_script_weights(script: ScriptWeights) -> str:
         ScriptShares.TARGETS: "their shares of valid targets",
     }
     return named.get(script.shares) or weights_text(script.weights, each=False)
-
-
-def _say_script_weights(script: ScriptWeights | None) -> str:
-    """Says what the script weights its micro-batches by; empty where it is nothing, or 1/K."""
-    if script is None or _is_equal(script):
-        return ""
-    return f"; the script weights them by {_word_script_weights(script)}"
-
-
-def _word_replaced_weights(script: ScriptWeights) -> str:
-    return "" if _is_equal(script) else f", in place of {_word_script_weights(script)}"
 
 
 def _classify_weights(shares: WrongShares, tolerance: float) -> str:
