@@ -4,9 +4,10 @@
 
 A family is a module of `timm.models`. Its member is the one with the fewest parameters that takes a batch of pictures;
 nobody picks it by hand. The pictures grow from 32 pixels until the bare passes take 0.2 s, at most to the size that the
-model was made for; a member whose bare passes take more than 2.5 s is left out, so that all end within 40 minutes. Processor time on one thread, after a first verdict that imports everything; with `--memory` the
-ratio of the high-water marks of fresh processes as well. The truth is found without gaverify: both gradients in
-float64, without dropout and dropped paths. Last come the median, 95 % and the worst ratio of each outcome.
+model was made for; a member whose bare passes take more than 2.5 s is left out, so that all end within 40 minutes.
+Processor time on one thread, after a first verdict that imports everything; with `--memory` the ratio of the high-water
+marks of fresh processes as well. The truth is found without gaverify: both gradients in float64, without dropout and
+dropped paths. Last come the median, 95 % and the worst ratio of each outcome.
 """
 
 from __future__ import annotations
