@@ -231,15 +231,12 @@ def _fit_full_batch(
         except NoMemory as error:
             # a probe has seen a part of the pass already
             if probe is not None or not experiment.fitting.falls_through(experiment.device):
-                raise NoMemory(f"{error}{_way_that_needs_less(experiment)}") from error
+                # Offloading needs less memory where it was not tried yet, on a device with memory of its own.
+                has_other_way = experiment.fitting.way is not Reference.OFFLOAD and experiment.device.type != "cpu"
+                hint = "; `--reference offload` needs less" if has_other_way else ""
+                raise NoMemory(f"{error}{hint}") from error
         gc.collect()  # here the exception is gone, and with it the frames that held what the pass had made
         experiment.progress(f"the full batch with {experiment.fitting.way}")
-
-
-def _way_that_needs_less(experiment: Experiment) -> str:
-    """Names offloading, where it is not what was tried and the device's memory is not the host's."""
-    tried = experiment.fitting.way is Reference.OFFLOAD
-    return "" if tried or experiment.device.type == "cpu" else "; `--reference offload` needs less"
 
 
 def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:

@@ -152,7 +152,9 @@ def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
         raise
     except (Exception, GeneratorExit) as error:
         if is_out_of_memory(error):
-            raise _out_of_memory(where, experiment) from error
+            advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
+            advice += "" if experiment.device.type == "cpu" else ", or --device cpu"
+            raise NoMemory(f"out of memory on {experiment.device} while running {where}; try {advice}") from error
         # A fault of gaverify's must never read as a finding about the user's model.
         if is_own_fault(error):
             raise
@@ -215,12 +217,6 @@ def _other_reading(experiment: Experiment) -> str:
     problem = experiment.problem
     settled = problem.batch_size is not None or problem.split is not None
     return "" if settled else other_reading(problem.batch, experiment.batch_size)
-
-
-def _out_of_memory(where: str, experiment: Experiment) -> NoMemory:
-    advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
-    elsewhere = "" if experiment.device.type == "cpu" else ", or --device cpu"
-    return NoMemory(f"out of memory on {experiment.device} while running {where}; try {advice}" + elsewhere)
 
 
 def micro_batch_of(experiment: Experiment, start: int, stop: int, where: str) -> Any:

@@ -150,7 +150,11 @@ class RewindableIterator:
         if self._position == len(values):
             before = _random_states()
             value = next(self._iterator)
-            if _is_computed(value) or _random_states() != before:
+            # A backward would go through such a value, and a second one would find its graph freed.
+            is_computed = any(
+                isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value)
+            )
+            if is_computed or _random_states() != before:
                 self._values = None
                 return value
             values.append(value)
@@ -172,11 +176,6 @@ def _random_states() -> tuple[Any, ...]:
     return (*torch_generator_states(), *foreign_generator_states())
 
 
-def _is_computed(value: Any) -> bool:
-    """Whether a backward would go through the value: a second one would find its graph freed."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value))
-
-
 def replace_iterators(places: Iterable[tuple[Any, Any]], bind: Callable[[Any, Any], None]) -> None:
     """Puts stand-ins in the place of iterators; does nothing outside a verification.
 
@@ -188,16 +187,11 @@ def replace_iterators(places: Iterable[tuple[Any, Any]], bind: Callable[[Any, An
         return
     stand_ins, put_back = _scopes[-1]
     for place, value in list(places):
-        if _is_iterator(value):
+        # A generator, or an iterator of Python's own: those of other classes have attributes, which are kept.
+        if hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools"):
             # one stand-in for each iterator: two variables that share it go on together
             bind(place, stand_ins.setdefault(id(value), RewindableIterator(value)))
             put_back.append(partial(bind, place, value))
-
-
-def _is_iterator(value: Any) -> bool:
-    """Whether `value` is a generator, or an iterator of Python's own: objects of other classes have attributes."""
-    kind = type(value)
-    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
 
 
 # Saves and restores containers, objects and modules: entries, attributes, slots, registries, attributes in C++.

@@ -61,7 +61,10 @@ def call_site() -> int:
             break
         if code is _CALL:
             # Only torch's own frame is asked for its locals: in a user's, the answer would keep tensors alive.
-            place += _call_number(frame.f_locals.get("self"))
+            called = frame.f_locals.get("self")
+            # A wrapper of torch's around the user's module does not count: other strategies have none.
+            if not type(called).__module__.startswith(_WRAPPERS):
+                place.append(_modules.get(id(called), id(called)))
         elif _tells_places_apart(module):
             place += (_number_of(code), frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
@@ -82,13 +85,6 @@ def loop_site() -> int:
             inside = inside and owner_of(frame.f_code.co_filename) is not Owner.USER
         frame = frame.f_back  # type: ignore[assignment]
     return hash(tuple(place))
-
-
-def _call_number(module: Any) -> tuple[int, ...]:
-    """The number of a module that is called; none for a wrapper of torch's around the user's."""
-    if type(module).__module__.startswith(_WRAPPERS):
-        return ()
-    return (_modules.get(id(module), id(module)),)
 
 
 def _number_of(code: CodeType) -> int:
