@@ -24,9 +24,9 @@ from gaverify.tracebacks import hands_over
 
 # Σ|terms| of the gradients that a backward forms as sums: their rounding grows with the terms, not with the sum.
 #
-# linear bias, broadcast addition a sum over the dimensions that were broadcast bias of a normalisation, convolution
-# the sum of the output's gradient over everything but the channels embedding for each row, the sum over the places
-# that looked it up
+#     linear bias, broadcast addition       a sum over the dimensions that were broadcast
+#     bias of a normalisation, convolution  the sum of the output's gradient over everything but the channels
+#     embedding                             for each row, the sum over the places that looked it up
 #
 # A gradient that is zero in exact arithmetic (a bias before a normalisation) is the rounding of such a sum, and
 # nothing else tells so in working precision. Weights of normalisations and convolutions are sums as well, but

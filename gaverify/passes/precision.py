@@ -1,9 +1,4 @@
-"""Devices and arithmetic: the words for devices, what they compute in, conversions for a control, moved weights.
-
-    w ← w · (1 ± share)        each element by a coin of its own
-
-By their roundoff for a noise floor, by more for a second point to look from.
-"""
+"""Devices and arithmetic: the words for devices, what they compute in, conversions for a control, moved weights."""
 
 from __future__ import annotations
 
@@ -154,6 +149,10 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 # Which arithmetic gradients are computed in, the conversion of a model for a control run, and moved weights.
+#
+#     w ← w · (1 ± share)        each element with a random sign of its own
+#
+# Weights move by their roundoff for a noise floor, and by more for a second point to look from.
 
 
 DTYPES: dict[str, torch.dtype] = {

@@ -201,9 +201,10 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     bench.experiment.micro_batches(bench.experiment.full_batch(listener), listener)
     call = _find_diverging_call(listener)
     if call is None:
-        # Gradients that differ before any module was reached come from the loss, of which no part can be neutralised.
-        if not _is_different_at_outermost(listener):
+        outermost = (listener.worst.get(call, {}).get("outputs", 0.0) for call in listener.outermost)
+        if not any(difference > SAME_IN_FLOAT32 for difference in outermost):
             return None
+        # Gradients that differ before any module was reached come from the loss, of which no part can be neutralised.
         return BackwardCulprit(BackwardPlace.LOSS, _locate_loss(bench), None)
     experiment = bench.experiment
     if call in listener.functions:
@@ -235,11 +236,6 @@ def _find_diverging_call(listener: BoundaryGradients) -> int | None:
         and sides.get("outputs", 0.0) <= SAME_IN_FLOAT32 < sides.get("inputs", 0.0)
     ]
     return max(culprits) if culprits else None  # the innermost call was entered last
-
-
-def _is_different_at_outermost(listener: BoundaryGradients) -> bool:
-    """Whether the gradients that reach the outermost modules differ already."""
-    return any(listener.worst.get(call, {}).get("outputs", 0.0) > SAME_IN_FLOAT32 for call in listener.outermost)
 
 
 def _locate_loss(bench: Bench) -> Operation:

@@ -7,7 +7,7 @@ of the full batch then decides. Without a confirmation the whole search runs on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -329,7 +329,7 @@ def _translate_fit(
     part_amounts = (part_weights.valid_targets, part_weights.sizes)
     amounts = (weight_facts.valid_targets, weight_facts.sizes)
     candidates = [
-        _to_shares(full)
+        tuple(amount / sum(full) for amount in full)
         for first, full in zip(part_amounts, amounts, strict=True)
         if first and are_shares(before, first)
     ]
@@ -343,10 +343,6 @@ def _translate_fit(
         if residual <= floor:
             return replace(fit, weights=weights_, residual=residual)
     return None
-
-
-def _to_shares(amounts: Sequence[float]) -> tuple[float, ...]:
-    return tuple(amount / sum(amounts) for amount in amounts)
 
 
 def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:

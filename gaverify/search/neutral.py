@@ -172,7 +172,10 @@ class _Cut(PassProbe):
             if leaf.grad is not None and (cotangent := self._take_cotangent(k, place, leaf, output)) is not None
         ]
         if pairs:
-            torch.autograd.backward([_contract(output, cotangent) for output, cotangent in pairs])
+            # Numbers whose gradients at the outputs are the cotangents: given cotangents, `backward` makes torch import
+            # sympy, which takes half a second.
+            products = [torch.vdot(cotangent.reshape(-1), output.reshape(-1)).real for output, cotangent in pairs]
+            torch.autograd.backward(products)
 
     def _take_cotangent(self, k: int, place: int, leaf: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
         """The gradient's rows for a micro-batch; None where they have been used."""
@@ -224,12 +227,6 @@ class _Cut(PassProbe):
             cut_outputs, value = self.leaves, value.detach().requires_grad_()
         cut_outputs.append(value)
         return value
-
-
-def _contract(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
-    """A number whose gradient at the output is the cotangent."""
-    # `backward` with cotangents of its own makes torch import sympy, which takes half a second
-    return torch.vdot(cotangent.reshape(-1), output.reshape(-1)).real
 
 
 def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
@@ -679,6 +676,3 @@ class _Handle:
 
     def remove(self) -> None:
         """Removes nothing."""
-
-
-# Neutralises a suspect in both runs, and runs them again.

@@ -18,7 +18,6 @@ from gaverify.search.neutral import (
     PinnedDecisions,
     PinnedOutputs,
     PinnedResults,
-    PinnedValues,
     cached_gradients,
     find_live_statistics,
 )
@@ -170,7 +169,8 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
         )
         yield run(what, decisions, ControlKind.DECISIONS)
     reduced = (suspect.source_functions, "the reduction over the batch kept constant")
-    everywhere = _list_calls_everywhere(suspect)
+    # With equal calls in modules of the same class; without any there is no such control.
+    everywhere = (*suspect.functions, *suspect.functions_on_equal_lines) if suspect.functions_on_equal_lines else ()
     # The reduction comes first: constant statistics leave the rows live, a constant result cuts off what is before it.
     constant_results = (
         *((reduced,) if suspect.source is not None else ()),
@@ -215,11 +215,6 @@ def _are_replaceable(layers: Sequence[nn.Module]) -> bool:
     return all(isinstance(layer, nn.modules.batchnorm._BatchNorm) and only_normalises(layer) for layer in layers)
 
 
-def _list_calls_everywhere(suspect: Suspect) -> tuple[FunctionKey, ...]:
-    """The suspect's calls and equal ones in modules of the same class; empty if there are none of those."""
-    return (*suspect.functions, *suspect.functions_on_equal_lines) if suspect.functions_on_equal_lines else ()
-
-
 def _describe_lines(functions: Sequence[FunctionKey]) -> str:
     """Names torch calls by their lines: "`lt` at line 83, `lt` at line 84"."""
     places = sorted({(name, frame[1] if frame is not None else 0) for name, frame, _ in functions}, key=lambda p: p[1])
@@ -237,7 +232,11 @@ def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> It
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
     if isinstance(probe, PinnedResults):
-        in_the_window = bench.possible(lambda: _pin_in_window(bench, probe))
+        # The control pinned the value in both runs. As a repair of the micro-batches alone it is right only if no
+        # gradient of the full batch flows through the value, which this run shows.
+        what, kind = "the full batch's value as a constant in every micro-batch", ControlKind.FULL_BATCH_VALUE
+        # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves a full batch.
+        in_the_window = bench.possible(lambda: bench.run_repair(what, probe, kind=kind, exactly=False))
         if in_the_window is None:
             return
         yield in_the_window
@@ -252,17 +251,6 @@ def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> It
             yield bench.run(name, kind=ControlKind.REPLACED)
     except (*FORESEEN, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
         return
-
-
-def _pin_in_window(bench: Bench, probe: PinnedValues) -> ControlRun:
-    """Gives every micro-batch the full batch's value as a constant, and leaves the full batch as it is.
-
-    The control pinned the value in both runs. As a repair it is right only if no gradient of the full batch flows
-    through the value, which this run shows.
-    """
-    what = "the full batch's value as a constant in every micro-batch"
-    # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves another full batch.
-    return bench.run_repair(what, probe, kind=ControlKind.FULL_BATCH_VALUE, exactly=False)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from gaverify.verdict.criteria import Difference, not_compared, record
 
 # The norms of thousands of pairs of gradients in a few operations, and the element of one that differs most.
 #
-# large ones walked in slices, so that nothing is copied many of one shape stacked: a row of a matrix each few of a
-# shape, small laid end to end, reduced by segments
+#     large ones                walked in slices, so that nothing is copied
+#     many of one shape         stacked: a row of a matrix each
+#     few of a shape, small     laid end to end, reduced by segments
 
 
 # Elements of a large parameter that are looked at together: on a CPU their difference stays in the cache.

@@ -40,11 +40,11 @@ from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
 
 # Decides without a float64 control of the whole batch: a window by sketches of gradients, or by a few samples.
 #
-# weights g_full ≈ Σ w_k g_k with the weights that were used, and no other weights explain what is left structure a
-# few samples at once and one by one, in float32, and in float64 where that leaves more than its own rounding: a
-# fault of structure shows in any few samples the rest ‖g_full − Σ w_k g_k‖, held against what the same few samples
-# differ by in working precision, at once and one by one: that is rounding, since the higher precision says that
-# they agree
+#     weights     g_full ≈ Σ w_k g_k with the weights that were used, and no other weights explain what is left
+#     structure   a few samples at once and one by one, in float32, and in float64 where that leaves more than its own
+#                 rounding: a fault of structure shows in any few samples
+#     the rest    ‖g_full − Σ w_k g_k‖, compared with what the same few samples differ by in working precision, at once
+#                 and one by one: that is rounding, since the higher precision says that they agree
 #
 # Rounding is not coherent with the micro-batches' gradients, and a wrong weight is nothing else: so c is known
 # better than any single parameter is (one weight of four that is 3 % off is seen in bfloat16, where parameters are
@@ -112,7 +112,10 @@ def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
     # Where they are the first micro-batch, their gradient at once was sketched when that was run.
     at_once = _first_column(measurement, count)
     rounded = _sketch_samples(measurement, experiment, count, at_once)
-    for precision in _finer_precisions(measurement):
+    is_low = measurement.unit > U32  # else products alone are rounded more (TF32), which float32 would do as well
+    is_real = not any(parameter.is_complex() for parameter in experiment.parameters.values())
+    # Float64 costs three to five times as much as float32, which runs first where it is finer than what is asked about.
+    for precision in (torch.float32, torch.float64) if is_low and is_real else (torch.float64,):
         experiment.progress(f"{short_name(precision)}: {count} samples")
         is_float64 = precision is torch.float64
         exact = _sketch_in_precision(measurement, precision, count)
@@ -130,13 +133,6 @@ def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
     error = float(torch.linalg.vector_norm(rounded.at_once - exact.at_once)) / norm
     difference = float(torch.linalg.vector_norm(rounded.at_once - rounded.singles @ shares)) / norm
     return FewSamples(count, structure, difference if alike else error, error), alike
-
-
-def _finer_precisions(measurement: Measurement) -> tuple[torch.dtype, ...]:
-    """Float32 before float64, which costs three to five times as much, where it is finer than what is asked about."""
-    is_low = measurement.unit > U32  # else products alone are rounded more (TF32), which float32 would do as well
-    is_real = not any(parameter.is_complex() for parameter in measurement.experiment.parameters.values())
-    return (torch.float32, torch.float64) if is_low and is_real else (torch.float64,)
 
 
 def _first_column(measurement: Measurement, count: int) -> torch.Tensor | None:

@@ -132,9 +132,6 @@ def intercept_applications(changed: Callable[[int, type, Any, Callable[[], Any]]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
-# Which operation is the first whose result for the same samples depends on the batch that they came in?
-
-
 # Does a module scale its channels, as a normalisation by statistics of the batch does?
 
 

@@ -406,10 +406,11 @@ class SuspectFinder:
     def _make_suspect(self, index: int, kind: SuspectKind, operation: Operation, in_model: bool) -> Suspect:
         """Makes a suspect with everything that depends only on the step."""
         step, (difference, samples) = self._full.steps[index], self._matching.rows[index] or (1.0, self._size)
-        exits, calls, outputs = self._exits(index), self._find_uncut_calls(step), self._outputs(index)
+        exits = {function for i in self._dependence.exits(index) for function in _function_of(self._full.steps[i])}
+        calls, outputs = self._find_uncut_calls(step), self._outputs(index)
         suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _function_of(step))
-        suspect = replace(suspect, exits=exits, calls=calls, outputs=outputs, differentiable=step.differentiable)
-        return replace(suspect, model_mixes=self._model_mixes_beside(index))
+        suspect = replace(suspect, calls=calls, outputs=outputs, differentiable=step.differentiable)
+        return replace(suspect, exits=_sort_functions(exits), model_mixes=self._model_mixes_beside(index))
 
     def _model_mixes_beside(self, index: int) -> bool:
         """Whether a module of the model returns rows that depend on the batch, and not by way of this step."""
@@ -447,10 +448,6 @@ class SuspectFinder:
             and not self._reductions(index)
             and self._dependence.exits(index)
         }
-
-    def _exits(self, index: int) -> tuple[FunctionKey, ...]:
-        exits = self._dependence.exits(index)
-        return _sort_functions({function for i in exits for function in _function_of(self._full.steps[i])})
 
     def _sources(self, index: int) -> list[int]:
         """The reductions over the batch that a step reads: back along tainted steps to those that read samples."""

@@ -229,11 +229,6 @@ def find_result(trace: Trace, step: TracedOperation, position: int) -> Result | 
     return results[position] if position < len(results) else None
 
 
-def read_source_line(frame: Frame) -> str:
-    """Returns the text of a source line, stripped; empty where there is none."""
-    return linecache.getline(*frame).strip() if frame is not None else ""
-
-
 def find_named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
     """The innermost call of a module of the experiment."""
     return next((call for call in trace.around(step.call) if call.path is not None), None)
@@ -253,8 +248,10 @@ def describe_step(trace: Trace, step: TracedOperation) -> Operation:
 
 def locate_operation(name: str, frame: Frame, module: str | None = None, kind: str = "") -> Operation:
     """An operation on a line of the user's code, in a module of a class."""
-    file, line = (display_path(frame[0]), frame[1]) if frame is not None else (None, None)
-    return Operation(name, module, kind, file=file, line=line, source=read_source_line(frame))
+    if frame is None:
+        return Operation(name, module, kind)
+    source = linecache.getline(*frame).strip()
+    return Operation(name, module, kind, file=display_path(frame[0]), line=frame[1], source=source)
 
 
 def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
