@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from audits import SCRIPTS
+from forking import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
@@ -88,17 +89,10 @@ REFUSED = {
 @cache
 def answers(ranks: int, *cases: str) -> dict[str, Any]:
     """What the cases showed, all of them after one start of the ranks."""
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPTS / "collective.py"), *cases]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_ranks(ranks, Path(folder), str(SCRIPTS / "collective.py"), *cases)
+    assert [code for code, _, _ in done] == [0] * ranks, done[0][2][-4000:]
+    return dict(json.loads(done[0][1].splitlines()[-1]))
 
 
 def of_two(name: str) -> dict[str, Any]:
@@ -199,33 +193,8 @@ def factory(fault=""):
 def ranks_of(folder: Path, fault: str, *options: str) -> list[tuple[int, str, str]]:
     """The command line on two ranks."""
     (folder / "made.py").write_text(FACTORY)
-    command = ["-m", "gaverify", "run", "--model", "made.py:factory", "--steps", "2", *options]
-    return two_of(folder, *command, *(("--model-arg", f"fault={fault}") if fault else ()))
-
-
-def two_of(folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of two ranks that nobody watches over, as some launchers leave them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **known, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+    command = ["gaverify", "run", "--model", "made.py:factory", "--steps", "2", *options]
+    return run_ranks(2, folder, *command, *(("--model-arg", f"fault={fault}") if fault else ()))
 
 
 def test_one_report_and_one_exit_code(tmp_path: Path) -> None:
@@ -298,7 +267,7 @@ except gaverify.GaverifyError as error:
 def test_a_rank_that_skips_a_pass_ends_all_with_how_far_each_came(tmp_path: Path, engine: str) -> None:
     """The other one waits in a collective for it, where no exception comes; what follows would meet that collective."""
     (tmp_path / "skips.py").write_text(SKIPS)
-    ranks = two_of(tmp_path, "skips.py", engine)
+    ranks = run_ranks(2, tmp_path, "skips.py", engine)
     assert [code for code, _, _ in ranks] == [2, 2], ranks
     for _, _, err in ranks:
         assert "rank 0 did not come as far as the others within 3 s" in err, ranks

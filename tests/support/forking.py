@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gaverify.audit import processes
+from gaverify.audit.launchers import free_port
 from gaverify.children import keeper
 from gaverify.children.launching import Kept, start_command
 
@@ -85,14 +86,15 @@ class Server:
                 start_new_session=True,
             )
 
-    def started(self, command: Sequence[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: int) -> Kept:
+    def started(self, command: Sequence[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: Any) -> Kept:
         """Forks `python -c CODE`."""
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        assert stdin == subprocess.DEVNULL
+        errors = stdout if stderr == subprocess.STDOUT else stderr
         watched, alive = os.pipe()
         ours, theirs = socket.socketpair()
         text = json.dumps({"command": list(command), "environment": dict(env), "folder": os.getcwd()}).encode()
         with open(os.devnull, "rb") as nothing, theirs:
-            given = [nothing.fileno(), stdout.fileno(), stdout.fileno(), watched, theirs.fileno()]
+            given = [nothing.fileno(), stdout.fileno(), errors.fileno(), watched, theirs.fileno()]
             rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given)
             self._channel.sendmsg([len(text).to_bytes(8, "big")], [rights])
             self._channel.sendall(text)
@@ -104,6 +106,38 @@ class Server:
         self._channel.close()
         self.process.kill()
         self.process.wait()
+
+
+def run_ranks(ranks: int, folder: Path, program: str, *arguments: str) -> list[tuple[int, str, str]]:
+    """Returns exit code, stdout and stderr of ranks that nobody watches over, as some launchers leave them.
+
+    Args:
+        ranks: How many there are.
+        folder: Where they run, and leave what they print.
+        program: A script, or a module that is run as `python -m` runs it.
+        arguments: Of the program.
+    """
+    run = "run_path" if program.endswith(".py") else "run_module"
+    code = f"import runpy, sys; sys.argv = {[program, *arguments]!r}; runpy.{run}({program!r}, run_name='__main__')"
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The hash seed of an audit's runs, so that one server forks both.
+    shared = {"PYTHONHASHSEED": "0", **os.environ, **place, "GLOO_SOCKET_IFNAME": "lo"}
+    started: list[Kept] = []
+    before = os.getcwd()
+    os.chdir(folder)  # a forked process begins where it is asked for
+    try:
+        for rank in range(ranks):
+            with open(f"{rank}.out", "wb") as out, open(f"{rank}.err", "wb") as errors:
+                streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+                environment = {**shared, "RANK": str(rank)}
+                started.append(processes.start_command([sys.executable, "-c", code], env=environment, **streams))
+        codes = [kept.process.wait(240) for kept in started]
+    finally:
+        os.chdir(before)
+        for kept in started:
+            kept.end()
+    texts = [[(folder / f"{rank}.{kind}").read_text("utf-8") for kind in ("out", "err")] for rank in range(ranks)]
+    return [(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
 @cache
