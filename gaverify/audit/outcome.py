@@ -257,7 +257,10 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     if open_:
         return Outcome.INCONCLUSIVE, open_
     if differing is not None:
-        return Outcome.DIVERGENT, f"update {differing.number}: {_differing(differing)}{_describe_blind_spot(record)}"
+        others = _describe_other_updates(record)
+        return Outcome.DIVERGENT, (
+            f"update {differing.number}: {_differing(differing)}{others}{_describe_blind_spot(record)}"
+        )
     # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
@@ -382,6 +385,17 @@ def _differing(update: UpdateComparison) -> str:
     if not math.isfinite(difference):
         return f"{text}; some gradients are missing or not finite in one of the runs"
     return f"{text}; relative difference of the whole {of} {difference:.1e}{ratio}"
+
+
+def _describe_other_updates(record: Record) -> str:
+    """How many of the updates differ, and whether they start alike; empty if only one is judged."""
+    judged = [update for update in record.updates if update.judged]
+    if len(judged) < 2:
+        return ""
+    # An unknown distance of the weights is NaN.
+    alike = all(math.isfinite(update.started_apart) for update in judged)
+    weights = ", each compared from the same weights" if alike else ""
+    return f"; {sum(update.differs for update in judged)} of {len(judged)} updates differ{weights}"
 
 
 def _describe_agreement(record: Record) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from gaverify.records.audit import Clip, Stage, UpdateComparison
+from gaverify.records.audit import Clip, RowCheck, Stage, UpdateComparison
 from gaverify.records.audit_report import TITLES, AuditReport, Moment, WindowCount
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.numbers import count_text
@@ -24,7 +24,7 @@ _STAGES = {
     Stage.SUMMED: "as the last backward pass left it",
     Stage.USED: "as the optimizer saw it",
     Stage.UNCLIPPED: "with losses too small to be clipped",
-    Stage.CHANGE: "weight change that the same gradient makes",
+    Stage.CHANGE: "weight change by the optimizers, both given the full batch's gradient",
 }
 _CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling", "state")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
@@ -68,7 +68,7 @@ def _sections(report: AuditReport) -> Iterator[Section]:
         summary = ", ".join(_describe_update(update))
         name = f"update {update.number}"
         parameters = Parameters(update.parameters, outcome, name, summary, causes, update.judged)
-        facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("after step", _after(update))]
+        facts = [("gradient", _stages(update)), ("clipping", _clipping(update)), ("step", _after(update))]
         rows = tuple((label, text) for label, text in facts if text)
         heading = f"{name}: {count_text(len(update.parameters), 'parameter')}"
         yield Section(heading, (parameters, Facts(rows, _INDENT)) if rows else (parameters,))
@@ -132,7 +132,9 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
     if sizes:
         # a dozen sizes show the pattern, and more would fill the screen
         is_equal_size = len(set(sizes)) == 1
-        yield f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
+        rows = f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
+        # a forward pass may have no backward pass of its own: an evaluation, a micro-batch that is skipped
+        yield rows if len(sizes) == update.window.steps else f"{count_text(len(sizes), 'forward pass')} of {rows}"
     if update.window.valid_targets and update.window.ignored_targets:
         yield f"valid targets {' + '.join(map(str, update.window.valid_targets[:12]))}"
     data = update.data
@@ -145,10 +147,19 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
     elif data.adds_nothing:
         yield f"{data.accumulated} of {data.full} samples, the others have no gradient"
     else:
-        rows = f"{count_text(data.differing, 'row')} of the model's input `{data.path}`"
-        yield f"not the full batch's samples ({rows} {'is' if data.differing == 1 else 'are'} in one run only)"
+        yield f"not the full batch's samples ({_describe_other_rows(data)})"
     if not update.judged:
         yield "no verdict on its gradients"
+
+
+def _describe_other_rows(data: RowCheck) -> str:
+    """Says how many rows one run was fed and the other was not, and as which input of a forward pass."""
+    which = "without a counterpart in the other run"
+    if data.differing == abs(data.full - data.accumulated):
+        which = f"only in the {'full-batch' if data.full > data.accumulated else 'accumulated'} run"
+    # an input without a name is called by its position
+    path = data.path if data.path.startswith("argument ") else f"argument `{data.path}`"
+    return f"{count_text(data.differing, 'row')} {which}, by {path} of the model's forward"
 
 
 def _stages(update: UpdateComparison) -> str:
@@ -158,6 +169,9 @@ def _stages(update: UpdateComparison) -> str:
         return ""
     parts = []
     for stage in update.stages:
+        if stage.stage is Stage.CHANGE and stage.outcome is Outcome.EQUIVALENT:
+            parts.append(f"{_STAGES[stage.stage]}: the same up to rounding")
+            continue
         # relative to a gradient of zero there is no percentage
         far = f"relative difference {number(stage.relative_difference)}"
         text = (
@@ -186,7 +200,7 @@ def _clip(clip: Clip) -> str:
 def _after(update: UpdateComparison) -> str:
     facts = []
     if math.isfinite(update.step.weights_difference):
-        facts.append(f"weights differ by {percent(update.step.weights_difference)}")
+        facts.append(f"weights differ afterwards by {percent(update.step.weights_difference)}")
     # parameter groups mostly share one rate: each is named once
     rates, full = (
         ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(side))
@@ -198,7 +212,7 @@ def _after(update: UpdateComparison) -> str:
         facts.append(f"learning rate {rates}")
     if update.step.drifted:
         more = f" and {len(update.step.drifted) - 3} more" if len(update.step.drifted) > 3 else ""
-        facts.append(f"buffers differ: {', '.join(update.step.drifted[:3])}{more}")
+        facts.append(f"buffers differ afterwards: {', '.join(update.step.drifted[:3])}{more}")
     return "; ".join(facts)
 
 
@@ -211,7 +225,7 @@ def _method(report: AuditReport) -> str:
         how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"
         if math.isfinite(decisive.resolution):
-            text += f"; {word_resolution(decisive.resolution)}"
+            text += f"; {word_resolution(decisive.resolution, report.outcome)}"
         return text
     return "judged by the order of the script's calls" if report.events_only else ""
 

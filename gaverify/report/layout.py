@@ -42,6 +42,8 @@ def footnotes(rows: Sequence[ParameterComparison], mark: str = "*") -> list[str]
     compared = [row for row in rows if row.method != Method.NOT_COMPARED]
     in_float64 = sum(row.method in _IN_FLOAT64 for row in compared)
     notes = []
+    if any(row.outcome is Outcome.DIVERGENT and row.method != Method.TOLERANCE for row in compared):
+        notes.append("allowed: the largest difference that counts as rounding")
     if any(row.vanishing for row in rows):
         notes.append(f"{mark} absolute, not relative: the full-batch gradient is zero up to rounding")
     if in_float64:
@@ -50,9 +52,10 @@ def footnotes(rows: Sequence[ParameterComparison], mark: str = "*") -> list[str]
     return notes
 
 
-def word_resolution(resolution: float) -> str:
-    """Says which difference the deciding method would not have missed."""
-    return f"a relative difference above {number(resolution)} would have been detected"
+def word_resolution(resolution: float, outcome: Outcome) -> str:
+    """Says which difference the deciding method does not miss; it may have found one."""
+    verb = "is" if outcome is Outcome.DIVERGENT else "would have been"
+    return f"a relative difference above {number(resolution)} {verb} detected"
 
 
 def number(value: float) -> str:

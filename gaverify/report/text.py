@@ -73,10 +73,10 @@ def short_lines(page: Page, layout: Layout) -> list[Line]:
     first[0][0] = (first[0][0][0], _STYLES[word.lower()])
     for sentence in [*filter(None, [headline.method]), *headline.remarks]:
         first += layout.wrap(sentence, indent=len(word) + 2)
-    return join_paragraphs([lines + first, *(_finding(finding, layout) for finding in page.findings)])
+    return join_paragraphs([lines + first, *(_finding(*each, layout) for each in enumerate(page.findings))])
 
 
-def _finding(block: FindingBlock, layout: Layout) -> list[Line]:
+def _finding(number: int, block: FindingBlock, layout: Layout) -> list[Line]:
     """A heading with place and summary, then evidence, remedy and page on lines of their own."""
     finding = block.finding
     head = f"{finding.code} {finding.name}"
@@ -87,8 +87,10 @@ def _finding(block: FindingBlock, layout: Layout) -> list[Line]:
     lines = layout.wrap(f"{head}: {block.summary}", indent=4)
     style = _STYLES["divergent"] if finding.severity == "fault" else "bold"
     lines[0] = [(lines[0][1][0], style)]  # the heading starts at the margin, what follows hangs
+    # the page of words is named once in a report
+    see = f"gaverify explain {finding.code}" + (", gaverify explain words" if number == 0 else "")
     heads = [("where", block.place), ("accepted", finding.accepted)]
-    for label, statement in [*heads, *block.rows, ("see", f"gaverify explain {finding.code}")]:
+    for label, statement in [*heads, *block.rows, ("see", see)]:
         if statement:
             lines += layout.wrap(statement, first=f"    {layout.shorten(label, 10)}", indent=4 + 11)
     return lines

@@ -72,7 +72,7 @@ def _facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("spec", join_title(verdict.source, verdict.name)),
         ("model", f"{run.model}: {count}, {trainable}"),
         ("batch", _batch(run)),
-        ("weights", _weights(run)),
+        ("weighting", _weights(run)),
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
@@ -104,11 +104,12 @@ def _weights(run: RunInfo) -> str:
     if not run.weights:
         return run.weighting
     if len(set(run.weights)) == 1:
-        return f"{run.weighting}, {run.weights[0]:.4g} each"
+        is_left = run.weighting == "none" and run.weights[0] == 1
+        return "none: losses are not scaled" if is_left else f"{run.weighting}, each loss × {run.weights[0]:.4g}"
     parts = [f"{weight:.4g}" for weight in run.weights]
     if len(parts) > 8:  # equal weights were one number above; what differs shows at both ends
         parts = [*parts[:3], "…", *parts[-3:]]
-    return f"{run.weighting}: {', '.join(parts)}"
+    return f"{run.weighting}, losses × {', '.join(parts)}"
 
 
 def _trace_table(trace: Trace) -> Table:
@@ -253,5 +254,5 @@ def method(verdict: Verdict) -> str:
     if verdict.control_failure:
         text += f"; float64 was impossible: {verdict.control_failure}"
     if math.isfinite(verdict.resolution) and verdict.resolution > 0:
-        text += f"; {word_resolution(verdict.resolution)}"
+        text += f"; {word_resolution(verdict.resolution, verdict.outcome)}"
     return text

@@ -65,14 +65,20 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"replace it by {run.what} (another model; tested: its accumulated gradient agrees with its full batch's)"
+            f"replace it by {run.what}, which changes the model (tested in its place: accumulated and full-batch gradient "
+            "agree)"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE:
             # stored statistics are offered only where they were the control, so that every offered repair has run
-            remedies.append("keep it in evaluation mode (`.eval()` on the layer, after every `model.train()`)")
-        what = f"{module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
+            remedies.append(
+                "keep it in evaluation mode (`.eval()` on the layer, after every `model.train()`): it then uses its "
+                "running statistics, in an untrained model their initial values"
+            )
+        what = (
+            f"layer {module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
+        )
         remedy = "; or ".join(remedies) or "use statistics of each sample (LayerNorm, GroupNorm) or stored ones"
         yield _meeting(facts, cause, what, remedy)
 

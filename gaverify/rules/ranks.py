@@ -288,7 +288,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         f"the gradient of the {ranks.ranks} ranks is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(
             "rank-weights",
-            f"{beside_one_process(ranks)}; a single factor explains all but {difference_left:.0e}",
+            f"{beside_one_process(ranks)}; apart from this factor the gradients agree up to {difference_left:.0e}",
             factor=factor,
         ),
         *rank_trial(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),

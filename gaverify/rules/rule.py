@@ -167,8 +167,7 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
     text = (
         f"{where}the model's output for sample {probe.sample} depends on {probe.other_samples} of {probe.batch - 1} "
-        f"other samples: its gradient with respect to one of them is up to {probe.strength:.1e} times that with "
-        "respect to its own input"
+        f"other samples, measured by gradients up to {probe.strength:.2g} times as strongly as on its own input"
     )
     return (Evidence("coupling", "samples", text, values),)
 

@@ -126,7 +126,11 @@ def _remedy(state: State) -> str:
             "other repairs"
         )
     if state.remedies:
-        return f"restore the state before each micro-batch: {word_trial(state.remedies[0])}"
+        restore = (
+            "copy the state before the first micro-batch of an update, and put the copy back before each other one"
+        )
+        once = "or update it once per optimizer step, after the last backward pass (not tested)"
+        return f"{restore} ({word_trial(state.remedies[0])}); {once}"
     text = "update the state once per optimizer step, after it: tested with the state kept fixed, equivalent"
     if not state.new_state_difference > SAME_IN_FLOAT32:
         return text

@@ -162,9 +162,9 @@ def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Fin
 
 def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     """What all micro-batches give at the same weights."""
-    text = f"with every step undone a difference of {undone.residual:.1e} remains"
+    text = f"with the weights put back after each step, a difference of {undone.residual:.1e} remains"
     if undone.residual < loop.tolerance:
-        summed = f"with every step undone, {passes(len(undone.weights))} at the same weights sum to"
+        summed = f"with the weights put back after each step, {passes(len(undone.weights))} sum to"
         is_one = abs(undone.factor - 1) < loop.tolerance
         times_full = "the full batch's gradient" if is_one else f"{undone.factor:.4g} times the full batch's gradient"
         difference_left = max(undone.residual, undone.factor_residual)
@@ -172,7 +172,8 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
         # Micro-batches of wrong shares have no one factor: then only the right weights give the full batch's gradient.
         if undone.factor_residual >= loop.tolerance:
             text = (
-                f"{summed} the full batch's gradient if each has the right weight, up to {undone.residual:.0e}: proven"
+                f"{summed} the full batch's gradient if each has the right loss weight, up to a "
+                f"relative difference of {undone.residual:.0e}: proven"
             )
     return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 

@@ -78,7 +78,9 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     trial = read_trial(facts)
     # a model or loss that communicates by itself may count the ranks in its own way
     ranks = 1 if facts.ranks is None or facts.ranks.traffic.own.count() else facts.ranks.ranks
-    remedy = f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (weights {right}){trial.tested}"
+    remedy = (
+        f"multiply each micro-batch's loss by {exact([1 / factor.value], close)} (loss weights {right}){trial.tested}"
+    )
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
     meaning = word_factor(facts, factor.value, facts.window.steps, ranks=ranks)
@@ -86,11 +88,11 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
         f"the accumulated gradient is {factor.value:.6g} times the full-batch gradient{meaning}",
         measured_evidence(
             "micro-batch-weights",
-            f"{facts.compared.largest}{word_count_place(facts.window)}; {_word_factor_fit(factor.residual)}",
+            f"{facts.compared.largest}{word_count_place(facts.window)}{_word_factor_fit(factor.residual)}",
             factor=factor.value,
             residual=factor.residual,
         ),
-        *trial.evidence("" if counts else f"weights {right}"),
+        *trial.evidence("" if counts else f"loss weights {right}"),
         remedy=number_remedy(facts, trial.replace_refuted(remedy)),
         location=facts.window.place.location if facts.window.place is not None else None,
         proven=trial.proven,
@@ -98,7 +100,8 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 
 def _word_factor_fit(residual: float) -> str:
-    return f"a single factor explains all but {residual:.0e} of the gradient"
+    # counts may tell a factor where no weights were fitted
+    return f"; apart from this factor the gradients agree up to {residual:.0e}" if math.isfinite(residual) else ""
 
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
@@ -206,8 +209,8 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
             ),
             control_evidence(
                 "micro-batch-weights",
-                f"for this term alone, a single factor explains all but {term.fit.factor_residual:.0e} of the "
-                "gradient; the terms add up to the whole gradient",
+                f"for this term alone, the gradients agree up to {term.fit.factor_residual:.0e} apart from this factor; "
+                "the terms add up to the whole gradient",
                 residual=term.fit.factor_residual,
             ),
             remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {advice}",
@@ -251,7 +254,7 @@ def _finding_of_factor(
     count = count or find_steps(loop, factor)
     number = update.number if update is not None else 1
     right = exact([1 / factor], loop.tolerance)
-    remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (weights {right} each)")
+    remedy = f"multiply each micro-batch's loss by {right}" + ("" if count < 2 else f" (loss weights {right} each)")
     # steps that are undone are a control already
     # no weights were run where the steps were undone
     trial = read_trial(facts, number) if update is not None else WeightsTrial(proven=True)
@@ -275,7 +278,7 @@ def _finding_of_factor(
         if update is not None
         else "the gradient summed over the update's micro-batches"
     )
-    before = f"{difference(update)}; " if update is not None else "with every step undone, "
+    before = difference(update) if update is not None else "with the weights put back after each step"
     return finding_of(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(
@@ -336,8 +339,8 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
             f"{short / full_count:.4g} of the full batch's",
             measured_evidence(
                 "micro-batch-weights",
-                f"{difference(update)}; a single factor r/K = {short}/{full_count} explains all but "
-                f"{difference_left:.0e} of the gradient",
+                f"{difference(update)}; apart from the factor r/K = {short}/{full_count} the gradients "
+                f"agree up to {difference_left:.0e}",
                 factor=short / full_count,
                 update=update.number,
             ),

@@ -147,24 +147,30 @@ DIVIDE_ONCE = (
 _DIFFERENTIATE_ALL = "run `backward()` on every micro-batch, or leave the same samples out of the full batch"
 
 _SUMMARIES = {
+    "samples": "micro-batches with different numbers of samples get the same loss weight",
+    "targets": "micro-batches with different numbers of valid targets get the same loss weight",
     "running-sum": "each backward pass repeats the earlier micro-batches",
     "equal-sizes": "micro-batches of equal size get different weights",
     "moving": "micro-batches have other weights than in the full batch",
 }
-"""What is wrong with the weights of a loop, by kind; others are averaged equally or by wrong shares."""
+"""What is wrong with weights, by kind; the first two are said of micro-batches that are averaged equally."""
+_SAME_WEIGHT = "all micro-batches get the same loss weight, but they count differently in the full batch's mean"
 
 _MEANINGS = {
     "samples": "; these are the micro-batches' shares of the samples, n_k/N",
     "targets": "; these are the micro-batches' shares of valid targets",
     "counted": "; these are the shares of the numbers that the losses are divided by",
     "running-sum": "; the last loss alone already contains all micro-batches",
-    "weighted-means": "; the full batch's mean weights them so, for example by class weights or a mask",
+    "weighted-means": "; probable cause: class weights or a mask, by which the full batch's mean weights its samples",
     "unseen": "; no loss function with countable targets was seen",
 }
 """What the right weights of a loop's micro-batches are, by kind."""
 
 _SHARE_OF_MEAN = "weight each micro-batch by its share of what the full batch's mean averages over"
-_DIVIDE_BY_WINDOW = "sum the losses and divide by the count over all micro-batches"
+_DIVIDE_BY_WINDOW = (
+    "sum the losses (`reduction='sum'`) and divide by the total over all micro-batches (the count, or the sum of class "
+    "weights)"
+)
 _LOOP_REMEDIES = {
     "samples": "weight each micro-batch by n_k/N",
     "targets": "sum the losses and divide by the valid targets of all micro-batches",
@@ -214,7 +220,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
 def _weighing_evidence(facts: Facts) -> Iterator[Evidence]:
     fit, run = facts.window.fit, facts.weights_run
     if fit is not None and run is not None and run.rounding:
-        what = f"with weights {weights_text(fit.weights, each=False)} the difference"
+        what = f"with loss weights {weights_text(fit.weights, each=False)} the difference"
         yield word_control("micro-batch-weights", what, run.left, True, weights=list(fit.weights))
 
 
@@ -351,22 +357,23 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     trial = read_trial(facts)
     if meaning:
         remedy += trial.tested
-    summary = _describe_average(facts)
+    summary = _describe_average(facts, fit)
     # weights that the user gave are wrong as such: nothing was averaged
     if facts.window.given_wrong:
         summary = "the given weights are not the micro-batches' shares of the samples"
     used, weights = list(facts.window.used), list(fit.weights)
-    difference_left = trial.result or f"all but {fit.residual:.0e} of the gradient is explained"
+    difference_left = trial.result or f"a relative difference of {fit.residual:.0e} is left"
     yield finding_of(
         summary,
         measured_evidence(
             "micro-batch-weights",
-            f"{facts.compared.largest} with weights {weights_text(used, each=False)}{word_count_place(facts.window)}",
+            f"{facts.compared.largest} with loss weights {weights_text(used, each=False)}"
+            f"{word_count_place(facts.window)}",
             used=used,
         ),
         control_evidence(
             "micro-batch-weights",
-            f"with weights {weights_text(weights, each=False)} {difference_left}{meaning}{_word_doubt(fit)}",
+            f"with loss weights {weights_text(weights, each=False)} {difference_left}{meaning}{_word_doubt(fit)}",
             weights=weights,
             residual=fit.residual,
             determined=fit.determined,
@@ -378,10 +385,10 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _describe_average(facts: Facts) -> str:
-    if facts.window.weighting == "uniform":
-        return "micro-batches that should count differently get the same weight"
-    return "micro-batches get wrong weights"
+def _describe_average(facts: Facts, fit: WeightFit | None) -> str:
+    if facts.window.weighting != "uniform":
+        return "micro-batches get wrong loss weights"
+    return _SUMMARIES.get(facts.window.name_shares(fit.weights) if fit is not None else "", _SAME_WEIGHT)
 
 
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
@@ -390,11 +397,11 @@ def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun)
     fit, text, weights = facts.window.fit, "", dict[str, Any]()
     if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not word_other_fixes(facts):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
-        text = f"; on this batch they are weights {weights_text(fit.weights, each=False)}"
+        text = f"; on this batch they are loss weights {weights_text(fit.weights, each=False)}"
     windows, trial = [count.window for count in counts], read_trial(facts)
     line = f": `{counts[0].operation.source}`" if counts[0].operation.source else ""
     return finding_of(
-        _describe_average(facts),
+        _describe_average(facts, None),
         measured_evidence(
             "micro-batch-weights",
             f"{facts.compared.largest}; {count_texts}{line}",
@@ -535,17 +542,17 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
         multiply = _word_multipliers(loop, shares) + trial.tested
     if adds_up and (repair := repair_shares(loop, update, kind)):
         remedy, multiply = repair, f" (with the right weights{trial.tested})" if trial.tested else ""
-    summary = "micro-batches that should count differently get the same weight"
-    if not _is_equal(script):
-        summary = "micro-batches get weights that are not their shares of the full batch's mean"
+    summary = _SUMMARIES.get(kind, _SAME_WEIGHT)
+    if not _is_equal(script) and (kind in ("samples", "targets") or kind not in _SUMMARIES):
+        summary = "micro-batches get loss weights that are not their shares of the full batch's mean"
     where = f", in term {shares.term.number} of {shares.term.count} of the loss" if shares.term is not None else ""
     meaning = _MEANINGS.get(kind, "")
     if kind == "equal-sizes":
         ratios = " : ".join(f"{min(weights) / weight:.3g}" for weight in weights[:12])
         meaning = f"; the script weights them {ratios}"
-    right = weights_text(weights) if adds_up else f"losses multiplied by {weights_text(weights)}"
+    right = f"loss weights {weights_text(weights)}" if adds_up else f"losses multiplied by {weights_text(weights)}"
     yield finding_of(
-        f"{_SUMMARIES.get(kind, summary)} in update {update.number}{where}",
+        f"{summary} in update {update.number}{where}",
         measured_evidence("micro-batch-weights", difference(update), update=update.number),
         Evidence(
             "micro-batch-weights",
@@ -614,4 +621,4 @@ def _word_multipliers(loop: Record, shares: WrongShares) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
     tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * shares.fit.residual, FIT_EXACT))
     what = "the losses" if shares.term is None else f"term {shares.term.number}"  # the other terms may be right
-    return f": here, multiply {what} by {exact(shares.fit.multipliers, tolerance)}"
+    return f"; in update {shares.update.number} this multiplies {what} by {exact(shares.fit.multipliers, tolerance)}"

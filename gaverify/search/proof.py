@@ -190,7 +190,8 @@ def _run_in_evaluation_mode(bench: Bench, path: str, *, fit: bool) -> tuple[Cont
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
     modules = _find_layers_of_class(bench, path)
     several = "both" if len(modules) == 2 else f"all {len(modules)}"
-    names = f"`{path}`" if len(modules) == 1 else f"{several} {type(modules[0]).__name__} layers"
+    kind = type(modules[0]).__name__
+    names = f"layer `{path}` ({kind})" if len(modules) == 1 else f"{several} {kind} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
     what, probe = f"{names} in evaluation mode", EvaluationMode(modules)
     if _is_run_on_all(bench, probe):
