@@ -299,7 +299,7 @@ class Request:
     """Optimizer updates that are recorded; 0 with `events_only`: the script runs to its end."""
     steps: int | None = option(
         Number("K", example=1, accepts=lambda steps: steps >= 1, limits="K is at least 1"),
-        "Backward passes that each update should have.  [detected]",
+        "K, backward passes per optimizer step; not the number of optimizer steps.  [detected]",
         "--steps",
     )
     """K, the backward passes that each update should have; None: the user did not say."""
@@ -325,7 +325,7 @@ class Request:
     """Seconds until a run is ended."""
     ranks: int | None = option(
         Number("R", example=2, accepts=lambda ranks: ranks >= 2, limits=_RANKS),
-        "Start the accumulated run in R processes, as torchrun would.",
+        "Start the accumulated run in R processes (ranks), as torchrun would.",
         "--ranks",
     )
     """Processes that train together in the accumulated run, at least 2; None: one process, or `launcher`."""

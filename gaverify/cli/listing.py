@@ -170,23 +170,22 @@ def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) 
     return codes or [CompletionItem(page.name, help=page.code) for page in pages if page.name.startswith(start)]
 
 
-@click.command(short_help="Explain a rule.")
-@click.argument("rule", metavar="CODE", shell_complete=_complete_rules)
+@click.command(short_help="Explain a rule, or the words of reports.")
+@click.argument("rule", metavar="CODE|words", shell_complete=_complete_rules)
 def explain(rule: str) -> int:
     """Explains a rule: what it finds, why the gradients differ, an example and how to fix it.
 
     CODE is a code (GAV101) or a name (batch-statistics) from a report; `gaverify rules` lists them. `gaverify explain
     words` explains the words that reports use.
     """
-    from gaverify.rulebook import find_page, words_page
+    from gaverify.rulebook import find_page
 
-    if rule == "words":
-        click.echo(words_page())
-        return 0
-    page = find_page(rule)
     to = console(highlight=False)
     to.width = min(to.width, WIDTH)
-    _print_page(to, page)
+    if rule == "words":
+        _print_words(to)
+    else:
+        _print_page(to, find_page(rule))
     return 0
 
 
@@ -227,6 +226,19 @@ def _print_table(pages: tuple[RulePage, ...]) -> None:
         "finds": {"overflow": "fold"},
     }
     print_table(to, columns, [(page.code, page.name, page.severity, page.summary) for page in pages])
+
+
+def _print_words(to: Console) -> None:
+    """The page of words; its headings and the words themselves are bold, without the marks of Markdown."""
+    from rich.text import Text
+
+    from gaverify.rulebook import words_page
+
+    for line in words_page().splitlines():
+        # every second part of a line stands between two marks
+        parts = [(part, "bold" if at % 2 else "") for at, part in enumerate(line.split("*"))]
+        heading = Text(line.lstrip("# "), "bold cyan")
+        to.print(heading if line.startswith("#") else Text.assemble(*parts), soft_wrap=True)
 
 
 def _print_page(to: Console, page: RulePage) -> None:

@@ -44,7 +44,7 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.argument(
     "spec_file", metavar="[MODEL|SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
 )
-@click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"Micro-batches per full batch.  [{_STEPS}]")
+@click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"K, micro-batches per optimizer step.  [{_STEPS}]")
 @click.option(
     "--strategy",
     "strategies",
@@ -76,7 +76,7 @@ def profile(
     outputs: tuple[Path, ...],
     **words: Any,
 ) -> int:
-    """Measures memory and time of accumulation, for a MODEL or a SPEC.
+    """Measures memory and time of accumulation, for a MODEL or a SPEC (a TOML file of options).
 
     Shows saved activations, peak memory and time of the full batch, of the summed loss and of accumulation, each
     measured in a fresh process. Also checks that their gradients agree.

@@ -157,8 +157,8 @@ def run(
 ) -> int:
     """Compares the accumulated gradient with the gradient of the full batch.
 
-    MODEL is a built-in or `file.py:factory`, as for `--model`. SPEC is a TOML file, and FOLDER a folder of them.
-    Options on the command line override those in specs.
+    MODEL is a built-in or `file.py:factory`, as for `--model`. SPEC is a TOML file of these options, which
+    `gaverify init` writes, and FOLDER a folder of them. Options on the command line override those in specs.
 
     \b
       gaverify run mlp --steps 4

@@ -100,7 +100,7 @@ debug_option = click.option("--debug", is_flag=True, expose_value=False, help="S
 
 def strict_option(command: Command) -> Command:
     """Adds `--strict`, which every command has that knows accepted divergences."""
-    text = "Exit 1 if an accepted divergence no longer occurs."
+    text = "Exit 1 if a divergence that an `accept` entry of a TOML file allows no longer occurs."
     return click.option("--strict", is_flag=True, help=text)(command)
 
 

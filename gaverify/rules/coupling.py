@@ -65,8 +65,8 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"replace it by {run.what}, which changes the model (tested in its place: accumulated and full-batch gradient "
-            "agree)"
+            f"replace it by {run.what}, which changes the model (tested in its place: accumulated and "
+            "full-batch gradient agree)"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
         ]

@@ -209,8 +209,8 @@ def _judge_terms(facts: Facts, loop: Record, update: UpdateComparison) -> Iterat
             ),
             control_evidence(
                 "micro-batch-weights",
-                f"for this term alone, the gradients agree up to {term.fit.factor_residual:.0e} apart from this factor; "
-                "the terms add up to the whole gradient",
+                f"for this term alone, the gradients agree up to {term.fit.factor_residual:.0e} apart from this "
+                "factor; the terms add up to the whole gradient",
                 residual=term.fit.factor_residual,
             ),
             remedy=f"multiply this term by {exact([1 / factor.value], loop.tolerance)} in each micro-batch, {advice}",

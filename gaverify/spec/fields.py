@@ -93,7 +93,11 @@ class Spec:
     """
 
     model: str = _set(
-        MODEL, "Built-in (see `gaverify models`), package.module:factory or file.py:factory.", MISSING, "mlp"
+        MODEL,
+        "Built-in (see `gaverify models`), or a function that returns model, loss and batch (a factory): "
+        "package.module:factory or file.py:factory.",
+        MISSING,
+        "mlp",
     )
     """Name of the built-in or factory."""
     name: str | None = _optional_field(text("a name for reports", "NAME"), "nightly", "Name in reports.  [the model]")
@@ -102,14 +106,17 @@ class Spec:
         ARGUMENT, "Argument of the factory; repeatable.", dict, {"width": 32}
     )
     """Keyword arguments of the factory; empty: none."""
-    steps: int = _set(whole(1, "K"), "Micro-batches per full batch.  [4]", 4)
+    steps: int = _set(whole(1, "K"), "K, micro-batches per optimizer step; not the number of optimizer steps.  [4]", 4)
     """K, micro-batches per full batch, per rank."""
     batch_size: int | None = _optional_field(
         whole(1, "B"), 8, "Samples in the full batch, if the factory takes `batch_size`."
     )
     """B, samples in the full batch; None: the factory decides."""
     weighting: str | tuple[float, ...] = _set(
-        WEIGHTING, "Weight of each loss: 1/K, share of samples, share of tokens, 1, or K numbers.  [uniform]", "uniform"
+        WEIGHTING,
+        "Factor of each loss; uniform: 1/K, samples: share of samples, tokens: share of tokens, none: loss not scaled; "
+        "or K numbers.  [uniform]",
+        "uniform",
     )
     """Rule, or one number per micro-batch, for the losses' factors."""
     device: str | None = _optional_field(DEVICE, "cpu", "Device to run on.  [the model's]")
@@ -165,19 +172,21 @@ class Spec:
     ignore_index: int = _set(INTEGER, "Target value that marks padding.  [-100]", -100)
     """Target value that counts as padding."""
     ranks: int | None = _optional_field(
-        whole(2, "R"), 2, "Run K micro-batches on each of R processes, as torchrun would."
+        whole(2, "R"), 2, "Run K micro-batches on each of R processes (ranks), as torchrun would."
     )
     """R, number of processes; None: this process alone."""
     engine: str = _set(one_of("ddp", "fsdp2"), "Parallel wrapper of the model, with --ranks.  [ddp]", "ddp")
     """`ddp` or `fsdp2`."""
     timeout: float | None = _optional_field(
-        SECONDS, 600, "Time limit of a run; with --ranks, of each accumulation window."
+        SECONDS,
+        600,
+        "Stop the run after this time, without a verdict; with --ranks, the limit of each accumulation window.",
     )
     """Seconds; None: no limit."""
     diagnose: bool = _set(FLAG, "Search for the cause of a difference.  [on]", True)
     """Whether to look for the cause."""
     time_limit: float | None = _optional_field(
-        SECONDS, 60, "Time limit of the search for the cause; the verdict does not depend on it."
+        SECONDS, 60, "Stop only the search for the cause after this time; the verdict does not depend on it."
     )
     """Seconds for the search for the cause; None: no limit."""
     exact: bool = _set(FLAG, "Check every parameter in float64.  [off]", False, True)

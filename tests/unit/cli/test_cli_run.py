@@ -268,8 +268,18 @@ def test_a_quiet_row_names_code_and_line(
 def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "words"]) == 0
     page = capsys.readouterr().out
-    told = ["allowed", "float64 control", "noise floor", "last digit", "norm ratio", "coupling", "harm", "aligned"]
-    told += ["would have been detected", "movement", "proven", "backward : step : zero_grad", "working difference"]
+    told = ["allowed", "float64 control", "noise floor", "last digit", "norm ratio", "rows", "harm", "aligned"]
+    told += [
+        "‖full‖",
+        "control",
+        "note",
+        "strategy",
+        "would have been detected",
+        "movement",
+        "proven",
+        "backward : step : zero_grad",
+        "working difference",
+    ]
     assert all(word in " ".join(page.lower().split()) for word in [*told, "window"])
 
 
