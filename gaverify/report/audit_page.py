@@ -159,7 +159,8 @@ def _describe_other_rows(data: RowCheck) -> str:
         which = f"only in the {'full-batch' if data.full > data.accumulated else 'accumulated'} run"
     # an input without a name is called by its position
     path = data.path if data.path.startswith("argument ") else f"argument `{data.path}`"
-    return f"{count_text(data.differing, 'row')} {which}, by {path} of the model's forward"
+    verb = "is" if data.differing == 1 else "are"
+    return f"{count_text(data.differing, 'row')} of the forward's {path} {verb} {which}"
 
 
 def _stages(update: UpdateComparison) -> str:

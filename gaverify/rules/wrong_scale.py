@@ -84,11 +84,12 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
     if counts and run is not None:
         remedy = counts_remedy(facts, counts, run)
     meaning = word_factor(facts, factor.value, facts.window.steps, ranks=ranks)
+    largest_and_place = facts.compared.largest + word_count_place(facts.window)
     yield finding_of(
         f"the accumulated gradient is {factor.value:.6g} times the full-batch gradient{meaning}",
         measured_evidence(
             "micro-batch-weights",
-            f"{facts.compared.largest}{word_count_place(facts.window)}{_word_factor_fit(factor.residual)}",
+            "; ".join(filter(None, (largest_and_place, _word_factor_fit(factor.residual)))),
             factor=factor.value,
             residual=factor.residual,
         ),
@@ -101,7 +102,7 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 def _word_factor_fit(residual: float) -> str:
     # counts may tell a factor where no weights were fitted
-    return f"; apart from this factor the gradients agree up to {residual:.0e}" if math.isfinite(residual) else ""
+    return f"apart from this factor the gradients agree up to {residual:.0e}" if math.isfinite(residual) else ""
 
 
 def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
@@ -278,7 +279,7 @@ def _finding_of_factor(
         if update is not None
         else "the gradient summed over the update's micro-batches"
     )
-    before = difference(update) if update is not None else "with the weights put back after each step"
+    before = f"{difference(update)}; " if update is not None else "with the weights put back after each step, "
     return finding_of(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(

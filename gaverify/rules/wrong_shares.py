@@ -154,7 +154,7 @@ _SUMMARIES = {
     "moving": "micro-batches have other weights than in the full batch",
 }
 """What is wrong with weights, by kind; the first two are said of micro-batches that are averaged equally."""
-_SAME_WEIGHT = "all micro-batches get the same loss weight, but they count differently in the full batch's mean"
+_SAME_WEIGHT = "micro-batches that count differently in the full batch's mean get the same loss weight"
 
 _MEANINGS = {
     "samples": "; these are the micro-batches' shares of the samples, n_k/N",
@@ -621,4 +621,6 @@ def _word_multipliers(loop: Record, shares: WrongShares) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
     tolerance = min(loop.tolerance, max(FIT_MAGNIFIES * shares.fit.residual, FIT_EXACT))
     what = "the losses" if shares.term is None else f"term {shares.term.number}"  # the other terms may be right
-    return f"; in update {shares.update.number} this multiplies {what} by {exact(shares.fit.multipliers, tolerance)}"
+    return (
+        f"; in update {shares.update.number} that means: multiply {what} by {exact(shares.fit.multipliers, tolerance)}"
+    )

@@ -278,7 +278,7 @@ def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held()
         assert "0.25 times the full-batch gradient (= 1/K)" in scale.summary
         assert (
             scale.remedy
-            == "multiply each micro-batch's loss by 4 (weights 1, 1, 1, 1): tested with the state kept fixed, "
+            == "multiply each micro-batch's loss by 4 (loss weights 1, 1, 1, 1): tested with the state kept fixed, "
             "equivalent"
         )
 
@@ -348,7 +348,7 @@ def test_what_rounding_hides_is_no_cause_beside_weights(size: float) -> None:
     """Nor does it make of the full batch one that does not repeat itself."""
     verdict = gaverify.verify(_summed(size), steps=4)
     assert [f.code for f in verdict.findings if f.severity == "fault"] == ["GAV201"], story(verdict)
-    assert verdict.findings[0].proven and "(weights 1, 1, 1, 1): tested, equivalent" in verdict.findings[0].remedy
+    assert verdict.findings[0].proven and "(loss weights 1, 1, 1, 1): tested, equivalent" in verdict.findings[0].remedy
 
 
 def test_a_coupling_beside_a_mean_brings_no_weights_into_play() -> None:

@@ -80,8 +80,10 @@ TIMES_4 = "the gradient of update 1 is 4 times the full batch's (= K)"
 CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`): tested"
 SMALL = "with losses too small to be clipped"
 ADDED = "add to the existing gradients"
-COUNTED = "sum the losses and divide by the count over all micro-batches"
-INSTEAD_OF_SAMPLES = f"{COUNTED}, in place of their shares of samples n_k/N: here, multiply the losses by"
+COUNTED = "sum the losses (`reduction='sum'`) and divide by the total over all micro-batches"
+MULTIPLIED = "; in update 1 that means: multiply the losses by"
+TOTAL = f"{COUNTED} (the count, or the sum of class weights)"
+INSTEAD_OF_SAMPLES = f"{TOTAL}, in place of their shares of samples n_k/N{MULTIPLIED}"
 USUAL = "--shuffle --workers 2 --dropout 0.2"
 CLIPS = (
     ("--clip 0.1", (True, True)),
@@ -118,7 +120,7 @@ ROWS = [
     looped(SCALE, "marked_means", "GAV202", "--by average", words="other weights than in the full batch", **RAGGED),
     looped(SCALE, "marked_means", common="--by marked", **RAGGED),
     looped(SCALE, "matched_targets", "GAV202"),  # B11
-    looped(SCALE, "class_weights", "GAV202", quick=True, proven=True, words=f"{COUNTED}: here, multiply"),
+    looped(SCALE, "class_weights", "GAV202", quick=True, proven=True, words=f"{TOTAL}{MULTIPLIED}"),
     looped(SCALE, "empty_micro_batch", "GAV203"),
     # the valid tokens of two sentences each, times K: 14, 12, 12 and 15 of 53
     looped(WORDS, "mean_of_means", "GAV202", "--dropout 0.1", words="by 56/53, 48/53, 48/53, 60/53", **LESS),  # B01

@@ -628,7 +628,10 @@ class TestWeights:
     def test_steps_undone_of_unequal_shares_have_no_factor(self) -> None:
         unequal = fit(0.9, 0.4, right=(1.0, 1.2, 1.4, 1.8))
         told = str(findings_for(record("BSZ BBBBSZ", "BSZ BSZ", steps_undone=unequal)))
-        assert "sum to the full batch's gradient if each has the right weight, up to 1e-07: proven" in told
+        assert (
+            "sum to the full batch's gradient if each has the right loss weight, up to a relative difference of 1e-07"
+            in told
+        )
 
     @pytest.mark.parametrize(("numbers", "codes"), [((2, 3), []), ((2, 4), ["GAV601", "GAV201"])])
     def test_steps_undone_join_only_windows_that_were_meant_to_be_one(
@@ -994,7 +997,7 @@ class TestWhatALossCounts:
     def test_by_what_the_losses_are_divided(self) -> None:
         found = self.found(divisors=tuple(4 * amount for amount in self.AMOUNTS))
         assert "the numbers that the losses are divided by" in found.evidence[1].statement
-        assert found.remedy is not None and "divide by the count over all micro-batches" in found.remedy
+        assert found.remedy is not None and "divide by the total over all micro-batches (the count" in found.remedy
 
     def test_by_other_amounts_it_is_not_named(self) -> None:
         found = self.found(divisors=(2.0, 2.0, 2.0, 3.0))

@@ -42,9 +42,9 @@ def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
         ControlRun("LayerNorm", 0.3, False, kind=ControlKind.REPLACED),
     )
     finding = only(divergent(causes=(norm(remedies=(group, failed)),)))
-    assert finding.summary == "`1` (BatchNorm1d) normalises with the statistics of the micro-batch"
+    assert finding.summary == "layer `1` (BatchNorm1d) normalises with the statistics of the micro-batch"
     assert finding.location == Location("1", "BatchNorm1d")
-    assert finding.remedy.startswith("replace it by GroupNorm(2, 8) (another model; tested: its accumulated gradient")
+    assert finding.remedy.startswith("replace it by GroupNorm(2, 8), which changes the model (tested in its place")
     assert "; or keep it in evaluation mode (`.eval()`" in finding.remedy
     assert "LayerNorm" not in finding.remedy
     assert finding.proven
@@ -188,7 +188,7 @@ def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) 
     assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
     assert (f" (= {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
     assert finding.evidence[0].values["factor"] == pytest.approx(factor)
-    assert finding.remedy.endswith("(weights 0.25, 0.25, 0.25, 0.25): tested, equivalent")
+    assert finding.remedy.endswith("(loss weights 0.25, 0.25, 0.25, 0.25): tested, equivalent")
     assert finding.proven
 
 
@@ -278,7 +278,7 @@ def test_state_names_what_changed_and_who_wrote_it() -> None:
     assert finding.summary == "the forward changes buffer `1.buffer`, which the next micro-batch reads"
     assert finding.location == writer.location
     assert "`1.buffer` is written by `lerp_` at model.py:9" in evidence(finding, "measured")
-    assert finding.remedy.startswith("restore the state before each micro-batch: tested, equivalent")
+    assert finding.remedy.startswith("copy the state before the first micro-batch of an update")
     assert finding.proven
     held = only(divergent(state=changed("buffer")))
     assert held.location is None and held.remedy.startswith("update the state once per optimizer step")
@@ -375,10 +375,13 @@ def test_state_is_proven_by_its_control_only(place: str) -> None:
     [
         (divergent(causes=(cause(),)), "`1` (BatchNorm1d) mixes the samples of a batch"),
         (divergent(causes=(cause(kind="control-flow"),)), "`1` (BatchNorm1d) takes a branch that depends on the batch"),
-        (divergent(**fitted(0.1, 0.2, 0.3, 0.5)), "micro-batches that should count differently get the same weight"),
+        (
+            divergent(**fitted(0.1, 0.2, 0.3, 0.5)),
+            "micro-batches that count differently in the full batch's mean get the same loss weight",
+        ),
         (
             divergent(weighting="samples", **fitted(0.1, 0.2, 0.3, 0.5)),
-            "micro-batches get wrong weights",
+            "micro-batches get wrong loss weights",
         ),
         (record(drift={"a": 0.1}), "`a` is updated 4 times per optimizer step and ends up different"),
         (
