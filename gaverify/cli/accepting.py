@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,13 +87,10 @@ def _accept_causes(file: Path, spec: Spec, verdict: Verdict, reason: str, *, onl
 
 def _table(entry: Accept) -> str:
     """Returns the entry as a TOML table; strings are written by `json`, as every JSON string is a TOML string."""
-    lines = ["", "[[accept]]", *(f"{key} = {json.dumps(value)}" for key, value in _pairs(entry))]
+    values = {"code": entry.code, "location": entry.location, "reason": entry.reason}
+    lines = ["", "[[accept]]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    lines += ["suspected = true"] if entry.suspected else []
     return "\n".join(lines) + "\n"
-
-
-def _pairs(entry: Accept) -> Sequence[tuple[str, str | bool]]:
-    pairs: list[tuple[str, str | bool]] = [("code", entry.code), ("location", entry.location), ("reason", entry.reason)]
-    return [*pairs, ("suspected", True)] if entry.suspected else pairs
 
 
 def _append(file: Path, spec: Spec, text: str, added: int) -> None:

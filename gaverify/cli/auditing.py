@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from gaverify.acceptance import mark_accepted
 from gaverify.audit.request import OPTIONS, Arguments, Assignments, Flag, Request
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import DelayedProgress, Failure, Invocation, failures_of
@@ -160,8 +161,6 @@ def audit(
       gaverify audit audit.toml          # the options in a file, or in a folder of files
       gaverify audit -m package.train --events-only -- --accum 4
     """
-    from gaverify.acceptance import mark_accepted
-
     project = project_settings()
     if kept is None and words["module"] is None:
         files = options_files(filter(None, (words["script"], *words["arguments"])))
@@ -207,7 +206,6 @@ def _audit_files(
     strict: bool,
 ) -> int:
     """Audits one file after the other; a file that cannot be audited is an error in the report, and stops no other."""
-    from gaverify.acceptance import mark_accepted
     from gaverify.report import print_line
 
     invocation = click.get_current_context().find_object(Invocation) or Invocation()

@@ -129,12 +129,10 @@ def complete_specs(ctx: click.Context, parameter: click.Parameter, start: str) -
 
 def _factories(file: str) -> list[str]:
     """Returns the public functions and classes of a Python file; its text is read, and none of its code runs."""
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
+    from gaverify.loading.importing import parse_file
+
     # Completion answers at every press of Tab: importing the file would import torch.
-    nodes = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    nodes = (node for node in parse_file(Path(file)).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
     return [node.name for node in nodes if not node.name.startswith("_")]
 
 
@@ -150,18 +148,15 @@ def _paths(start: str, ending: str) -> list[CompletionItem]:
         names = sorted(os.listdir(folder or "."))
     except OSError:
         return []
-    # Files that begin with a dot are offered only to a word that does, as shells do.
     candidates = [os.path.join(folder, name) for name in names if os.path.join(folder, name).startswith(start)]
-    visible = [path for path in candidates if start.rpartition("/")[2].startswith(".") or not _is_hidden(path)]
+    # Files that begin with a dot are offered only to a word that does, as shells do.
+    if not start.rpartition("/")[2].startswith("."):
+        candidates = [path for path in candidates if not os.path.basename(path).startswith((".", "__"))]
     return [
         CompletionItem(path + ("/" if os.path.isdir(path) else ""), type="plain")
-        for path in visible
+        for path in candidates
         if path.endswith(ending) or os.path.isdir(path)
     ]
-
-
-def _is_hidden(path: str) -> bool:
-    return os.path.basename(path).startswith((".", "__"))
 
 
 def overrides_from(words: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from gaverify.acceptance import mark_accepted
 from gaverify.cli.options import GroupedCommand, complete_specs, names_a_model, overrides_from, spec_options
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
@@ -350,13 +351,10 @@ def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug:
 
 def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) -> Verdict:
     """Returns the verdict with what its entries and the project's accept, or raises what came in its place."""
-    from gaverify.acceptance import mark_accepted
-
     if isinstance(answer, BaseException):
         raise answer
-    file = "" if source == _COMMAND_LINE else source
     verdict: Verdict = mark_accepted(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
-    return replace(verdict, source=file)
+    return replace(verdict, source="" if source == _COMMAND_LINE else source)
 
 
 def _name_error(spec: Spec) -> SpecError | None:
@@ -400,10 +398,8 @@ def verify_job(spec: Spec, project: Project, source: str) -> Verdict:
 
 def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:
     # Importing torch takes seconds, and a misspelt name can be answered before.
-    if "gaverify.verification" not in sys.modules:
-        error = _name_error(spec)
-        if error is not None:
-            raise error
+    if "gaverify.verification" not in sys.modules and (error := _name_error(spec)):
+        raise error
     with guests(), DelayedProgress(spec.model, number, count, quiet=quiet) as progress:
         with pause_collector():
             from gaverify.verification import verify_spec  # inside, as importing torch may warn

@@ -57,11 +57,9 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
         ProblemError: The user's module raised, or holds something else.
     """
     if model is None:
-        return (
-            _fill_template(kind or "module", spec, factory, {}, "insert your own model and batch")
-            if kind
-            else Scaffold("mlp")
-        )
+        if kind is None:
+            return Scaffold("mlp")
+        return _fill_template(kind, spec, factory, {}, "insert your own model and batch")
     # Checkpoints have any ending (.pt, .ckpt, .bin, none): every file that is no code is taken for one.
     if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
         return _of_checkpoint(model, spec, factory)
@@ -233,7 +231,9 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
         return _write_audit(file or Path("audit.toml"), model, force)
     file = file or Path("gaverify.toml")
     if file.suffix == ".py":
-        raise SpecError(_python_for_spec(file))
+        # It is the model that stands in the place of the spec; `--force` would write the spec over it.
+        advice = _classes_to_name(str(file)) or f"name a class or factory of it: `gaverify init --model {file}:NAME`"
+        raise SpecError(f"FILE is the spec to write, a .toml file, but `{file}` is Python; {advice}")
     # The factory is imported as a module, whose name has to be an identifier.
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():
@@ -272,12 +272,6 @@ def _check_absent(paths: Iterable[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
             raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
-
-
-def _python_for_spec(file: Path) -> str:
-    """What to write where the model stands in the place of the spec, which `--force` would put over it."""
-    advice = _classes_to_name(str(file)) or f"name a class or factory of it: `gaverify init --model {file}:NAME`"
-    return f"FILE is the spec to write, a .toml file, but `{file}` is Python; {advice}"
 
 
 def _show_guesses(text: str) -> None:

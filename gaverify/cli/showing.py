@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from gaverify.acceptance import describe_unused_entries
 from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
 from gaverify.errors import SpecError, worst_exit_code
 
@@ -111,8 +112,6 @@ def exit_code_of(
 
     One spec alone says nothing about entries that may fit another: they are judged where several answers are.
     """
-    from gaverify.acceptance import describe_unused_entries
-
     stale = describe_unused_entries(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
         say(sentence, "warning")

@@ -26,7 +26,7 @@ from gaverify.children.launching import (
     start_module,
     working_folder,
 )
-from gaverify.errors import GaverifyError, InternalError, ProblemError, as_foreseen
+from gaverify.errors import InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
 
 if TYPE_CHECKING:
@@ -230,12 +230,8 @@ def _verify(verify_spec: Callable[..., Any], spec: Spec, progress: Progress) -> 
         if os.environ.get("GAVERIFY_DEBUG"):
             traceback.print_exc()
         foreseen = as_foreseen(error)
-        if foreseen is not None:
-            return _as_sent(foreseen)
-        return InternalError(f"{type(error).__name__}: {error}")
-
-
-def _as_sent(error: GaverifyError) -> GaverifyError:
-    """Returns an error that can be read where torch is not imported: without what it was raised from."""
-    error.__cause__ = error.__context__ = error.__traceback__ = None
-    return error
+        if foreseen is None:
+            return InternalError(f"{type(error).__name__}: {error}")
+        # What it was raised from cannot be read where torch is not imported.
+        foreseen.__cause__ = foreseen.__context__ = foreseen.__traceback__ = None
+        return foreseen
