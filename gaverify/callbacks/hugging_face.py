@@ -43,8 +43,6 @@ class TrainerCallback(_Base):  # type: ignore[misc]
                 window = Window(trainer.get_train_dataloader(), steps)
             except ProblemError as error:
                 return self.gate.skip(str(error))
-            if len(window.batches) < 2 or not window.even:
-                return self.gate.skip("the first window has fewer than two micro-batches, or uneven ones")
             loss = _Loss(trainer, window)
             # Training calls the wrapped model, which may be compiled.
             model = trainer.model_wrapped if trainer.model_wrapped is not None else trainer.model
@@ -69,11 +67,9 @@ class _Loss:
         if count is not None:
             return count(batches, self.trainer.args.device)
         counting = getattr(self.trainer, "get_batch_samples", None)  # transformers 4.46 to 4.49
-        return (
-            _call_with_accepted(counting, iter(batches), len(batches), self.trainer.args.device)[1]
-            if counting
-            else None
-        )
+        if counting is None:
+            return None
+        return _call_with_accepted(counting, iter(batches), len(batches), self.trainer.args.device)[1]
 
     def __call__(self, model: torch.nn.Module, samples: list[Any]) -> torch.Tensor:
         trainer, is_full_batch = self.trainer, len(samples) == len(self.window.samples)
@@ -85,9 +81,8 @@ class _Loss:
         losses: list[torch.Tensor] = []
         # `training_step` puts the model into training mode, whatever mode a run in evaluation mode asked for.
         training = [module.training for module in model.modules()]
-        accelerator.backward = lambda loss, **_: losses.append(
-            loss
-        )  # an attribute hides the method until it is removed
+        # An attribute hides the method until it is removed.
+        accelerator.backward = lambda loss, **_: losses.append(loss)
         try:
             if saved:
                 setattr(trainer, current, steps)

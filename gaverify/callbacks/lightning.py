@@ -50,8 +50,6 @@ class LightningCallback(_Base):  # type: ignore[misc]
                 window = Window(trainer.train_dataloader, steps)
             except ProblemError as error:
                 return self.gate.skip(str(error))
-            if len(window.batches) < 2 or not window.even:
-                return self.gate.skip("the first window has fewer than two micro-batches, or uneven ones")
 
             def loss(module: Any, samples: list[Any]) -> torch.Tensor:
                 batch = trainer.strategy.batch_to_device(window.collate(samples))

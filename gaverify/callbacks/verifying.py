@@ -75,7 +75,7 @@ class Window:
     A batch of more samples than one micro-batch is made by the collator, as the loader with a larger batch size would.
 
     Raises:
-        ProblemError: The loader does not say which samples its batches hold.
+        ProblemError: The loader does not say which samples its batches hold, or these cannot be verified.
     """
 
     def __init__(self, loader: Any, steps: int) -> None:
@@ -88,14 +88,12 @@ class Window:
             )
         # Indices of the sampler, not batches of the loader, which cannot be taken apart into samples again.
         self.batches = [list(indices) for indices in islice(iter(sampler), steps)]
+        sizes = [len(indices) for indices in self.batches]
+        # `verify` cuts micro-batches that are all equal but for a shorter last one.
+        if len(sizes) < 2 or len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]:
+            raise ProblemError("the first window has fewer than two micro-batches, or uneven ones")
         self.samples = [dataset[index] for indices in self.batches for index in indices]
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn
-
-    @property
-    def even(self) -> bool:
-        """Whether the micro-batches are as long as `verify` will cut them: all equal but for a shorter last one."""
-        sizes = [len(indices) for indices in self.batches]
-        return len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
 
 
 def shared_problem(model: nn.Module, loss: Callable[[nn.Module, Any], Any], window: Window, name: str) -> Problem:
