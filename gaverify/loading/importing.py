@@ -304,17 +304,14 @@ def _put_first(folder: str) -> None:
         if home in _FOLDERS and home != folder and _has(folder, name):
             for entry in [entry for entry in sys.modules if f"{entry}.".startswith(f"{name}.")]:
                 del sys.modules[entry]
-    sys.path[:] = [entry for entry in sys.path if not _same(entry, folder)]
+    # By their real paths, as "" is the current folder.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.realpath(folder)]
     for name in _NEEDED:
         if name not in sys.modules and _has(folder, name):
             with suppress(ImportError):  # not every one is installed
                 importlib.import_module(name)  # while the user's own is not found
     _FOLDERS.add(folder)
     sys.path.insert(0, folder)
-
-
-def _same(entry: str, folder: str) -> bool:
-    return entry == folder or os.path.realpath(entry) == os.path.realpath(folder)  # "" is the current folder
 
 
 def _home(module: Any) -> str:

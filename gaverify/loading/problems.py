@@ -192,7 +192,9 @@ def call_factory(
         [] if anything else [_unknown(argument, name, accepted) for argument in arguments if argument not in accepted]
     )
     problems += [
-        _describe_unused_option(option, name) for option in options if option not in accepted and option != "batch_size"
+        f"--{option.replace('_', '-')}: `{name}` has no parameter `{option}` for it; leave it out"
+        for option in options
+        if option not in accepted and option != "batch_size"
     ]
     problems += [
         f"`{name}` needs the argument `{parameter}`; give `--model-arg {parameter}=…`"
@@ -249,11 +251,6 @@ def _unknown(argument: str, name: str, accepted: list[str]) -> str:
     near = nearest(argument, accepted)
     advice = f"did you mean `{near}`? It" if near else "it"
     return f"`{name}` takes no argument `{argument}`; {advice} takes {', '.join(f'`{word}`' for word in accepted)}"
-
-
-def _describe_unused_option(option: str, name: str) -> str:
-    word = option.replace("_", "-")
-    return f"--{word}: `{name}` has no parameter `{option}` for it; leave it out"
 
 
 def load_problem(spec: Spec) -> Problem:
