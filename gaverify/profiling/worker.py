@@ -16,14 +16,6 @@ from typing import IO, Any
 
 from gaverify.children.launching import private_stdout
 
-OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, INTERNAL = (
-    "out-of-memory",
-    "does-not-fit",
-    "failed",
-    "refused",
-    "internal",
-)
-
 
 def main() -> None:
     """Measures the row that the job on stdin describes."""
@@ -161,18 +153,18 @@ def _describe_failure(error: BaseException) -> dict[str, str]:
 
     message = text_of(error) or type(error).__name__
     if isinstance(error, _Refusal):
-        return {"kind": REFUSED, "message": message}
+        return {"kind": "refused", "message": message}
     if isinstance(error, _Unfit):
-        return {"kind": DOES_NOT_FIT, "message": message}
+        return {"kind": "does-not-fit", "message": message}
     if is_out_of_memory(error):
         if not isinstance(error, GaverifyError):
             message = f"out of memory: {message.splitlines()[0]}"
-        return {"kind": OUT_OF_MEMORY, "message": message}
+        return {"kind": "out-of-memory", "message": message}
     if isinstance(error, SystemExit):
-        return {"kind": FAILED, "message": f"the model's code called {exit_call(error)}"}
+        return {"kind": "failed", "message": f"the model's code called {exit_call(error)}"}
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
-        return {"kind": FAILED, "message": message}
-    return {"kind": INTERNAL, "message": f"{type(error).__name__}: {message}"}
+        return {"kind": "failed", "message": message}
+    return {"kind": "internal", "message": f"{type(error).__name__}: {message}"}
 
 
 def _prefer_for_killing() -> None:
