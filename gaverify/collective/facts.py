@@ -16,7 +16,6 @@ import torch
 from gaverify.collective.engines import Scaled, loss_factor, of_every_rank
 from gaverify.collective.membership import gathers_with_gradient
 from gaverify.collective.window import Moved, Trained, always_reducing, bare
-from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.layouts import digest_of
 from gaverify.passes.precision import buffers_apart
@@ -251,17 +250,9 @@ def _describe_reduction(trained: Trained, measurement: Measurement, moved: Moved
     if trained.plain is not None:
         return _NO_REDUCTION
     no_gradient = all(gradient is None for gradient in measurement.accumulated.gradients.values())
-    return Reduction(
-        tuple(moved.reduced),
-        _update_bytes(measurement.experiment, moved.meter.reduced_in),
-        trained.engine is Engine.FSDP2 and no_gradient,
-    )
-
-
-def _update_bytes(experiment: Experiment, reduced_in: set[torch.dtype]) -> int:
-    types = [dtype for dtype in reduced_in if dtype.is_floating_point]
-    each = min((dtype.itemsize for dtype in types), default=0)
-    return each * sum(parameter.numel() for parameter in experiment.parameters.values())
+    element_bytes = min((dtype.itemsize for dtype in moved.meter.reduced_in if dtype.is_floating_point), default=0)
+    elements = sum(parameter.numel() for parameter in measurement.experiment.parameters.values())
+    return Reduction(tuple(moved.reduced), element_bytes * elements, trained.engine is Engine.FSDP2 and no_gradient)
 
 
 def _fit_ranks(trained: Trained, measurement: Measurement, one: Measurement) -> WeightFit | None:
@@ -306,12 +297,9 @@ def _rank_sketches_of_strategy(
     )
     unit = measurement.unit
     if weight_fit is None or not weight_fit.determined or weight_fit.used_residual > rounding_of(unit):
-        weight_fit = None
-    counted = (
-        [1.0] * measurement.experiment.steps
-        if weight_fit is None
-        else [trained.member.count * used for used in weight_fit.used]
-    )
+        weight_fit, counted = None, [1.0] * measurement.experiment.steps
+    else:
+        counted = [trained.member.count * used for used in weight_fit.used]
     pairs = list(zip(columns, counted, strict=True))
     rank_ranges = (trained.own(measurement.experiment, rank) for rank in range(trained.member.count))
     return [
@@ -342,13 +330,10 @@ def weights_of_strategy(
         return single
     fit = replace(fit, used=used, weights=right)
     what, kind, wanted = "these weights in the loop", ControlKind.WEIGHTS, measurement.full.gradients
-    factors = (
-        [float(k not in weights.lost_micro_batches) for k in range(measurement.experiment.steps)]
-        if weights.lost_micro_batches
-        else fit.multipliers
-    )
+    factors = fit.multipliers
     if weights.lost_micro_batches:
         what, kind, wanted = "their losses taken as zero", ControlKind.LOST_LOSSES, measurement.accumulated.gradients
+        factors = tuple(float(k not in weights.lost_micro_batches) for k in range(measurement.experiment.steps))
     reweighted = replace(trained, shares=tuple(factors[k] for k in trained.own(measurement.experiment)))
     repaired, _ = reweighted.window(measurement.experiment, measurement.full)
     difference_left = left_between(repaired.gradients, wanted, measurement.experiment.ranks)

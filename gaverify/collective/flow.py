@@ -503,8 +503,7 @@ def _join_batches(batches: list[Any], size: int) -> Any:
     first = batches[0]
     entries = children(first)
     if entries is None:
-        carries = isinstance(first, torch.Tensor) and first.dim() and len(first) == size
-        return torch.cat([batch.to(first.device) for batch in batches]) if carries else first
+        return torch.cat([batch.to(first.device) for batch in batches]) if _carries(first, size) else first
     if isinstance(first, list) and len(first) == size and not _carries(first[0], size):
         return [sample for batch in batches for sample in batch]
     parts = zip(*([child for _, child in children(batch) or []] for batch in batches), strict=True)
@@ -512,5 +511,5 @@ def _join_batches(batches: list[Any], size: int) -> Any:
 
 
 def _carries(node: Any, size: int) -> bool:
-    """Whether a part of a batch holds all samples, so that the list around it is a list of fields."""
+    """Whether a part of a batch holds all samples: a list around it is then a list of fields."""
     return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size for _, leaf in leaves(node))

@@ -515,8 +515,6 @@ def _join(limit: float) -> None:
     if rank_device.type in RANKED:
         rank_device = devices_of_ranks(rank_device.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
         select_device(rank_device)
-    # Its functions take the group that there is when it is imported, which may be a rank's own for a while.
-
     try:
         dist.init_process_group(backend_of([rank_device]), timeout=timedelta(seconds=limit))
     except Exception as error:
