@@ -59,8 +59,7 @@ def load_specs(
         SpecError: All problems of all files at once: missing, unreadable, not TOML, or wrong as in `parse_spec`.
     """
     entries = read_specs(paths, overrides)
-    broken = [(str(file), list(entry.problems)) for file, entry in entries if isinstance(entry, SpecError)]
-    if broken:
+    if broken := _broken(entries):
         raise join_problems(broken)
     return tuple((file, entry) for file, entry in entries if isinstance(entry, Spec))
 
@@ -81,7 +80,6 @@ def read_specs(
         SpecError: An override is wrong, so no spec can run; with all problems of all files.
     """
     entries: list[tuple[Path, Spec | SpecError]] = []
-    problems: list[tuple[str, list[str]]] = []
     # In the order of their arrival, which a set would not keep.
     on_line: dict[str, None] = {}  # an override is wrong in every file, but is reported once
     nothing = "the folder holds no *.toml file; `gaverify init` writes one"
@@ -91,11 +89,15 @@ def read_specs(
             ([unreadable], [], None) if unreadable else _check(table, overrides or {}, project or Project())
         )
         entries.append((file, spec or SpecError(in_file, str(file))))
-        problems.append((str(file), in_file))
         on_line.update(dict.fromkeys(from_options))
     if on_line:
-        raise join_problems([*problems, ("command line", list(on_line))])
+        raise join_problems([*_broken(entries), ("command line", list(on_line))])
     return tuple(entries)
+
+
+def _broken(entries: Iterable[tuple[Path, Spec | SpecError]]) -> list[tuple[str, list[str]]]:
+    """The files whose specs are wrong, each with its problems."""
+    return [(str(file), list(entry.problems)) for file, entry in entries if isinstance(entry, SpecError)]
 
 
 def toml_files(

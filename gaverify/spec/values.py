@@ -270,19 +270,26 @@ def project_settings(start: Path | None = None) -> Project:
     return Project()
 
 
-_LISTS = ("paths", "outputs", "exclude", "select", "ignore")
+_LIST_EXAMPLES = {
+    "paths": '"configs/"',
+    "outputs": '"gaverify.html"',
+    "exclude": '"configs/slow/*"',
+    "select": '"GAV4"',
+    "ignore": '"GAV301"',
+}
+"""The keys whose values are lists of texts, each with an example."""
 DEFAULTS = ("steps", "weighting", "device", "timeout", "time_limit")
 """Fields of specs that a project may set for all of them."""
 
 
 def _project(table: dict[str, Any], file: Path) -> Project:
-    keys = ("accept", "strict", *_LISTS, *DEFAULTS)
+    keys = ("accept", "strict", *_LIST_EXAMPLES, *DEFAULTS)
     values = {key.replace("-", "_"): value for key, value in table.items()}
     problems = [f"$.tool.gaverify.{key}: {unknown_key(key, keys)}" for key in values if key not in keys]
     entries = read_entries(values.get("accept", []), "$.tool.gaverify.accept", problems)
     if not isinstance(values.get("strict", False), bool):
         problems.append("$.tool.gaverify.strict: must be true or false")
-    lists = {key: values.get(key, []) for key in _LISTS}
+    lists = {key: values.get(key, []) for key in _LIST_EXAMPLES}
     for key, value in lists.items():
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
             problems.append(f"$.tool.gaverify.{key}: must be a list of texts; write `{key} = [{_LIST_EXAMPLES[key]}]`")
@@ -298,15 +305,6 @@ def _project(table: dict[str, Any], file: Path) -> Project:
         key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in DEFAULTS
     }
     return Project(entries, values.get("strict", False), str(file), **patterns, defaults=defaults)
-
-
-_LIST_EXAMPLES = {
-    "paths": '"configs/"',
-    "outputs": '"gaverify.html"',
-    "exclude": '"configs/slow/*"',
-    "select": '"GAV4"',
-    "ignore": '"GAV301"',
-}
 
 
 def code_problems(codes: Iterable[str]) -> list[str]:
