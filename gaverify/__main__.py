@@ -20,14 +20,10 @@ def start() -> int:
         return 130
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the answer is there: Ctrl-C while Python ends needs no traceback
-    if _has_waiting_threads():
+    # Python would wait, perhaps for ever, for threads that the user's code has left.
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
         _leave_now(code)
     return code
-
-
-def _has_waiting_threads() -> bool:
-    """Whether the user's code has left threads for which Python would wait, perhaps for ever."""
-    return any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate())
 
 
 def _leave_now(code: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gaverify.errors import GaverifyError, text_of
-from gaverify.passes.precision import available_devices, counts_memory, widest
+from gaverify.passes.precision import available_devices, counts_memory, resolve_device, widest
 from gaverify.records.comparison import Outcome
 from gaverify.records.numbers import count_text
 from gaverify.spec import Spec
@@ -79,8 +79,6 @@ def versions() -> Iterator[Line]:
 
 def devices(word: str | None) -> tuple[torch.device, ...]:
     """Returns the devices to examine: the one that is asked for, or one of each kind on this machine."""
-    from gaverify.passes.precision import resolve_device
-
     if word is not None:
         return (resolve_device(word) or torch.device("cpu"),)
     kinds: dict[str, torch.device] = {}
