@@ -143,8 +143,8 @@ def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
 # optimizer sees do: U(a, b) are those with the losses of the window's first half multiplied by a, and those of its
 # second half by b.
 #
-# U(s, s) = s U(1, 1) the transformation is linear: micro-batches and their sum give the same U(s, 1) + U(1, s) =
-# U(1, 1) + U(s, s) each micro-batch is transformed on its own, and the results are added up
+#     U(s, s) = s U(1, 1)                       the transformation is linear: micro-batches and their sum give the same
+#     U(s, 1) + U(1, s) = U(1, 1) + U(s, s)     each micro-batch is transformed on its own, and the results are added up
 
 
 _FACTOR = -0.5  # s: a power of two rounds nothing, and a negative one shows transformations that ignore signs

@@ -480,11 +480,7 @@ class CouplingBench:
 
 def _causes(bench: CouplingBench) -> Iterator[Cause]:
     """Yields the first code that differs, then with that pinned the next, until only rounding is left."""
-    runs, unit, difference = (
-        bench.run_both(Pins()),
-        bench.record.unit,
-        bench.update.relative_difference,
-    )
+    runs, unit, difference = bench.run_both(Pins()), bench.record.unit, bench.update.relative_difference
     first = runs.pairs_by_rank
     # Without places for the micro-batches' rows there is nothing to compare row by row.
     if not first:

@@ -89,7 +89,9 @@ class UndoSteps(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Lets the recorder undo steps; all of them belong to the full batch's first update, and so do its draws."""
-        recorder.undo_steps()
+        recorder.by_hand.undoes_steps = True
+        recorder.windows.stores_gradients = False
+        recorder.draws.draws.repeats_first_update = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class WatchWeights(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Lets the recorder look at the weights after every line."""
-        recorder.expect_steps_by_hand()
+        recorder.by_hand.expect_steps()
+        recorder.data.starts_at_forward = True
 
 
 # -- losses and gradients ---------------------------------------------------------------------------------------------
@@ -301,7 +304,8 @@ class ReplayData(Change):
                 else GivenSamples(source, self.parts, loop.ignore_draws, length, collated=collated)
             )
         inputs = Inputs(source or folder, given=source is not None) if self.way == "inputs" else None
-        recorder.replay(loop, loaders, inputs)
+        recorder.data.replay(loop, loaders, inputs)
+        recorder.draws.draws.deals_loop_draws = True
 
 
 @dataclass(frozen=True)

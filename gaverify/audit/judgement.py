@@ -85,19 +85,16 @@ def compare_updates(
     step_count = 0
     for number, round_ in enumerate(rounds, 1):
         step_count += len(round_)
-        if not _has_steps(runs, round_) or (step_count > most and number > updates):
+        has_steps = all(run.samples(round_).steps for run in (full, accumulated))
+        if not has_steps or (step_count > most and number > updates):
             break
-        window_pair = [by_number.get(number) for by_number in windows]
+        window_pair = [by_number.get(number, Window(number, ())) for by_number in windows]
         compared.append(_compare_update(runs, round_, number, *window_pair, unclipped=unclipped))
     return tuple(compared)
 
 
-def _has_steps(runs: Runs, round_: Round) -> bool:
-    return bool(runs.full.samples(round_).steps) and bool(runs.accumulated.samples(round_).steps)
-
-
 def _compare_update(
-    runs: Runs, round_: Round, number: int, full_window: Window | None, window: Window | None, *, unclipped: bool
+    runs: Runs, round_: Round, number: int, full_window: Window, window: Window, *, unclipped: bool
 ) -> UpdateComparison:
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
@@ -123,14 +120,16 @@ def _compare_update(
     decided, unclear = Stage.USED, False
     if not unclipped:
         # Whether gradients were changed by hand between the last clipping and the step; ranks may be reduced there.
-        late = len(each) == 1 and window is not None and any(step.by_hand for step in window.steps)
+        late = len(each) == 1 and any(step.by_hand for step in window.steps)
         decided, unclear = _deciding(full, used, summed, clips + clips_full, late)
     rows = summed if decided is Stage.SUMMED else used
     unrepeatable = _unrepeatable(runs, round_, number, unit, rows.noise)
     start_difference = _distance(full, accumulated, "before")
     # Asked only for other samples: it reads the rows of the next update as well.
     fed, never_fed = (None, 0) if data.same else _unlike_samples(runs, full, accumulated)
-    if fed is not None and fed.is_part and _explains_all(fit):
+    # The micro-batches that were fed make up the full batch's gradient with some weights.
+    explains_all = fit is not None and not fit.vacuous and fit.residual < COMPUTED_FLOAT32
+    if fed is not None and fed.is_part and explains_all:
         data = replace(fed, adds_nothing=True)
     judged = (
         # `not a > b` and not `a <= b`: an unknown distance is NaN, and must not forbid the comparison.
@@ -146,7 +145,7 @@ def _compare_update(
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:
         stages.append(change)
-    backwards = window.of(Backward) if window is not None else ()
+    backwards = window.of(Backward)
     # The weights in the report have to belong to the gradients that decided, or they contradict the verdict.
     of_sum = decided is Stage.SUMMED or summed is used
     divisors = tuple(math.nan if backward.counted is None else backward.counted for backward in backwards)
@@ -159,8 +158,8 @@ def _compare_update(
         data=data,
         window=AccumulationWindow(
             steps=len(backwards),
-            sizes=tuple(forward.rows or 0 for forward in (window.of(Forward) if window is not None else ())),
-            losses=_losses(window),
+            sizes=tuple(forward.rows or 0 for forward in window.of(Forward)),
+            losses=tuple(backward.loss for backward in backwards),
             full_loss=_full_loss(full, full_window, summed=of_sum),
             valid_targets=valid if valid and min(valid) >= 0 else (),
             ignored_targets=any(count < total for backward in backwards for count, total in backward.targets),
@@ -189,17 +188,12 @@ def _compare_update(
     )
 
 
-def _losses(window: Window | None) -> tuple[float, ...]:
-    """The value of each number that a window's backward passes differentiated; NaN where it is not known."""
-    return tuple(backward.loss for backward in (window.of(Backward) if window is not None else ()))
-
-
-def _full_loss(full: Samples, window: Window | None, *, summed: bool) -> float:
+def _full_loss(full: Samples, window: Window, *, summed: bool) -> float:
     """The loss whose gradient is the full batch's; NaN where that gradient is no weighted sum of the backward passes'.
 
     A `GradScaler` differentiates the loss times its scale, and takes it out of the gradient later.
     """
-    fit, losses = fit_of(full, full, summed=summed), _losses(window)
+    fit, losses = fit_of(full, full, summed=summed), [backward.loss for backward in window.of(Backward)]
     # With clipped or otherwise edited gradients the losses do not add up as the gradients do.
     if fit is None or fit.residual > COMPUTED_FLOAT32 or len(fit.weights) != len(losses):
         return math.nan
@@ -262,13 +256,13 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
     return other_checks[0], unlike
 
 
-def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit | None) -> WeightFit | None:
+def _without_passes_of_others(runs: Runs, window: Window, fit: WeightFit | None) -> WeightFit | None:
     """The fit; None where passes of another network's loss are in the gradient and should not be: no weight is wrong.
 
     Such a pass also reaches an optimizer that has parameters of its own; a wrapper's holds the same ones.
     """
-    passes = window.of(Backward) if window is not None else ()
-    if window is None or fit is None or len(fit.weights) != len(passes) or fit.residual >= FIT_FLOAT32:
+    passes = window.of(Backward)
+    if fit is None or len(fit.weights) != len(passes) or fit.residual >= FIT_FLOAT32:
         return fit
     names: dict[int, set[str]] = {}
     for (optimizer, _), (name, _) in runs.accumulated.parameters.items():
@@ -276,15 +270,8 @@ def _without_passes_of_others(runs: Runs, window: Window | None, fit: WeightFit 
     stepped = set[str]().union(*(names.get(optimizer, set()) for optimizer in window.optimizers))
     other_optimizers = {optimizer for optimizer, each in names.items() if each - stepped}
     least = LOST_SHARE * max(map(abs, fit.weights), default=0.0)
-    unwanted = (abs(weight) < least for weight in fit.weights)
-    return (
-        None
-        if any(
-            none and not other_optimizers.isdisjoint(backward.optimizers)
-            for none, backward in zip(unwanted, passes, strict=True)
-        )
-        else fit
-    )
+    unwanted = [backward for weight, backward in zip(fit.weights, passes, strict=True) if abs(weight) < least]
+    return fit if all(other_optimizers.isdisjoint(backward.optimizers) for backward in unwanted) else None
 
 
 def _events_since_last_step(run: RecordedRun, round_: Round) -> Sequence[Event]:
@@ -343,14 +330,8 @@ def _unlike_samples(runs: Runs, full: Samples, accumulated: Samples) -> tuple[Ro
     # A step that comes too early leaves its samples to the next updates; behind the last one nothing was recorded.
     next_fed = check_rows(full_rows, following)
     has_passed_on = next_fed.accumulated > next_fed.full - next_fed.missing  # to samples of the next full batch
-    return check_rows(full_rows, own_rows), check_rows(
-        full_rows, [*own_rows, *following]
-    ).missing if has_passed_on else 0
-
-
-def _explains_all(fit: WeightFit | None) -> bool:
-    """Whether the micro-batches that were fed make up the full batch's gradient with some weights."""
-    return fit is not None and not fit.vacuous and fit.residual < COMPUTED_FLOAT32
+    never_fed = check_rows(full_rows, [*own_rows, *following]).missing if has_passed_on else 0
+    return check_rows(full_rows, own_rows), never_fed
 
 
 def windows_skipped_alike(full: RecordedRun, accumulated: RecordedRun) -> frozenset[int]:

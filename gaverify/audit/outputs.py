@@ -40,20 +40,8 @@ _NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # unshare(2)
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 1 << 18  # mount(2)
 # The system's own: no training script writes there, and some hold many mounts.
 _LEFT_ALONE = (
-    "proc",
-    "sys",
-    "dev",
-    "run",
-    "etc",
-    "boot",
-    "bin",
-    "sbin",
-    "lib",
-    "lib32",
-    "lib64",
-    "libx32",
-    "usr",
-    "var",
+    *("proc", "sys", "dev", "run", "etc", "boot", "usr", "var"),
+    *("bin", "sbin", "lib", "lib32", "lib64", "libx32"),
 )
 _MOST = 400  # folders; a machine with more mounts than that is left alone
 

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from gaverify.audit.job import Command, Role, tuples
 from gaverify.audit.launchers import find_program
@@ -31,11 +31,8 @@ class Kind:
     """How the help page shows it."""
     completes: Literal["", "file", "dir"] = ""
     """What the shell completes; empty: nothing."""
-
-    @property
-    def missing(self) -> Any:
-        """The words of an option that is left out."""
-        return None
+    missing: ClassVar[Any] = None
+    """The words of an option that is left out."""
 
     def words_of(self, key: str, value: object, problems: list[str]) -> Any:
         """Returns the words that stand for a value of a TOML file; a sentence about a wrong one goes to `problems`."""
@@ -60,11 +57,7 @@ class Flag(Kind):
     """True or false."""
 
     metavar: str = ""
-
-    @property
-    def missing(self) -> Any:
-        """Off."""
-        return False
+    missing: ClassVar[Any] = False
 
     def words_of(self, key: str, value: object, problems: list[str]) -> Any:
         """Returns the value itself: the command line gives no word for a flag, either."""
@@ -106,21 +99,13 @@ class Number(Kind):
 class Arguments(Kind):
     """The words behind the options, each by itself."""
 
-    @property
-    def missing(self) -> Any:
-        """No word."""
-        return ()
+    missing: ClassVar[Any] = ()
 
     def words_of(self, key: str, value: object, problems: list[str]) -> Any:
         """Splits a text as a shell does."""
         if isinstance(value, list) and all(map(_is_plain, value)):
             return tuple(map(_word, value))
-        text = super().words_of(key, value, problems)
-        try:
-            return tuple(shlex.split(text or ""))
-        except ValueError as error:
-            problems.append(f"$.{key}: {text!r} cannot be split into arguments: {error}")
-            return ()
+        return split_words(super().words_of(key, value, problems) or "", f"$.{key}:", problems)
 
 
 @dataclass(frozen=True)
@@ -137,11 +122,7 @@ class Quoted(Kind):
         # An empty text is right for `--full` (no more arguments), but no command for `--launcher`.
         if self.empty and not words.strip():
             problems.append(f"{flag} is empty; {self.empty.format(flag=flag)}")
-        try:
-            return split_words(words, flag)
-        except SpecError as error:
-            problems += error.problems
-            return ()
+        return split_words(words, flag, problems)
 
 
 @dataclass(frozen=True)
@@ -149,11 +130,7 @@ class Assignments(Kind):
     """NAME=VALUE, repeatable; a table in files."""
 
     example: str = ""
-
-    @property
-    def missing(self) -> Any:
-        """No pair."""
-        return ()
+    missing: ClassVar[Any] = ()
 
     def words_of(self, key: str, value: object, problems: list[str]) -> Any:
         """Returns a word for each entry of the table."""
@@ -201,16 +178,19 @@ def option(kind: Kind, help: str, *flags: str, default: Any = None) -> Any:
     return field(default=default, metadata={"option": Option(kind, help, flags)})
 
 
-def split_words(text: str, flag: str) -> tuple[str, ...]:
-    """Returns the arguments that a quoted string holds, as a shell would split it.
+def split_words(text: str, place: str, problems: list[str]) -> tuple[str, ...]:
+    """Returns the arguments that a text holds, as a shell would split it.
 
-    Raises:
-        SpecError: A quote is not closed.
+    Args:
+        text: The arguments.
+        place: Where they stand, for messages.
+        problems: Gets a sentence about a quote that is not closed; then there are no arguments.
     """
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise SpecError(f"{flag} {text!r} cannot be split into arguments: {error}") from error
+        problems.append(f"{place} {text!r} cannot be split into arguments: {error}")
+        return ()
 
 
 def _is_plain(value: object) -> bool:

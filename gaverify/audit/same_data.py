@@ -178,10 +178,8 @@ def _check(
     if distinct:
         full_rows, micro_rows = (list({row.contents: row for row in rows}.values()) for rows in (full_rows, micro_rows))
     full_counts, micro_counts = (Counter(row.contents for row in rows) for rows in (full_rows, micro_rows))
-    full_left, micro_left = (
-        _without(full_rows, full_counts & micro_counts),
-        _without(micro_rows, full_counts & micro_counts),
-    )
+    shared = full_counts & micro_counts
+    full_left, micro_left = _without(full_rows, shared), _without(micro_rows, shared)
     exactly = len(full_left)
     # Tokenizers pad on the right or on the left, to the longest row of a batch: the full batch's rows are often longer.
     for side in (0, 1):

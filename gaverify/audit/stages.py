@@ -153,9 +153,8 @@ class Runs:
     perturbed: RecordedRun
     accumulated: RecordedRun
     names: Mapping[ParameterPlace, str]
-    extra_perturbed: tuple[
-        tuple[RecordedRun, float], ...
-    ] = ()  # more runs with moved weights, and what their losses are multiplied by
+    extra_perturbed: tuple[tuple[RecordedRun, float], ...] = ()
+    """More runs with moved weights, and what their losses are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +262,8 @@ def compare_changes(full: Samples, accumulated: Samples, unit: float, noise: flo
     reference = {at: after[at] - before[at] for at in common}
     actual = {at: own_after[at] - own_before[at] for at in common}
     size, own_size = full.norm(reference), full.norm(actual)
-    difference, scale = (
-        full.norm({at: actual[at] - reference[at] for at in common}),
-        full.norm({at: after[at] for at in common}),
-    )
+    difference = full.norm({at: actual[at] - reference[at] for at in common})
+    scale = full.norm({at: after[at] for at in common})
     # Weights are rounded by their own size, not by that of their change: a small step loses most of its digits.
     allowed = FEW_UNITS * unit * scale + noise * max(size, own_size)
     outcome = Outcome.EQUIVALENT if difference <= allowed else Outcome.DIVERGENT
@@ -283,10 +280,8 @@ def is_led(samples: Samples) -> bool:
     return bool(samples.steps) and all(step.led for step in samples.steps.values())
 
 
-def clips_of(window: Window | None) -> tuple[Clip, ...]:
+def clips_of(window: Window) -> tuple[Clip, ...]:
     """Returns the clippings after the last backward pass of a window."""
-    if window is None:
-        return ()
     # Clipping between micro-batches is another fault, with a rule of its own: it does not limit the sum.
     last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
     return tuple(

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gaverify.audit.recording.storage import Storage
+from gaverify.audit.folders import note_fault
+from gaverify.audit.recording.storage import Storage, leave
 from gaverify.audit.recording.values import out_of_sight, suspend_modes
 
 # Keeps the recorder's own code apart from the script's: what is recorded, and what a failure of the recorder ends.
@@ -69,7 +70,7 @@ class Guard:
                 with suspend_modes():
                     yield
             except Exception as error:  # the script must not catch it: it would go on unrecorded
-                self._storage.give_up(error)
+                leave(note_fault(error, self._storage.folder))
             finally:
                 self._is_busy = before or self.closed
 

@@ -119,12 +119,10 @@ def scale_losses(roots: Roots, factor: float) -> Iterator[None]:
     """Multiplies the gradients of what is differentiated, and so every gradient; a power of two rounds nothing."""
     several = [roots] if isinstance(roots, torch.Tensor) else roots
     changed = [root for root in several if root.requires_grad] if factor != 1.0 else []
-    hooks = [root.register_hook(lambda gradient: gradient * factor) for root in changed]
-    try:
+    with ExitStack() as stack:
+        for root in changed:
+            stack.callback(root.register_hook(lambda gradient: gradient * factor).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class GradientClearing:

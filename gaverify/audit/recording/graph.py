@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -258,12 +258,10 @@ class Terms:
         """
         other_edges = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
         # Cut at the sum, not at the term's own node: a term that is also part of another one counts there still.
-        hooks = [node.register_hook(partial(_zero_gradient, slot)) for node, slot in other_edges]
-        try:
+        with ExitStack() as stack:
+            for node, slot in other_edges:
+                stack.callback(node.register_hook(partial(_zero_gradient, slot)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def place(self, number: int) -> Place | None:
         """Returns the user's line that made a term, where the process keeps the lines of all operations."""

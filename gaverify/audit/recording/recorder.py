@@ -51,8 +51,6 @@ from gaverify.audit.recording.listeners.other_calls import (
 )
 from gaverify.audit.recording.listeners.steps import ControlListener, StepHooks
 from gaverify.audit.recording.listeners.updates import HandListener, UpdateListener, WindowListener
-from gaverify.audit.recording.loop import Loop
-from gaverify.audit.recording.samples import Inputs, Loaders
 from gaverify.audit.recording.storage import Journal, Storage, leave, leave_together
 from gaverify.audit.recording.values import on_meta
 from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
@@ -189,22 +187,6 @@ class Recorder:
         for listener in listeners:
             listener.listen(self.bus)
 
-    def replay(self, loop: Loop, loaders: Loaders, inputs: Inputs | None) -> None:
-        """Keeps what lies outside the models, or takes it from the full-batch run; see `DataListener.replay`."""
-        self.data.replay(loop, loaders, inputs)
-        self.draws.draws.deals_loop_draws = True
-
-    def expect_steps_by_hand(self) -> None:
-        """Counts each change of the weights as a step: the script has no optimizer of torch's."""
-        self.by_hand.expect_steps()
-        self.data.starts_at_forward = True
-
-    def undo_steps(self) -> None:
-        """Undoes every step; all of them belong to the full batch's first update, and so do its draws."""
-        self.by_hand.undoes_steps = True
-        self.windows.stores_gradients = False
-        self.draws.draws.repeats_first_update = True
-
     def finish(self, reason: Ending, status: int, code: str = "") -> None:
         """Writes everything and ends the process; one that failed waits for no other rank.
 
@@ -294,7 +276,10 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         had_gradients=windows.had_gradients,
         by_change=windows.by_change,
         unseen=UnseenCalls(
-            recording.guard.left_out, recorder.gradients.elsewhere, started_processes(), _has_compiled()
+            recording.guard.left_out,
+            recorder.gradients.elsewhere,
+            started_processes(),
+            compiled_frames() > 0,  # steps inside a compiled graph are not seen
         ),
         control=recorder.controls.summarise(),
         torch=torch.__version__,
@@ -333,11 +318,6 @@ def _shard_of(parameter: torch.Tensor) -> Shard | None:
     """Returns the piece of a parameter that this process holds; None where it holds all of it."""
     data: Any = parameter.data
     return Shard(offset_of_shard(data), tuple(data.to_local().shape)) if is_sharded(data) else None
-
-
-def _has_compiled() -> bool:
-    """Whether the script has compiled anything: steps inside a compiled graph are not seen."""
-    return compiled_frames() > 0
 
 
 # Announces the calls around which a recording is built: hooks where torch has them, wrappers where it has none.

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gaverify.audit.folders import DISK_FULL, META, ROOM, note_fault
+from gaverify.audit.folders import DISK_FULL, META, ROOM
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.audit.same_data import ForwardInputs, StepSample
@@ -72,10 +72,6 @@ class Storage:
         unfinished = self.folder / "meta.unfinished"
         unfinished.write_text(write_closing_record(record), encoding="utf-8")
         unfinished.replace(self.folder / META)
-
-    def give_up(self, error: BaseException) -> NoReturn:
-        """Ends the process because the recorder failed: a full disk, or a fault in gaverify."""
-        leave(note_fault(error, self.folder))
 
 
 def leave(status: int) -> NoReturn:

@@ -972,11 +972,12 @@ class TestRequest:
         assert len(caught.value.problems) == 4
 
     def test_arguments_are_split_as_a_shell_does(self) -> None:
-        assert split_words("--name 'a b' -k 4", "--full") == ("--name", "a b", "-k", "4")
+        assert split_words("--name 'a b' -k 4", "--full", []) == ("--name", "a b", "-k", "4")
 
     def test_an_open_quote_is_a_sentence(self) -> None:
-        with pytest.raises(SpecError, match="--full"):
-            split_words("--name 'a", "--full")
+        problems: list[str] = []
+        assert split_words("--name 'a", "--full", problems) == ()
+        assert problems == ['--full "--name \'a" cannot be split into arguments: No closing quotation']
 
 
 def test_the_rulebook_holds_every_code_of_the_audit() -> None:

@@ -106,9 +106,6 @@ class DataListener:
             self._inputs.after_backward()
 
 
-# Forwards of models and of their modules: their rows, what they draw, and what the graph tells of their losses.
-
-
 # What the graph and the loss functions tell of a loss: its weight, divisor and value, and the targets it counts.
 
 
