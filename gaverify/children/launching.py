@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from gaverify.errors import GaverifyError, is_out_of_space
 
@@ -198,7 +198,10 @@ def remove_abandoned(prefix: str) -> None:
 def _lock_owner_file(folder: Path) -> Iterator[None]:
     new = folder / f"{_OWNER}.new"
     with new.open("wb") as lock:
-        _lock(lock)
+        if fcntl is not None:
+            # A file system without locks: the folder looks abandoned only to a run that has them.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(folder / _OWNER)  # the name appears only once it is locked
         yield
 
@@ -219,12 +222,6 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, onerror=retry_with_permissions)
     else:
         folder.unlink(missing_ok=True)
-
-
-def _lock(stream: IO[bytes]) -> None:
-    if fcntl is not None:
-        with suppress(OSError):  # a file system without locks: the folder looks abandoned only to a run that has them
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def private_stdout() -> int:

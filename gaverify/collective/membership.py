@@ -42,7 +42,10 @@ from gaverify.tracebacks import is_own_fault
 # Gathers of what is trained are noted besides, and a control lets them hand the gradient back.
 
 
-_KINDS = (  # of the names that the operators have in the namespaces c10d and _c10d_functional
+NAMESPACES = ("c10d", "_c10d_functional")
+"""The namespaces of the operators of `torch.distributed`."""
+
+_KINDS = (  # of the names that the operators have in these namespaces
     ("reduce_scatter", Collective.SCATTER),
     ("allreduce", Collective.REDUCE),
     ("all_reduce", Collective.REDUCE),
@@ -50,7 +53,6 @@ _KINDS = (  # of the names that the operators have in the namespaces c10d and _c
     ("all_gather", Collective.GATHER),
     ("broadcast", Collective.BROADCAST),
 )
-_NAMESPACES = ("c10d", "_c10d_functional")
 _WAITING = ("wait_tensor", "barrier", "monitored_barrier_")
 _INTO_ONE = ("all_gather_into_tensor", "all_gather_single")  # the same under its old and its new name
 _NAMES = ("all_gather", *_INTO_ONE)
@@ -77,7 +79,7 @@ class TrafficMeter:
         return OperationMode(self._handle)
 
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace in _NAMESPACES:
+        if func.namespace in NAMESPACES:
             self._note(func, args)
         return func(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from gaverify.collective.engines import PlainModel, Scaled, Synchronised, WithoutEngine, loss_factor
-from gaverify.collective.membership import Member, TrafficMeter
+from gaverify.collective.membership import NAMESPACES, Member, TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.experiment import Experiment
@@ -303,7 +303,7 @@ class OwnCollectives(PassProbe):
         super().backward(k, loss, weight)
 
     def _ran(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._forward and not self.found and func.namespace in ("c10d", "_c10d_functional"):
+        if self._forward and not self.found and func.namespace in NAMESPACES:
             self.found = _caller()
         return func(*args, **kwargs)
 

@@ -89,7 +89,7 @@ class Recorder:
         self.losses = LossListener(self.recording, self.targets)
         self.traffic = TrafficListener(self.recording)
         self.gradients = GradientListener(self.recording, self.targets)
-        self.updates = UpdateListener(self.recording, self.bus, self._stop)
+        self.updates = UpdateListener(self.recording, self.bus, lambda: self.finish(Ending.UPDATES, 0))
         self.windows = WindowListener(self.recording, self.updates)
         self.forwards = ForwardListener(self.recording, self.updates)
         self.by_hand = HandListener(self.recording, self.gradients, self.updates, self.windows, self.finish)
@@ -223,9 +223,6 @@ class Recorder:
             return DealtDraws(arithmetic, [Path(source) for source in self.job.sources])
         return Draws(arithmetic)
 
-    def _stop(self) -> None:
-        self.finish(Ending.UPDATES, 0)
-
 
 # The closing record of a run, from what its listeners own when it ends.
 
@@ -294,7 +291,7 @@ def _summarise_group(recorder: Recorder, index: int) -> TrainedGroup:
         TrainedParameter(
             # Models are numbered by the order in which their parameters are named, which parts must not change.
             "" if is_part else names.key(parameter, index, at),
-            _shape(parameter),
+            () if is_lazy(parameter) else tuple(parameter.shape),  # a lazy one has none before its first forward
             _shard_of(parameter),
             addends.get(at),
         )
@@ -307,11 +304,6 @@ def started_processes() -> int:
     """Returns how many processes the script has started by `multiprocessing` so far; workers of loaders are some."""
     counter = getattr(multiprocessing.process, "_process_counter", None)  # private: newer Pythons may lack it
     return 0 if counter is None else next(copy.copy(counter)) - 1  # a copy: `next` counts on
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns a parameter's shape; a lazy module's has none before its first forward."""
-    return () if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _shard_of(parameter: torch.Tensor) -> Shard | None:
