@@ -59,7 +59,7 @@ def load_specs(
         SpecError: All problems of all files at once: missing, unreadable, not TOML, or wrong as in `parse_spec`.
     """
     entries = read_specs(paths, overrides)
-    if broken := _broken(entries):
+    if broken := _list_problems(entries):
         raise join_problems(broken)
     return tuple((file, entry) for file, entry in entries if isinstance(entry, Spec))
 
@@ -91,11 +91,11 @@ def read_specs(
         entries.append((file, spec or SpecError(in_file, str(file))))
         on_line.update(dict.fromkeys(from_options))
     if on_line:
-        raise join_problems([*_broken(entries), ("command line", list(on_line))])
+        raise join_problems([*_list_problems(entries), ("command line", list(on_line))])
     return tuple(entries)
 
 
-def _broken(entries: Iterable[tuple[Path, Spec | SpecError]]) -> list[tuple[str, list[str]]]:
+def _list_problems(entries: Iterable[tuple[Path, Spec | SpecError]]) -> list[tuple[str, list[str]]]:
     """The files whose specs are wrong, each with its problems."""
     return [(str(file), list(entry.problems)) for file, entry in entries if isinstance(entry, SpecError)]
 
