@@ -126,8 +126,9 @@ def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts
 def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     """The one operation that explains everything in another batch, where no weights do; None where there is none."""
     sketches, accumulated = second.sketch_micro_batches(second.experiment.full_batch())
-    fit = fit_runs([sketches])
+    # Before the fit, which has no answer where every target is masked: no gradient is a failed control.
     difference_left = second.against_full_batch(lambda _: accumulated.gradients)
+    fit = fit_runs([sketches])
     second_bench = replace(second, total=difference_left)
     sizes = second.experiment.sizes
     weight_facts = AccumulationWindow(accumulated.weights, facts.window.weighting, sizes, len(sizes), fit=fit)
@@ -288,11 +289,13 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     Where weights are not to blame, their fit is that of the first samples, which saves a pass.
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
-    shares = reference.shares
-    if shares is None and part_facts.window.has_wrong_weights:
-        shares = bench.sketch_micro_batches(reference.full, target=reference.gradient)[0]
-    bench = replace(bench, reference=replace(reference, shares=shares))
+    shares, losses = reference.shares, reference.losses
     changes = State(part_facts.state.changes) if part_facts.state is not None else None
+    if shares is None and part_facts.window.has_wrong_weights:
+        shares, accumulated = bench.sketch_micro_batches(reference.full, target=reference.gradient)
+        # The questions take losses from the restored state, and these ran one after the other.
+        losses = () if changes is not None and state.read_changes(changes.changes) else accumulated.micro_losses
+    bench = replace(bench, reference=replace(reference, shares=shares, losses=losses))
     facts = replace(
         facts,
         window=replace(facts.window, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),

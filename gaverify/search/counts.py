@@ -215,8 +215,10 @@ def find_terms_beside_constants(bench: Bench) -> list[tuple[float, Sequence[floa
     """
     # A constant has no gradient, so that it may depend on the batch in any way: only the other terms tell whether the
     # losses add up.
-    full_batch, *micro_batches = _listen_to_window(bench)
-    terms = full_batch.beside_constants
+    listeners = _listen_to_window(bench)
+    terms = next(listeners).beside_constants
+    # Most losses add no constant: the full batch shows it, and no micro-batch has to run for that.
+    micro_batches = list(listeners) if terms else []
     if any(micro_batch.beside_constants.keys() != terms.keys() for micro_batch in micro_batches):
         return []
     return [(value, [each.beside_constants[key] for each in micro_batches]) for key, value in terms.items()]
@@ -238,13 +240,14 @@ def _find_undivided_terms(
     return divisors
 
 
-def _listen_to_window(bench: Bench) -> list[_Listener]:
-    """Listens to the forward of the full batch, then to those of the micro-batches."""
+def _listen_to_window(bench: Bench) -> Iterator[_Listener]:
+    """Listens to the forward of the full batch, then to those of the micro-batches, each when it is asked for."""
     watch = bench.watch
-    if isinstance(watch, SearchWatch) and len(watch.forwards) == bench.experiment.steps + 1:
-        return [watch.forwards[k] for k in (None, *range(bench.experiment.steps))]
+    is_watched = isinstance(watch, SearchWatch) and len(watch.forwards) == bench.experiment.steps + 1
+    earlier = watch.forwards if isinstance(watch, SearchWatch) and is_watched else {}
     dealing = bench.experiment.deal()
-    return [_listen_to_forward(bench.experiment, k, dealing) for k in (None, *range(bench.experiment.steps))]
+    for k in (None, *range(bench.experiment.steps)):
+        yield earlier[k] if k in earlier else _listen_to_forward(bench.experiment, k, dealing)
 
 
 def _listen_to_forward(experiment: Experiment, k: int | None, dealing: Dealing | None = None) -> _Listener:

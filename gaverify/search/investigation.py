@@ -20,12 +20,12 @@ from gaverify.passes.layouts import leaves
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.precision import buffers_differ
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
-from gaverify.records.experiment import ControlKind
+from gaverify.records.experiment import ControlKind, is_constant
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
 from gaverify.search import backward, confirming, counts, coupling, operations, state, weights
 from gaverify.search.bench import Bench
-from gaverify.thresholds import FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
+from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import MakeWatch, run_in_float64
@@ -150,7 +150,19 @@ def _is_settled(facts: Facts) -> bool:
 def _needs_repeats(facts: Facts) -> bool:
     """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
     unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
-    return bool(facts.forward.causes) or facts.window.has_wrong_weights or unnamed or facts.backward.place is not None
+    may_be_weights = facts.window.has_wrong_weights and not _are_counted_weights(facts)
+    return bool(facts.forward.causes) or may_be_weights or unnamed or facts.backward.place is not None
+
+
+def _are_counted_weights(facts: Facts) -> bool:
+    """Whether weights that leave nothing are the shares of samples or targets, and no one factor of the used ones."""
+    window, run = facts.window, facts.window.remedy
+    if window.fit is None or run is None or not run.rounding:
+        return False
+    # A schedule that makes the fit multiplies the K + 1 losses by its own numbers, and those know nothing of the data:
+    # with another number for any micro-batch, the weights would be no shares. One factor may be its first number.
+    factors = [right / used for right, used in zip(window.fit.weights, window.used, strict=True) if used]
+    return bool(window.name_shares(window.fit.weights)) and not is_constant(factors, COMPUTED_FLOAT32)
 
 
 def _is_explained_by_evaluation_mode(bench: Bench, facts: Facts) -> bool:

@@ -43,15 +43,24 @@ def fault_codes(verdict: Verdict) -> list[str]:
     return [finding.code for finding in verdict.findings if finding.severity == "fault"]
 
 
-def faults(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], int]:
+def masked_problem(masked: tuple[int, ...] = (0, 5, 6, 9)) -> tuple[nn.Module, Any, Any]:
+    """The micro-batches have as many samples and other numbers of targets, those of the first samples too."""
+    model, loss, (inputs, targets) = problem(network())
+    targets[list(masked)] = -100
+    return model, loss, (inputs, targets)
+
+
+def faults(given: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], int]:
     """The codes of the faults, and how often the search repeated forwards."""
     repeat, repeated = state.measure_repetition, []
     monkeypatch.setattr(state, "measure_repetition", lambda *given: (repeated.append(0), repeat(*given))[1])
-    verdict = gaverify.verify(*problem(model), steps=4)
+    verdict = gaverify.verify(*given, steps=4)
     return set(fault_codes(verdict)), len(repeated)
 
 
-def verify_in_part(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Verdict, list[int], list[int]]:
+def verify_in_part(
+    given: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Verdict, list[int], list[int]]:
     """The verdict of a batch whose first samples are searched, and the samples of each forward in both precisions."""
     monkeypatch.setattr(measurement, "WORTH", 0)
     loss_of, rows = gradients.loss_of, {torch.float32: list[int](), torch.float64: list[int]()}
@@ -61,7 +70,7 @@ def verify_in_part(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[V
         return loss_of(experiment, batch, where)
 
     monkeypatch.setattr(gradients, "loss_of", note)
-    verdict = gaverify.verify(*problem(model), steps=4)
+    verdict = gaverify.verify(*given, steps=4)
     assert verdict.run.part == (2, 2)
     return verdict, rows[torch.float32], rows[torch.float64]
 
@@ -76,22 +85,55 @@ COUPLING = [4]
 
 
 def test_frozen_layers_of_a_library_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(network(nn.BatchNorm1d(8)), monkeypatch) == ({"GAV101"}, 0)
+    assert faults(problem(network(nn.BatchNorm1d(8))), monkeypatch) == ({"GAV101"}, 0)
 
 
 def test_frozen_layers_of_two_classes_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(network(nn.BatchNorm1d(8), NormAct(8)), monkeypatch) == ({"GAV101"}, 0)
+    assert faults(problem(network(nn.BatchNorm1d(8), NormAct(8))), monkeypatch) == ({"GAV101"}, 0)
 
 
 def test_a_layer_that_follows_a_schedule_while_it_trains_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation mode takes its schedule away together with its statistics."""
-    assert faults(problems_state.scheduled_norm().model, monkeypatch) == ({"GAV403"}, 1)
+    assert faults(problem(problems_state.scheduled_norm().model), monkeypatch) == ({"GAV403"}, 1)
+
+
+def test_weights_that_the_targets_count_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults(masked_problem(), monkeypatch) == ({"GAV202"}, 0)
+
+
+def test_weights_that_one_factor_makes_may_be_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, batch = problem(network())
+    summed = model, nn.CrossEntropyLoss(reduction="sum"), batch
+    codes, repeated = faults(summed, monkeypatch)
+    assert codes and repeated == 1
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.1), (1.0, 1.0, 1.1), (1.0, 2.0, 1.0, 2.0, 0.5)])
+def test_a_schedule_beside_weights_that_the_targets_count_is_told(
+    factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loss, batch = masked_problem()
+    factor = itertools.cycle(factors).__next__
+    scheduled = model, lambda model, batch: loss(model(batch[0]), batch[1]) * factor(), batch
+    assert "GAV403" in faults(scheduled, monkeypatch)[0]
+
+
+def test_weights_are_searched_in_the_part_and_confirmed_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, single, double = verify_in_part(masked_problem(), monkeypatch)
+    assert fault_codes(verdict) == ["GAV202"] and all(f.proven for f in verdict.findings if f.code == "GAV202")
+    assert double == [*PART, *PART[1:], *TRACE], "nothing but the control and the line of the weights runs again"
+    assert single[-9:] == [*BATCH[1:], BATCH[0], *BATCH[1:]], "the constants of the loss need the full batch alone"
+
+
+def test_a_second_batch_without_any_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "WORTH", 0)
+    assert fault_codes(gaverify.verify(*masked_problem((0, 1, 3, 6, 8, 9, 12, 15)), steps=4)) == ["GAV202"]
 
 
 def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verdict, single, double = verify_in_part(network(nn.BatchNorm1d(8)), monkeypatch)
+    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8))), monkeypatch)
     assert single[-5:] == BATCH and len(single) <= 10 + len(PART)
     assert double == [*PART, *COUPLING, *TRACE, *PART]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
@@ -99,7 +141,7 @@ def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_
 
 
 def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, single, double = verify_in_part(network(NormAct(8)), monkeypatch)
+    verdict, single, double = verify_in_part(problem(network(NormAct(8))), monkeypatch)
     assert single[-5:] == BATCH and double == [*PART, *COUPLING, *TRACE]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
@@ -107,7 +149,7 @@ def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone(monkeypatch:
 
 
 def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, single, double = verify_in_part(network(nn.BatchNorm1d(8), NormAct(8)), monkeypatch)
+    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8), NormAct(8))), monkeypatch)
     assert single[-5:] == BATCH and fault_codes(verdict) == ["GAV101", "GAV101"]
     assert all(finding.proven for finding in verdict.findings if finding.code == "GAV101")
     # two traces, the controls of both, and the first released beside the second
@@ -153,5 +195,5 @@ def test_layers_without_running_statistics_are_not_presumed_to_explain_everythin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Evaluation mode changes nothing there: the search in the part goes on, and no search of the whole follows."""
-    verdict, _, double = verify_in_part(network(NormAct(8, track_running_stats=False)), monkeypatch)
+    verdict, _, double = verify_in_part(problem(network(NormAct(8, track_running_stats=False))), monkeypatch)
     assert fault_codes(verdict) == ["GAV101"] and 16 not in double
