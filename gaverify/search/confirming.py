@@ -227,7 +227,11 @@ def confirm_in_working_precision(
         return None
     few, total = decision.few, facts.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
-    bench = Bench(measurement.experiment, reference=measurement.sketch, total=total, floor=floor)
+    # The questions take losses from the restored state, and these ran one after the other.
+    has_state = part_facts.state is not None and bool(state.read_changes(part_facts.state.changes))
+    losses = () if has_state else measurement.accumulated.micro_losses
+    reference = measurement.sketch and replace(measurement.sketch, losses=losses)
+    bench = Bench(measurement.experiment, reference=reference, total=total, floor=floor)
     return confirm_on_batch(bench, facts, part_facts)
 
 
@@ -289,13 +293,11 @@ def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench
     Where weights are not to blame, their fit is that of the first samples, which saves a pass.
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
-    shares, losses = reference.shares, reference.losses
-    changes = State(part_facts.state.changes) if part_facts.state is not None else None
+    shares = reference.shares
     if shares is None and part_facts.window.has_wrong_weights:
-        shares, accumulated = bench.sketch_micro_batches(reference.full, target=reference.gradient)
-        # The questions take losses from the restored state, and these ran one after the other.
-        losses = () if changes is not None and state.read_changes(changes.changes) else accumulated.micro_losses
-    bench = replace(bench, reference=replace(reference, shares=shares, losses=losses))
+        shares = bench.sketch_micro_batches(reference.full, target=reference.gradient)[0]
+    bench = replace(bench, reference=replace(reference, shares=shares))
+    changes = State(part_facts.state.changes) if part_facts.state is not None else None
     facts = replace(
         facts,
         window=replace(facts.window, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),
