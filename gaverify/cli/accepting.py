@@ -31,6 +31,9 @@ _REASON = "known when `gaverify baseline` was run; write here why it is wanted"
 def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: str, only_print: bool) -> int:
     """Runs SPECS and appends an `accept` entry to each for every cause that is found and not accepted yet.
 
+    SPECS are TOML files of options, or folders of them. A divergence with an `accept` entry for each of its causes is
+    accepted: `gaverify run` then exits with 0.
+
     Divergences without a known cause and undecided results are reported, not accepted. A spec that fails is reported,
     and the others still run. The exit code is that of `gaverify run` with the new entries.
     """

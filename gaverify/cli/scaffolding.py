@@ -219,7 +219,9 @@ def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
 @click.option("--kind", type=click.Choice([*KINDS, AUDIT]), help="Template to use.  [chosen by --model]")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 def init(file: Path | None, model: str | None, kind: str | None, force: bool) -> int:
-    """Writes a commented spec with every key to FILE (gaverify.toml), and a factory next to it if one is needed.
+    """Writes a spec, a commented TOML file with every option, to FILE (gaverify.toml).
+
+    If one is needed, a factory is written next to it: a function that returns model, loss and batch.
 
     \b
       gaverify init --model net.py:Net            # a class; its batch is guessed
