@@ -122,8 +122,8 @@ def test_weights_are_searched_in_the_part_and_confirmed_on_the_whole(monkeypatch
     verdict, single, double = verify_in_part(masked_problem(), monkeypatch)
     assert fault_codes(verdict) == ["GAV202"] and all(f.proven for f in verdict.findings if f.code == "GAV202")
     assert double == [*PART, *PART[1:], *TRACE], "nothing but the control and the line of the weights runs again"
-    # Both strategies and the part, the fit, the constants of the loss (which the full batch alone shows), the control.
-    assert single == [*BATCH, PART[0], *BATCH[1:], BATCH[0], *BATCH[1:]]
+    # Both strategies, the fit, the constants of the loss (which the full batch alone shows), the control.
+    assert single == [*BATCH, *BATCH[1:], BATCH[0], *BATCH[1:]]
 
 
 def test_a_second_batch_without_any_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
