@@ -134,7 +134,7 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
         is_equal_size = len(set(sizes)) == 1
         rows = f"{len(sizes)} × {sizes[0]} rows" if is_equal_size else f"{' + '.join(map(str, sizes[:12]))} rows"
         # a forward pass may have no backward pass of its own: an evaluation, a micro-batch that is skipped
-        yield rows if len(sizes) == update.window.steps else f"{count_text(len(sizes), 'forward pass')} of {rows}"
+        yield rows if len(sizes) == update.window.steps else f"{count_text(len(sizes), 'forward pass')} ({rows})"
     if update.window.valid_targets and update.window.ignored_targets:
         yield f"valid targets {' + '.join(map(str, update.window.valid_targets[:12]))}"
     data = update.data

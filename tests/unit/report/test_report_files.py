@@ -253,6 +253,20 @@ def test_formats_show_the_same_blocks(form: str) -> None:
     assert "interrupted: the rows that were not run are missing" in profile
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4, 4), "2 backward passes, 2 × 4 rows"),
+        ((4, 4, 4), "2 backward passes, 3 forward passes (3 × 4 rows)"),
+        ((4, 2, 4), "2 backward passes, 3 forward passes (4 + 2 + 4 rows)"),
+    ],
+)
+def test_a_forward_pass_without_a_backward_pass_is_counted(sizes: tuple[int, ...], words: str) -> None:
+    audit = samples.audited()
+    update = replace(audit.updates[0], window=replace(audit.updates[0].window, steps=2, sizes=sizes))
+    assert words in " ".join(render([replace(audit, updates=(update,))], "text").split())
+
+
 def told_of(answer) -> ElementTree.Element:
     ((test,),) = ElementTree.fromstring(render([answer], "junit"))
     return test[0]
