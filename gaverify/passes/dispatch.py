@@ -161,11 +161,31 @@ def _plan(func: Any) -> _Plan:
     )
 
 
+class TargetCount(NamedTuple):
+    """What one negative log-likelihood counts."""
+
+    valid: torch.Tensor
+    """Number of targets that it does not ignore."""
+    divisor: torch.Tensor
+    """What a mean of it divides by: `valid` itself, or the sum of their class weights."""
+    total: int
+    """Number of all targets."""
+    ignored: int
+    """The target that it ignores."""
+    is_mean: bool = True
+    """Whether it is divided by `divisor`."""
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether its mean divides by class weights."""
+        return self.divisor is not self.valid
+
+
 @dataclass
 class Observed:
     """What a pass showed beside its gradients."""
 
-    target_counts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    target_counts: list[TargetCount] = field(default_factory=list)
     terms: TermSums = field(default_factory=TermSums)
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
@@ -233,11 +253,14 @@ class PassMode:
         return result
 
     def _count(self, args: Any, result: Any) -> None:
-        """`total_weight` of a negative log-likelihood divides its mean: valid targets, or their class weights."""
-        recomputes = is_in_backward()  # a checkpointed loss that its backward runs once more
-        # A sum is divided by nothing: what its targets count says nothing about weights.
-        if args[3] == _MEAN and not recomputes:
-            self.observed.target_counts.append((result[1], args[1].numel(), args[4]))
+        if is_in_backward():  # a checkpointed loss that its backward runs once more
+            return
+        _, targets, class_weights, reduction, ignored = args
+        # `total_weight` divides the mean; without class weights it is the number of valid targets.
+        is_mean = reduction == _MEAN
+        valid = result[1] if is_mean and class_weights is None else (targets != ignored).sum()
+        divisor = result[1] if is_mean else valid
+        self.observed.target_counts.append(TargetCount(valid, divisor, targets.numel(), ignored, is_mean))
 
 
 def _lift_arguments(plan: _Plan, args: Any, kwargs: Any, to: torch.dtype) -> tuple[Any, Any]:

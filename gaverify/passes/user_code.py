@@ -15,9 +15,10 @@ from torch import nn
 
 from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, kind_of_value, text_of
 from gaverify.passes.batching import Problem, other_reading, take
-from gaverify.passes.dispatch import Observed
+from gaverify.passes.dispatch import Observed, TargetCount
 from gaverify.passes.isolation import variables
 from gaverify.passes.layouts import leaves
+from gaverify.records.verdict import CountedTargets
 from gaverify.tracebacks import hands_over, is_own_fault, user_frame
 
 if TYPE_CHECKING:
@@ -70,12 +71,16 @@ def check_weighting(weighting: Any, steps: int) -> None:
             raise ProblemError(f"weighting has {len(numbers)} numbers for steps = {steps} micro-batches; give one each")
 
 
+def largest_mean(observed: Observed) -> TargetCount | None:
+    """What the negative log-likelihood mean with the most targets counts; None without any."""
+    means = [count for count in observed.target_counts if count.is_mean]
+    return max(means, key=lambda count: count.total, default=None)
+
+
 def valid_targets(observed: Observed) -> float | None:
     """The divisor that a negative log-likelihood mean used; with several, that of the one with the most targets."""
-    if not observed.target_counts:
-        return None
-    total, _, _ = max(observed.target_counts, key=lambda count: count[1])
-    return float(total)
+    mean = largest_mean(observed)
+    return float(mean.divisor) if mean is not None else None
 
 
 def targets_of(batch: Any) -> torch.Tensor | None:
@@ -89,23 +94,39 @@ def targets_of(batch: Any) -> torch.Tensor | None:
 
 
 def _token_share(experiment: Experiment, micro_batch: Any, observed: Observed, full: Observed) -> float:
-    part, total = valid_targets(observed), valid_targets(full)
-    if part is None or total is None:
-        # The loss is none of torch's that divide by a count: the targets of the batch are counted.
-        part, total = _valid(experiment, micro_batch), _valid(experiment, experiment.problem.batch)
-    if total == 0:
+    part = count_tokens(experiment, micro_batch, observed, full)
+    total = count_tokens(experiment, experiment.problem.batch, full, full)
+    if total.counted == 0:
         raise ProblemError("weighting `tokens`: the batch has no target that the loss counts; check `ignore_index`")
-    return part / total
+    return part.counted / total.counted
 
 
-def _valid(experiment: Experiment, batch: Any) -> float:
+def count_tokens(experiment: Experiment, batch: Any, observed: Observed, full: Observed) -> CountedTargets:
+    """Returns what the weighting `tokens` counts in a batch.
+
+    Args:
+        experiment: Says which target is ignored where the loss does not.
+        batch: The full batch, or a micro-batch.
+        observed: Its pass.
+        full: The full batch's pass, which decides what is counted in every micro-batch.
+    """
+    mean = largest_mean(observed)
+    if mean is not None and largest_mean(full) is not None:
+        return CountedTargets(float(mean.divisor), mean.total, (mean.ignored,), mean.is_weighted)
+    # A mean that the user divides by hand: its calls say what they ignore. Those that ignore none of their targets say
+    # nothing, because the user may have masked what does not count.
+    if observed.target_counts and any(float(call.valid) < call.total for call in full.target_counts):
+        ignored = tuple(sorted({call.ignored for call in full.target_counts}))
+        calls = observed.target_counts
+        return CountedTargets(sum(float(call.valid) for call in calls), sum(call.total for call in calls), ignored)
     targets = targets_of(batch)
     if targets is None:
         raise ProblemError(
             "weighting `tokens` found no integer targets in the batch; name them `labels`, "
             "or give the weights as numbers or as a function"
         )
-    return float((targets != experiment.ignore_index).sum())
+    ignored_targets = experiment.ignore_index
+    return CountedTargets(float((targets != ignored_targets).sum()), targets.numel(), (ignored_targets,))
 
 
 @hands_over

@@ -26,6 +26,20 @@ class Losses:
 
 
 @dataclass(frozen=True)
+class CountedTargets:
+    """What the weighting `tokens` counted."""
+
+    counted: Number
+    """The targets that count, or the sum of their class weights."""
+    total: int
+    """All targets that were looked at."""
+    ignored: tuple[int, ...]
+    """The values of targets that do not count."""
+    weighted: bool = False
+    """Whether `counted` is a sum of class weights."""
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """What was run: enough to run it again."""
 
@@ -69,6 +83,8 @@ class RunInfo:
     """Sizes of the two micro-batches of a smaller batch that decided or showed the cause; empty where none did."""
     guesses: tuple[str, ...] = ()
     """Parts of the factory that `gaverify init` guessed and nobody replaced: "the loss"."""
+    targets: CountedTargets | None = None
+    """What the weighting `tokens` counted in the full batch; None under another weighting."""
 
     @property
     def steps(self) -> int:

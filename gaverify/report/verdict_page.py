@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
 from gaverify.records.numbers import count_text
-from gaverify.records.verdict import RunInfo, Trace, Verdict
+from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
 from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
@@ -103,13 +103,23 @@ def _reference(run: RunInfo) -> str:
 def _weights(run: RunInfo) -> str:
     if not run.weights:
         return run.weighting
+    recipe = run.weighting if run.targets is None else f"{run.weighting} ({_word_targets(run.targets)})"
     if len(set(run.weights)) == 1:
         is_left = run.weighting == "none" and run.weights[0] == 1
-        return "none: losses are not scaled" if is_left else f"{run.weighting}, each loss × {run.weights[0]:.4g}"
+        return "none: losses are not scaled" if is_left else f"{recipe}, each loss × {run.weights[0]:.4g}"
     parts = [f"{weight:.4g}" for weight in run.weights]
     if len(parts) > 8:  # equal weights were one number above; what differs shows at both ends
         parts = [*parts[:3], "…", *parts[-3:]]
-    return f"{run.weighting}, losses × {', '.join(parts)}"
+    return f"{recipe}, losses × {', '.join(parts)}"
+
+
+def _word_targets(targets: CountedTargets) -> str:
+    """Which targets the weighting `tokens` counted, and by which value it left out the others."""
+    ignored = " and ".join(map(str, targets.ignored))
+    if targets.weighted:
+        return f"class weights of all targets but {ignored}: {targets.counted:.4g}"
+    of = f"{targets.counted:g} of {targets.total:,} targets"
+    return f"{of}: all but {ignored}" if targets.counted < targets.total else f"all {of}, none is {ignored}"
 
 
 def _trace_table(trace: Trace) -> Table:

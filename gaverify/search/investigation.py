@@ -19,6 +19,7 @@ from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import leaves
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.precision import buffers_differ
+from gaverify.passes.user_code import largest_mean
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import ControlKind, is_constant
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
@@ -187,13 +188,9 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     """Returns what the two strategies showed already, without another pass."""
     experiment, accumulated = measurement.experiment, measurement.accumulated
     draws = accumulated.draws
-    counts = [
-        max(observation.target_counts, key=lambda c: c[1])
-        for observation in accumulated.observed
-        if observation.target_counts
-    ]
-    valid = tuple(float(total) for total, _, _ in counts) if len(counts) == experiment.steps else ()
-    ignored = bool(valid) and sum(valid) != sum(count for _, count, _ in counts)
+    means = [mean for mean in map(largest_mean, accumulated.observed) if mean is not None]
+    valid = tuple(float(mean.divisor) for mean in means) if len(means) == experiment.steps else ()
+    ignored = bool(valid) and any(float(mean.valid) < mean.total for mean in means)
     weighting = experiment.weighting if isinstance(experiment.weighting, str) else EXPLICIT
     return Facts(
         batch_size=experiment.batch_size,

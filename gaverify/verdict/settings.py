@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from gaverify.passes.precision import short_name
+from gaverify.passes.user_code import count_tokens
 from gaverify.records.answers import Environment
 from gaverify.records.comparison import Reference
-from gaverify.records.verdict import Losses, RunInfo
+from gaverify.records.verdict import CountedTargets, Losses, RunInfo
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement
 
@@ -87,4 +88,13 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded_products.items()),
         part=decision.part,
         losses=Losses(measurement.full.loss, measurement.accumulated.loss),
+        targets=_count_targets(measurement),
     )
+
+
+def _count_targets(measurement: Measurement) -> CountedTargets | None:
+    experiment, (observed, *_) = measurement.experiment, measurement.full.observed
+    # A strategy of the user's gives its micro-batches no weights that gaverify knows.
+    if experiment.weighting != "tokens" or not measurement.accumulated.weights:
+        return None
+    return count_tokens(experiment, experiment.problem.batch, observed, observed)

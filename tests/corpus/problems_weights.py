@@ -24,6 +24,22 @@ def ragged_tokens() -> Problem:
     return Problem(language_model(), token_loss, token_batch(RAGGED))
 
 
+def tokens_by_hand(*, masked: bool = False) -> Problem:
+    """A mean over labels that are not -1, divided by hand: the loss's calls ignore them, or a mask of the user's own."""
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        scores, labels = model(batch["tokens"]).transpose(1, 2), batch["labels"]
+        keep = labels >= 0
+        if masked:
+            return (F.cross_entropy(scores, labels.clamp(min=0), reduction="none") * keep).sum() / keep.sum()
+        return F.cross_entropy(scores, labels, ignore_index=-1, reduction="sum") / keep.sum()  # planted tokens-by-hand
+
+    torch.manual_seed(0)
+    batch = token_batch(RAGGED)
+    labels = batch["labels"] if masked else batch["labels"].clamp(min=-1)
+    return Problem(language_model(), loss, {**batch, "labels": labels})
+
+
 def even_tokens() -> Problem:
     """The same with two rows of every micro-batch holding 7 valid tokens together."""
     torch.manual_seed(0)
@@ -330,6 +346,7 @@ def _learned_step(of_batch: bool) -> Problem:
 
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
+    fault("tokens-by-hand", tokens_by_hand, "GAV202", "the same, divided by hand"),
     fault("B02", mean_loss, "GAV201", "four means are added", weighting="none"),
     fault("B04", two_micro_batches, "GAV201", "two divided by the configured four", steps=2, weighting=(0.25, 0.25)),
     fault("B05", mean_loss, "GAV201", "divided by K twice", weighting=(1 / 16,) * 4),
@@ -361,6 +378,8 @@ FAULTS = (
 TWINS = (
     quiet("learned-step", lambda: _learned_step(False), "the root of a sample's elements"),
     quiet("B01", ragged_tokens, "weighted by valid tokens", weighting="tokens"),
+    quiet("tokens-by-hand", tokens_by_hand, "the loss's call says what it ignores", weighting="tokens"),
+    quiet("masked-by-hand", lambda: tokens_by_hand(masked=True), "it ignores no target", weighting="tokens"),
     quiet("B02", mean_loss, "divided by K"),
     quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, weighting=(0.5, 0.5)),
     quiet("B05", mean_loss, "divided once", weighting=(1 / 4,) * 4),

@@ -43,7 +43,7 @@ from gaverify.records.profile import (
     peak_line,
 )
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
-from gaverify.records.verdict import RunInfo, Trace, Verdict
+from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report import verdict_page
 from gaverify.report.documents import VERSION, overall_outcome
 from gaverify.report.pages import Answer, Report
@@ -264,6 +264,15 @@ class RanksItem(Shape, record=RankFacts):
     buffers_apart: Annotated[tuple[str, ...], Of("replicas.buffers")]
 
 
+class TargetsItem(Shape, record=CountedTargets):
+    """What the weighting `tokens` counted in the full batch."""
+
+    counted: Number
+    total: int
+    ignored: tuple[int, ...]
+    weighted: bool
+
+
 class Run(Shape, record=RunInfo):
     """What was run: enough to run it again."""
 
@@ -288,6 +297,7 @@ class Run(Shape, record=RunInfo):
     rounded: tuple[str, ...] = ()
     part: tuple[int, ...] = ()
     guesses: tuple[str, ...] = ()
+    targets: TargetsItem | None = None
     environment: Environment
 
 

@@ -30,7 +30,10 @@ def test_the_divisors_of_means_are_seen() -> None:
         F.cross_entropy(torch.randn(4, 3), targets, reduction="sum")
         F.nll_loss(torch.randn(4, 3).log_softmax(1), targets, weight=torch.tensor([1.0, 2.0, 4.0]))
         F.mse_loss(torch.randn(4), torch.randn(4))
-    assert [(float(total), numel) for total, numel, _ in watching.observed.target_counts] == [(3.0, 4), (9.0, 4)]
+    counts = watching.observed.target_counts
+    assert [float(count.divisor) for count in counts if count.is_mean] == [3.0, 9.0]
+    assert [(float(count.valid), count.total, count.ignored) for count in counts] == [(3.0, 4, -100)] * 3
+    assert [count.is_weighted for count in counts] == [False, False, True]
 
 
 @pytest.mark.parametrize("lift", [torch.float64, None])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gaverify import Problem, ProblemError
-from gaverify.passes.dispatch import Observed
+from gaverify.passes.dispatch import Observed, TargetCount
 from gaverify.passes.layouts import project_rows, real_numbers, summaries
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
@@ -223,7 +223,8 @@ def weight(weighting, k: int = 1, *, sizes=(4, 2), batch=BATCH, observed=None, f
 
 def counted(*counts: tuple[float, int]) -> Observed:
     """What a pass shows whose losses divided by these numbers, of so many targets."""
-    return Observed(target_counts=[(torch.tensor(total), numel, -100) for total, numel in counts])
+    divisors = [(torch.tensor(total), numel) for total, numel in counts]
+    return Observed(target_counts=[TargetCount(divisor, divisor, numel, -100) for divisor, numel in divisors])
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,18 @@ def test_weights(weighting, k: int, expected: float) -> None:
 def test_what_the_loss_divided_by_counts_before_the_targets_of_the_batch() -> None:
     assert weight("tokens", observed=counted((5.0, 8)), full=counted((20.0, 32))) == 0.25
     assert weight("tokens", observed=counted((2.0, 2), (6.0, 8)), full=counted((3.0, 3), (24.0, 32))) == 0.25
+
+
+@pytest.mark.parametrize(("valid", "share"), [(14.0, 0.25), (16.0, 1 / 3)])
+def test_calls_that_ignore_targets_count_where_the_mean_is_divided_by_hand(valid: float, share: float) -> None:
+    """Those that ignore none say nothing: then the labels of the batch count, here 1 of 3 in the second micro-batch."""
+
+    def summed(*counts: float) -> Observed:
+        return Observed([TargetCount(torch.tensor(n), torch.tensor(n), 8, -1, is_mean=False) for n in counts])
+
+    batch = {"labels": torch.tensor([1, 2, -100, -100, 3, -100])}
+    full, part = summed(valid - 8, 8.0), summed(valid / 8, valid / 8)
+    assert weight("tokens", batch=batch, observed=part, full=full) == share
 
 
 def test_an_argument_with_a_default_is_not_asked_for_the_batch() -> None:
