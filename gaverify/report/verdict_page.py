@@ -115,11 +115,11 @@ def _weights(run: RunInfo) -> str:
 
 def _word_targets(targets: CountedTargets) -> str:
     """Which targets the weighting `tokens` counted, and by which value it left out the others."""
-    ignored = " and ".join(map(str, targets.ignored))
+    ignored = " or ".join(map(str, targets.ignored))
     if targets.weighted:
         return f"class weights of all targets but {ignored}: {targets.counted:.4g}"
     of = f"{targets.counted:g} of {targets.total:,} targets"
-    return f"{of}: all but {ignored}" if targets.counted < targets.total else f"all {of}, none is {ignored}"
+    return f"{of}: all but {ignored}" if targets.counted < targets.total else f"{of}: none is {ignored}"
 
 
 def _trace_table(trace: Trace) -> Table:

@@ -25,7 +25,7 @@ def ragged_tokens() -> Problem:
 
 
 def tokens_by_hand(*, masked: bool = False) -> Problem:
-    """A mean over labels that are not -1, divided by hand: the loss's calls ignore them, or a mask of the user's own."""
+    """A mean over labels that are not -1, divided by hand: the calls of the loss ignore them, or a mask does."""
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         scores, labels = model(batch["tokens"]).transpose(1, 2), batch["labels"]

@@ -18,7 +18,7 @@ from gaverify.errors import SpecError
 from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
 from gaverify.records.numbers import count_text
-from gaverify.records.verdict import Losses, Verdict
+from gaverify.records.verdict import CountedTargets, Losses, Verdict
 from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
 from gaverify.report.layout import Layout, cells
 
@@ -173,6 +173,19 @@ def test_parameters_that_were_not_compared_do_not_agree() -> None:
 def test_the_method_is_said_in_words(method: str, words: str) -> None:
     verdict = samples.equivalent(method=method, spec={"rtol": 0.01, "atol": 0.1})
     assert words in " ".join(printed(verdict).split())
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (CountedTargets(29.0, 48, (-1,)), "tokens (29 of 48 targets: all but -1), losses ×"),
+        (CountedTargets(48.0, 48, (-100, 0)), "tokens (48 of 48 targets: none is -100 or 0), losses ×"),
+        (CountedTargets(37.25, 48, (-100,), weighted=True), "tokens (class weights of all targets but -100: 37.25)"),
+    ],
+)
+def test_what_counts_as_a_token_is_said_with_the_value_that_does_not(targets: CountedTargets, words: str) -> None:
+    run = samples.run(weighting="tokens", weights=(0.25, 0.75), targets=targets)
+    assert words in " ".join(printed(samples.equivalent(run=run)).split())
 
 
 def test_nothing_compared_is_never_a_pass() -> None:
