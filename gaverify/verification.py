@@ -55,7 +55,6 @@ from gaverify.verdict.settings import Settings, Weighting, run_info
 if TYPE_CHECKING:
     from gaverify.collective.flow import Asked
     from gaverify.collective.membership import Member
-    from gaverify.passes.gradients import Strategy
     from gaverify.spec import Spec
 
 
@@ -76,7 +75,7 @@ def verify(
     batch_size: int | None = None,
     mode: str | None = "train",
     autocast: str | torch.dtype | None = None,
-    strategy: str | Strategy = "accumulate",
+    strategy: str = "accumulate",
     rtol: float | None = None,
     atol: float | None = None,
     ignore_index: int = -100,
@@ -110,8 +109,7 @@ def verify(
         batch_size: B, where the batch does not tell it.
         mode: "train", "eval", or None for the mode that the model is in.
         autocast: Runs the forward passes under `torch.autocast` in "bfloat16" or "float16".
-        strategy: "accumulate", or "summed-loss": one backward over the summed micro-batch losses. Under a launcher also
-            a function `(model, micro_batches)` that runs a rank's backward passes itself, and does not step.
+        strategy: "accumulate", or "summed-loss": one backward over the summed micro-batch losses.
         rtol: With `atol`: judge by `torch.testing.assert_close`'s criterion instead of the arithmetic's own rounding.
         atol: With `rtol`.
         ignore_index: The target value that "tokens" does not count where the loss does not tell.
@@ -135,16 +133,12 @@ def verify(
     Raises:
         ProblemError: The problem cannot be verified; the message says what is wrong, and where.
     """
-    # `settings_of` takes the options by their names; a function in the place of a strategy's name goes to the ranks.
-    arguments = locals() | ({} if isinstance(strategy, str) else {"strategy": "accumulate"})
+    # `settings_of` takes the options by their names.
+    settings = settings_of(locals())
     problem = problem_of(model, loss, batch, split, batch_size, name)
-    settings = settings_of(arguments)
     with membership(timeout) as member:
         if member is not None:
-            asked = _ask_ranks(problem, settings, engine, None if isinstance(strategy, str) else strategy)
-            return _verify_together(member, asked, progress)
-    if not isinstance(strategy, str):
-        raise ProblemError("a strategy of your own is run by ranks: start the program with torchrun")
+            return _verify_together(member, _ask_ranks(problem, settings, engine), progress)
     return _verify_here(problem, settings, progress)
 
 
@@ -185,13 +179,11 @@ def _start_ranks(spec: Spec, progress: Progress | None) -> Verdict:
     return run_on_ranks(partial(_verify_loaded, spec), spec.ranks, progress, forks=forks)
 
 
-def _ask_ranks(
-    problem: Problem, settings: Settings, engine: str | Engine, strategy: Strategy | None = None, *, fresh: bool = False
-) -> Asked:
+def _ask_ranks(problem: Problem, settings: Settings, engine: str | Engine, *, fresh: bool = False) -> Asked:
     from gaverify.collective.engines import engine_of_word
     from gaverify.collective.flow import Asked
 
-    return Asked(problem, settings, engine_of_word(engine), strategy, fresh)
+    return Asked(problem, settings, engine_of_word(engine), fresh)
 
 
 def _verify_together(member: Member, asked: Asked, progress: Progress | None) -> Verdict:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ class Scaled(PassProbe):
     """A rank's own gradients, scaled as its loop scales them: the engines average over the ranks.
 
     Args:
-        factor: R, which each micro-batch's loss counts times its weight; in a control, times the rank's share.
+        factor: R, which each micro-batch's loss counts times its weight.
     """
 
     def __init__(self, factor: float) -> None:
@@ -260,10 +261,14 @@ class Synchronised(Scaled):
         engine: Which it is.
         last: The rank's last micro-batch.
         factor: As in `Scaled`.
+        shares: In a control, what the rank's losses are multiplied by in turn, the last all that follow.
     """
 
-    def __init__(self, experiment: Experiment, engine: Engine, last: int, factor: float) -> None:
+    def __init__(
+        self, experiment: Experiment, engine: Engine, last: int, factor: float, shares: Sequence[float]
+    ) -> None:
         super().__init__(factor)
+        self._shares = chain(shares, repeat(shares[-1]))
         name = "no_sync" if engine is Engine.DDP else "set_requires_gradient_sync"
         self._wrappers = [
             m for root in (experiment.problem.model, experiment.problem.loss) for m in _outermost(root, name)
@@ -281,6 +286,10 @@ class Synchronised(Scaled):
                 elif k != self._last:
                     stack.enter_context(wrapper.no_sync())
             yield
+
+    def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
+        """Puts the gradients of the rank's share of R · `weight` · `loss` into `.grad`."""
+        super().backward(k, loss, weight * next(self._shares))
 
 
 # A model that gaverify puts under an engine itself, as it was before: one process runs it without other ranks.

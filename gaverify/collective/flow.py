@@ -2,7 +2,7 @@
 
     reference   every rank runs the same whole batch. A model that the user's code put under an engine stays under it:
                 the mean of R equal gradients is the full batch's. One that gaverify wraps runs it before that, alone
-    window      K micro-batches of its own on each rank, reduced as the engine or the user's strategy does
+    window      K micro-batches of its own on each rank, reduced as the engine does
 
 Every number that decides something is one of all ranks (`Experiment.ranks`), so that all ask the same next question.
 The cause is looked for where a window diverges: with the same micro-batches, all of them on every rank.
@@ -21,25 +21,25 @@ import torch
 from torch import nn
 
 from gaverify.collective.engines import PlainModel, WithoutEngine, of_every_rank
-from gaverify.collective.facts import facts_of_ranks, weights_of_strategy
-from gaverify.collective.membership import Member, is_lost
-from gaverify.collective.window import Moved, OwnCollectives, Trained, bare, cut_by_clipping, description, users_engine
+from gaverify.collective.facts import facts_of_ranks
+from gaverify.collective.membership import Member, TrafficMeter, is_lost
+from gaverify.collective.window import OwnCollectives, Trained, bare, description, users_engine
 from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.batching import Problem, batch_size_of, micro_batch_sizes
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import Gradients, PassResult, Strategy
+from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.layouts import children, digest_of, leaves, with_children
 from gaverify.passes.precision import RANKED, resolve_device, unit_roundoff
 from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
 from gaverify.preparation import Progress, prepare_experiment, reporter
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
-from gaverify.records.ranks import Engine, rounding_of
+from gaverify.records.ranks import Engine
 from gaverify.search.investigation import collect_facts, investigate
 from gaverify.spec import Spec
-from gaverify.thresholds import CAPPED_UNITS, TOO_SMALL_TO_CLIP, U32, U64
+from gaverify.thresholds import CAPPED_UNITS, U32, U64
 from gaverify.tracebacks import is_own_fault
-from gaverify.verdict.comparison import left_between, measure
+from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import Float64Run, failure_sentence, judge_by_floor, noise_floor
 from gaverify.verdict.criteria import Difference, decide_at_once, record
 from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
@@ -69,39 +69,26 @@ def judge_together(
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         full = None
-        if trained.plain is not None and trained.engine is not None:
+        if trained.plain is not None:
             experiment, full, without_engine = _run_without_engine(trained)
             experiment = trained.plain.wrap(experiment, trained.engine, without_engine.reach)
             trained = replace(trained, without_engine=without_engine)
-        measurement, moved = _measure_window(experiment, trained, full)
+        measurement, meter = _measure_window(experiment, trained, full)
         experiment = measurement.experiment
         measured_at = time.perf_counter()
         decision = _decide(trained, measurement, exact)
-        unclipped = math.nan
-        # float16 has no room for losses so small
-        if trained.strategy is not None and decision.is_divergent and measurement.dtype is not torch.float16:
-            small, unclipped = _measure_unclipped(trained, measurement, moved)
-            if small is not None:
-                trained, measurement = replace(trained, scale=TOO_SMALL_TO_CLIP), small
-                decision = _decide(trained, measurement, exact)
         measurement.seconds = {"passes": measured_at - started, "control": time.perf_counter() - measured_at}
         own_sizes = tuple(experiment.sizes[k] for k in trained.own(experiment))
         own = replace(measurement, experiment=replace(experiment, sizes=own_sizes))
         if not decision.is_divergent:
-            facts = replace(collect_facts(own, decision), ranks=facts_of_ranks(trained, measurement, decision, moved))
+            facts = replace(collect_facts(own, decision), ranks=facts_of_ranks(trained, measurement, decision, meter))
             return measurement, decision, facts
         one, one_decision = _measure_alone(experiment, trained)
-        ranks = facts_of_ranks(trained, measurement, decision, moved, one, unclipped)
+        ranks = facts_of_ranks(trained, measurement, decision, meter, one)
         facts = _search_cause(trained, one, one_decision, diagnose)
-        if diagnose and ranks.counted is not None and not ranks.at_fault:
-            weights = weights_of_strategy(trained, measurement, facts.window, ranks.counted)
-            facts = replace(facts, window=weights)
     if not facts.compared.divergent:
         rows = replace(facts.compared, rows=decision.rows, method=decision.method)
         facts = replace(facts, compared=rows, diagnosed=diagnose)
-    if trained.strategy is not None and ranks.is_rounding(ranks.weights_control):
-        # the loop's own losses need what the ranks count and no more: it does not weigh micro-batches as one process
-        facts = replace(facts, window=replace(facts.window, fit=None, remedy=None, failure="", counts=()))
     return measurement, decision, replace(facts, ranks=ranks)
 
 
@@ -143,11 +130,13 @@ def _check_loss(full: PassResult) -> None:
         )
 
 
-def _measure_window(experiment: Experiment, trained: Trained, full: PassResult | None) -> tuple[Measurement, Moved]:
+def _measure_window(
+    experiment: Experiment, trained: Trained, full: PassResult | None
+) -> tuple[Measurement, TrafficMeter]:
     """The window, and the whole batch on every rank where that has not run yet, measured and not yet decided.
 
     Returns:
-        The measurement, and what the window moved.
+        The measurement, and what counted the window's collectives.
 
     Raises:
         ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
@@ -171,9 +160,9 @@ def _measure_window(experiment: Experiment, trained: Trained, full: PassResult |
         )
     full = replace(full, gradients=trained.place(full.gradients))
     experiment.progress(f"the window of {trained.member.count} ranks")
-    window, moved = trained.window(experiment, full)
+    window, meter = trained.window(experiment, full)
     window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
-    return Measurement(experiment, full, window, _measure_by_name(experiment, window.gradients, full.gradients)), moved
+    return Measurement(experiment, full, window, _measure_by_name(experiment, window.gradients, full.gradients)), meter
 
 
 def _measure_by_name(experiment: Experiment, gradients: Gradients, reference: Gradients) -> dict[str, Difference]:
@@ -188,25 +177,6 @@ def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision
     if decision.float64 is not None and trained.has_own_hooks(measurement.experiment):
         return _decide_hooks(trained, measurement, decision)
     return decision
-
-
-def _measure_unclipped(trained: Trained, measurement: Measurement, moved: Moved) -> tuple[Measurement | None, float]:
-    """What a window shows whose losses are too small to be clipped.
-
-    Returns:
-        The same measurement of that, where it ends as this one but for clipping, by which a loop is not judged; None
-        where it does not. And what it leaves of the difference, where something is clipped before that; else NaN.
-    """
-    window, full, ranks = measurement.accumulated, measurement.full, measurement.experiment.ranks
-    unclipped, _ = replace(trained, scale=TOO_SMALL_TO_CLIP).window(measurement.experiment, full)
-    rounding = rounding_of(measurement.unit)
-    if left_between(unclipped.gradients, window.gradients, ranks) <= rounding:
-        return None, math.nan
-    early = any(trained.member.everyones("clipped", moved.clipped_early(window.gradients)))
-    if early or cut_by_clipping(unclipped.gradients, window.gradients, ranks) > rounding:
-        return None, left_between(unclipped.gradients, full.gradients, ranks)
-    differences = _measure_by_name(measurement.experiment, unclipped.gradients, full.gradients)
-    return Measurement(measurement.experiment, full, unclipped, differences), math.nan
 
 
 def _decide_window(trained: Trained, measurement: Measurement, unit: float, exact: bool) -> Decision:
@@ -354,7 +324,6 @@ class Asked:
     problem: Problem
     settings: Settings
     engine: Engine
-    strategy: Strategy | None = None
     fresh: bool = False
 
 
@@ -372,12 +341,12 @@ def verify_together(
     Raises:
         ProblemError: On every rank: it cannot be verified, or a rank failed, whose number the sentence says.
     """
-    settings, strategy = asked.settings, asked.strategy
+    settings = asked.settings
     modules = [module for module in (asked.problem.model, asked.problem.loss) if isinstance(module, nn.Module)]
     engine = users_engine(modules)
-    is_plain = engine is None and strategy is None
+    is_plain = engine is None
     member.agree("settings", _explain_refusal(settings, is_plain=is_plain))
-    if is_plain:
+    if engine is None:
         engine = asked.engine
         member.agree("wrapping", "" if asked.fresh or engine is Engine.DDP else _WRAP_IT)
     problem, sizes, shared_batch = batch_of_all(asked.problem, settings.steps, member)
@@ -398,7 +367,7 @@ def verify_together(
         )
         member.agree("alike", _describe_mismatch(odd, described) if odd is not None else "")
         plain = PlainModel(experiment, member) if is_plain else None
-        trained = Trained(member, engine, strategy, plain=plain, shared_batch=shared_batch)
+        trained = Trained(member, engine, plain=plain, shared_batch=shared_batch)
         judged = judge_together(experiment, trained, diagnose=settings.diagnose, exact=settings.exact)
         # The others wait for rank 0's answer, so that all ranks return the same verdict.
         rank_answer = answer(*judged) if member.rank == 0 else None
@@ -441,7 +410,7 @@ def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int
 def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
     """What ranks cannot do together; "" where they can. Of a plain model rank 0 alone searches for the cause."""
     if settings.strategy != "accumulate":
-        return f"strategy {settings.strategy!r} cannot run on ranks; give a function, or leave it out"
+        return f"strategy {settings.strategy!r} cannot run on ranks; leave it out"
     if settings.rtol is not None:
         return "--rtol and --atol (rtol=, atol=) cannot be used with several ranks: leave them out"
     if settings.trace:

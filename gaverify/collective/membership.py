@@ -32,7 +32,6 @@ from gaverify.errors import Agreed, GaverifyError, ProblemError
 from gaverify.launched import leave, note_first, read_launcher, this_process
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.precision import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
-from gaverify.records.numbers import count_text
 from gaverify.records.ranks import Collective, Traffic
 from gaverify.remedies import all_gather
 from gaverify.tracebacks import is_own_fault
@@ -280,13 +279,13 @@ class Member:
         if self._at[0]:
             self._at = what, time.monotonic()
 
-    def window_ended(self, passes: int) -> None:
+    def window_ended(self) -> None:
         """Waits until every rank has ended its window: who still waits there must not meet a collective of gaverify's.
 
         Raises:
             Agreed: A rank does not end it.
         """
-        self.further(f"at the end of the window after {count_text(passes, 'backward pass')}")
+        self.further("at the end of the window")
         self._windows += 1
         self.everyones(f"window {self._windows}", None)
 

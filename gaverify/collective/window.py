@@ -8,16 +8,15 @@ were put together, it runs its own: those from r · K on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad
 
-from gaverify.collective.engines import PlainModel, Scaled, Synchronised, WithoutEngine, loss_factor
+from gaverify.collective.engines import PlainModel, Synchronised, WithoutEngine, loss_factor
 from gaverify.collective.membership import NAMESPACES, Member, TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import OperationMode
@@ -26,26 +25,18 @@ from gaverify.passes.gradients import (
     Gradients,
     PassProbe,
     PassResult,
-    Strategy,
-    gradients_of_strategy,
 )
 from gaverify.passes.layouts import digest_of
-from gaverify.passes.sketches import sketch
 from gaverify.passes.wrappers import (
-    THIS_RANK,
-    RankSum,
     dividing,
     engine_of,
     is_flattened,
     is_sharded,
-    local,
     tensor_parallel,
 )
-from gaverify.records.numbers import count_text
-from gaverify.records.ranks import Collective, Engine
-from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather, no_dispatch_modes
-from gaverify.tracebacks import Owner, display_path, hands_over, owner_of
-from gaverify.verdict.comparison import left_between, measure
+from gaverify.records.ranks import Engine
+from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather
+from gaverify.tracebacks import Owner, display_path, owner_of
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", SYNC_BATCH_NORM_MODULE, "torch.distributed.tensor")
@@ -89,31 +80,11 @@ def description(experiment: Experiment) -> str:
     return digest_of(iter(words))
 
 
-@dataclass
-class Moved:
-    """What one window moved: collectives, and the bytes that each of its backward passes reduced.
-
-    `clips` tells of each clipping how many backward passes had been made before it, and a sketch of what it left.
-    """
-
-    meter: TrafficMeter
-    reduced: list[int]
-    clips: list[tuple[int, torch.Tensor]]
-
-    def clipped_early(self, gradients: Gradients) -> bool:
-        """Whether torch clipped gradients before all of them were there, or something changed them after it did."""
-        if not self.clips:
-            return False
-        early = min(count for count, _ in self.clips) < len(self.reduced)
-        return early or not torch.equal(self.clips[-1][1], sketch(gradients.values(), THIS_RANK))
-
-
 @dataclass(frozen=True)
 class Trained:
-    """How the ranks train: under which engine, and by whose loop.
+    """How the ranks train, and under which engine.
 
     In controls `shares` multiply this rank's losses in turn, the last all that follow.
-    `scale` is what every rank's losses are multiplied by, and the gradient divided by.
     `factors` are what the user's code lets FSDP2 divide by: part of what is tested, so that nothing else knows them.
     `plain` is the model before gaverify put it under the engine; None where the user's code did.
     `shared_batch`: every rank was given the whole batch.
@@ -121,10 +92,8 @@ class Trained:
     """
 
     member: Member
-    engine: Engine | None
-    strategy: Strategy | None = None
+    engine: Engine
     shares: tuple[float, ...] = (1.0,)
-    scale: float = 1.0
     factors: tuple[float | None, ...] = ()
     plain: PlainModel | None = None
     shared_batch: bool = False
@@ -168,120 +137,18 @@ class Trained:
         steps = experiment.steps // self.member.count
         return range(number * steps, (number + 1) * steps)
 
-    def window(self, experiment: Experiment, full: PassResult) -> tuple[PassResult, Moved]:
-        """Returns the gradient that the ranks end up with, and what the window moved."""
-        moved, rank_range = Moved(TrafficMeter(), [], []), self.own(experiment)
-        noting = _backwards_noted(moved, [share * self.scale for share in self.shares], self.member)
-        with moved.meter.counting(), noting, dividing(experiment.modules, self.factors):
-            if self.strategy is not None:
-                with _clipping_noted(moved, experiment):
-                    result = gradients_of_strategy(experiment, self.strategy, rank_range)
-            else:
-                factor = loss_factor(experiment, self.member.count)
-                probe: PassProbe = Scaled(factor)
-                if self.engine is not None:
-                    probe = Synchronised(experiment, self.engine, rank_range[-1], factor)
-                result = experiment.micro_batches(full, probe, own=rank_range)
-        self.member.window_ended(len(moved.reduced))
-        if self.strategy is not None and not moved.reduced:
-            raise ProblemError("the strategy never calls backward, so there is no gradient to compare")
+    def window(self, experiment: Experiment, full: PassResult) -> tuple[PassResult, TrafficMeter]:
+        """Returns the gradient that the ranks end up with, and what counted the window's collectives."""
+        meter, rank_range = TrafficMeter(), self.own(experiment)
+        factor = loss_factor(experiment, self.member.count)
+        probe = Synchronised(experiment, self.engine, rank_range[-1], factor, self.shares)
+        with meter.counting(), dividing(experiment.modules, self.factors):
+            result = experiment.micro_batches(full, probe, own=rank_range)
+        self.member.window_ended()
         if any(getattr(module, "gradient_as_bucket_view", False) for module in experiment.modules):
             # views into DDP's buckets, which the next pass writes to
             result.gradients = {name: None if g is None else g.clone() for name, g in result.gradients.items()}
-        if self.scale != 1.0:
-            for gradient in (gradient for gradient in result.gradients.values() if gradient is not None):
-                gradient.div_(self.scale)
-        return result, moved
-
-
-def cut_by_clipping(whole: Gradients, cut: Gradients, ranks: RankSum | None = None) -> float:
-    """Returns what is left between gradients and others that were clipped, however that was done, relative.
-
-    By norms, of all or of each parameter, each keeps its direction; by a value, elements stop at the largest left.
-    """
-    shorter = {row.name: row.accumulated / row.reference for row in measure(cut, whole, ranks) if row.reference}
-    limit = max((float(local(g).abs().max()) for g in cut.values() if g is not None and local(g).numel()), default=0.0)
-    by_norm = {name: None if g is None else g * min(shorter.get(name, 1.0), 1.0) for name, g in whole.items()}
-    by_value = {name: None if g is None else g.clamp(-limit, limit) for name, g in whole.items()}
-    return min(left_between(by_norm, cut, ranks), left_between(by_value, cut, ranks))
-
-
-@contextmanager
-def always_reducing() -> Iterator[None]:
-    """Takes every switch away that keeps an engine from reducing: the control of a window that may never have."""
-    from torch.distributed.fsdp import FSDPModule
-
-    patched = [
-        (nn.parallel.DistributedDataParallel, "no_sync", lambda self: nullcontext()),
-        (FSDPModule, "set_requires_gradient_sync", lambda self, *args, **kwargs: None),
-        (FSDPModule, "set_requires_all_reduce", lambda self, *args, **kwargs: None),
-    ]
-    with ExitStack() as stack:
-        for owner, name, without in patched:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, without)
-        yield
-
-
-@contextmanager
-def _backwards_noted(moved: Moved, shares: Sequence[float], member: Member) -> Iterator[None]:
-    """Notes what each backward pass reduces: every way to call one ends in `torch.autograd.backward`.
-
-    Args:
-        moved: Where.
-        shares: What this rank's losses are multiplied by, in turn.
-        member: Told how far it is.
-    """
-    plain = torch.autograd.backward
-
-    @hands_over
-    def noted_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        share = shares[min(len(moved.reduced), len(shares) - 1)]
-        if share != 1.0:
-            tensors = tensors * share if isinstance(tensors, torch.Tensor) else [tensor * share for tensor in tensors]
-        before = _bytes_reduced(moved.meter)
-        try:
-            return plain(tensors, *args, **kwargs)
-        finally:
-            moved.reduced.append(_bytes_reduced(moved.meter) - before)
-            member.further(f"in the window after {count_text(len(moved.reduced), 'backward pass')}")
-
-    torch.autograd.backward = noted_backward  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.backward = plain
-
-
-@contextmanager
-def _clipping_noted(moved: Moved, experiment: Experiment) -> Iterator[None]:
-    """Notes every clipping by torch, also through a name that was imported before: its wrapper holds what it runs."""
-    wrappers = [getattr(clip_grad, name) for name in _CLIPPING]
-    cells = [wrapper.__closure__[0] for wrapper in wrappers if wrapper.__closure__]
-    plain = [cell.cell_contents for cell in cells]
-
-    def wrap_clipping(run: Any) -> Any:
-        @hands_over
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            norm = run(*args, **kwargs)
-            with no_dispatch_modes(), torch.no_grad():
-                clipped_sketch = sketch((parameter.grad for parameter in experiment.parameters.values()), THIS_RANK)
-            moved.clips.append((len(moved.reduced), clipped_sketch))
-            return norm
-
-        return clip
-
-    for cell, run in zip(cells, plain, strict=True):
-        cell.cell_contents = wrap_clipping(run)
-    try:
-        yield
-    finally:
-        for cell, run in zip(cells, plain, strict=True):
-            cell.cell_contents = run
-
-
-def _bytes_reduced(meter: TrafficMeter) -> int:
-    return meter.sizes[Collective.SCATTER] or meter.sizes[Collective.REDUCE]
+        return result, meter
 
 
 class OwnCollectives(PassProbe):

@@ -5,8 +5,7 @@ Shapes: B samples in K micro-batches of n_k; a gradient per trainable parameter,
     full         g = ∂ loss(batch) / ∂θ
     accumulated  g = Σ_k w_k ∂ loss(micro_batch_k) / ∂θ
 
-Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample. A window may also be
-run by the user's own function: its micro-batches, as many backward passes as it likes, no step.
+Both start from the same state (`ModelState`) and use the same random draws, dealt out per sample.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from gaverify.passes.randomness import (
     named_modules,
 )
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, micro_batch_weight, named_parameters
-from gaverify.passes.wrappers import keep_reducers, local, settle
+from gaverify.passes.wrappers import keep_reducers, settle
 from gaverify.records.comparison import Reference
-from gaverify.torch_internals import no_dispatch_modes, version_of
+from gaverify.torch_internals import no_dispatch_modes
 from gaverify.tracebacks import hands_over
 
 if TYPE_CHECKING:
@@ -414,48 +413,3 @@ def _terms(observed: Observed, gradients: Gradients) -> dict[str, Terms]:
     """Σ|terms| of the gradients that the backward formed as sums."""
     by_name = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
     return {name: terms for name, terms in by_name.items() if terms is not None}
-
-
-Strategy = Callable[[Any, list[Any]], None]
-
-
-@hands_over
-def gradients_of_strategy(experiment: Experiment, strategy: Strategy, own: Collection[int]) -> PassResult:
-    """Returns what `strategy(model, micro_batches)` leaves in `.grad`.
-
-    Args:
-        experiment: What to run.
-        strategy: The user's function.
-        own: The micro-batches that it is given.
-
-    Raises:
-        ProblemError: It raised, changed a parameter, or the model draws random numbers, which cannot be dealt out to
-            micro-batches that nobody sees.
-    """
-    if experiment.draws.count:
-        raise ProblemError(
-            "the model draws random numbers, and your own strategy does not say for which micro-batch; "
-            "use mode='eval', or turn its dropout off"
-        )
-    parts = []
-    for k, (start, stop) in enumerate(experiment.bounds()):
-        if k in own:
-            parts.append(fresh(micro_batch_of(experiment, start, stop, f"micro-batch {k + 1} of {experiment.steps}")))
-    mode = PassMode(experiment.state, Recorder())
-    with one_pass(experiment):
-        before = _versions(experiment)
-        with mode, explain_user_errors("the strategy", experiment), experiment.autocasting():
-            strategy(experiment.problem.model, parts)
-        pairs = zip(experiment.parameters.values(), before, _versions(experiment), strict=True)
-        if not all(experiment.state.is_unchanged(parameter) for parameter, old, new in pairs if new != old):
-            raise ProblemError(
-                "the strategy changes parameters, as an optimizer's step does; "
-                "let it end with the gradients in `.grad`: gaverify compares these"
-            )
-        gradients = take_gradients(experiment)
-    return PassResult(gradients, float("nan"), observed=(mode.observed,))
-
-
-def _versions(experiment: Experiment) -> list[int]:
-    with torch.no_grad():
-        return [version_of(local(parameter)) for parameter in experiment.parameters.values()]

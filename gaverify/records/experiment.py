@@ -242,7 +242,6 @@ class ControlKind(Enum):
     STATE_PINNED = "writes to state without effect"
     DRAWS_PINNED = "every random draw held constant"
     WEIGHTS = "other micro-batch weights"
-    LOST_LOSSES = "losses that never reach a gradient, taken as zero"
     COUNTS = "the window's counts in the place of each micro-batch's own"
     FULL_BATCH = "what code gives and gives back, taken from the full batch"
     GRADIENTS_KEPT = "gradients that a forward clears put back"

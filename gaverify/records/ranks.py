@@ -151,8 +151,6 @@ class RankFacts:
     """The collectives of the window."""
     shares: RankShares = field(default_factory=RankShares)
     """What each rank's gradient counts."""
-    counted: WeightFit | None = None
-    """Fit over the micro-batches of all ranks, where the user's loop weights them; None without one."""
     shares_tried: Shares = ()
     """Loss factors of each rank in `weights_control`; empty if that control did not run."""
     weights_control: float = math.nan
@@ -161,8 +159,6 @@ class RankFacts:
     """Difference if every all-gather of the loss returns its gradient; NaN if that control did not run."""
     sync_control: float = math.nan
     """Difference if every backward pass reduces; NaN if that control did not run."""
-    clip_control: float = math.nan
-    """Difference if losses are too small to be clipped; NaN if that control did not run."""
     evaluation_mode_control: float = math.nan
     """Difference if layers use the statistics in their buffers; NaN if that control did not run."""
 

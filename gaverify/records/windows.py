@@ -22,7 +22,7 @@ from gaverify.records.events import (
     ZeroGrad,
 )
 from gaverify.records.experiment import ControlRun, Count, Operation, WeightFit, are_shares
-from gaverify.thresholds import COMPUTED_FLOAT32, LOST_SHARE, NO_WEIGHT
+from gaverify.thresholds import COMPUTED_FLOAT32, NO_WEIGHT
 
 # The accumulation window of one update: `run` and `audit` fill the same record, and each rule judges it once.
 #
@@ -75,13 +75,6 @@ class AccumulationWindow:
     def has_wrong_weights(self) -> bool:
         """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
         return self.remedy is not None or bool(self.failure)
-
-    @property
-    def lost_micro_batches(self) -> tuple[int, ...]:
-        """The micro-batches of a strategy that never reach its gradient."""
-        # Only a loop can lose a micro-batch: the weights of a recipe are given.
-        largest = max(map(abs, self.used), default=0.0)
-        return tuple(k for k, w in enumerate(self.used) if self.weighting == SCRIPT and abs(w) < LOST_SHARE * largest)
 
     @property
     def given_wrong(self) -> bool:

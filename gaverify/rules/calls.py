@@ -35,7 +35,6 @@ from gaverify.rules.rule import (
     measured_evidence,
     place,
     quote_names,
-    rule,
     rule_of_loops,
     show_distinct,
     times,
@@ -48,26 +47,12 @@ _SMALLER = "with losses too small to be clipped, the difference"
 _CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
-@rule("GAV606")
-def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
+@rule_of_loops("GAV606")
+def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a fault where clipping inside a window changed gradients, a note where it did not.
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
-    if facts.loop is not None:
-        yield from _clips_of_script(facts.loop)
-    elif facts.ranks is not None and not math.isnan(difference_left := facts.ranks.clip_control):
-        proven = facts.ranks.is_rounding(difference_left)
-        yield finding_of(
-            "the strategy clips gradients before they are complete",
-            word_control("control", _SMALLER, difference_left, proven),
-            remedy="clip once, after the last backward pass and after gradients are reduced over ranks and divided, "
-            "and change nothing afterwards",
-            proven=proven,
-        )
-
-
-def _clips_of_script(loop: Record) -> Iterator[Finding]:
     update, inside = loop.divergent, loop.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and loop.controls.transformed is not None:

@@ -274,7 +274,6 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where gradients vanish inside a window."""
     loop = facts.loop
     if loop is None:
-        yield from _by_the_strategy(facts)
         yield from _by_the_forward(facts)
         return
     setting, update = loop.controls.overwritten, loop.divergent
@@ -320,26 +319,6 @@ def _finding_of_overwritten(update: UpdateComparison, setting: Overwritten) -> F
         "per update, after the step",
         location=line_of(setting.file, setting.line),
         proven=True,
-    )
-
-
-def _by_the_strategy(facts: Facts) -> Iterator[Finding]:
-    """A finding where micro-batches that the user's own loop runs never reach the gradient that it ends with."""
-    weights, run = facts.window, facts.window.remedy
-    # weights of zero that fit are a suspicion: the control run of the strategy decides
-    if not weights.lost_micro_batches or run is None or not facts.compared.divergent:
-        return
-    which = join_texts([str(k + 1) for k in weights.lost_micro_batches], 6)
-    yield finding_of(
-        f"{len(weights.lost_micro_batches)} of {weights.steps} micro-batches are missing from the strategy's final "
-        f"gradient: {which}",
-        measured_evidence("micro-batch-weights", facts.compared.largest, lost=weights.lost_micro_batches),
-        control_evidence(
-            "micro-batch-weights", f"with {run.what} the loop ends with the same gradient to {run.left:.0e}"
-        ),
-        remedy="sum the gradients of all micro-batches: clear them before the first only, and if an engine or a copy "
-        "keeps them, give it the sum once, after the last",
-        proven=run.rounding,
     )
 
 

@@ -345,13 +345,8 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     if counts and run is not None and factor_in_run(facts) is None:
         yield _finding_of_counts(facts, facts.window.counts, run)
         return
-    # GAV603 tells of micro-batches that never reach the gradient, GAV201 of one factor for all of them.
-    if (
-        fit is None
-        or not facts.window.has_wrong_weights
-        or facts.window.lost_micro_batches
-        or factor_in_run(facts) is not None
-    ):
+    # GAV201 tells of one factor for all micro-batches.
+    if fit is None or not facts.window.has_wrong_weights or factor_in_run(facts) is not None:
         return
     meaning, remedy = _word_shares(facts, fit)
     trial = read_trial(facts)

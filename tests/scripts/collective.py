@@ -10,7 +10,6 @@ import json
 import sys
 import time
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
@@ -99,85 +97,6 @@ def loss_of(words: list[str], size: int) -> Any:
     return loss
 
 
-def switched(model: Any, words: list[str], *, last: bool) -> Any:
-    if not hasattr(model, "module") and not hasattr(model, "set_requires_gradient_sync"):
-        return nullcontext()
-    off = "never" in words or ("once" in words and not last) or ("all-but-last" in words and last)
-    if "ddp" in words:
-        return model.no_sync() if off else nullcontext()
-    model.set_requires_gradient_sync(not off)
-    return nullcontext()
-
-
-def strategy_of(words: list[str], loss: Any) -> Any:
-    ranks = dist.get_world_size()
-    divisor = (1 if "undivided" in words else STEPS) * (ranks if "divides" in words else 1)
-
-    def run(model: Any, parts: list[Any]) -> None:
-        tokens = torch.tensor(float(sum(int((part[1] >= 0).sum()) for part in parts)))
-        if "all-tokens" in words:
-            dist.all_reduce(tokens)
-            tokens /= ranks
-        for at, part in enumerate(parts if "nothing" not in words else ()):
-            with switched(model, words, last=at == len(parts) - 1):
-                if "tokens" in words or "all-tokens" in words:
-                    (cross_entropy(model(part[0]), part[1], reduction="sum") / tokens).backward()
-                else:
-                    (loss(model, part) / divisor).backward()
-            if "only-last" in words and at < len(parts) - 1:  # what was reduced so far never reaches the optimizer
-                model.zero_grad()
-            if "clips-each" in words:
-                clip(model, words)
-        finished(model, words)
-
-    def joined(model: Any, parts: list[Any]) -> None:
-        with model.join():
-            run(model, parts)
-
-    return "accumulate" if "own" not in words else joined if "join" in words else run
-
-
-def finished(model: Any, words: list[str]) -> None:
-    """What a loop does once its backward passes are done."""
-    if "clips-early" in words:
-        clip(model, words)
-    if "by-hand" in words:
-        group = wrong_group() if "copies" in words else None
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-    if "clips" in words:
-        clip(model, words)
-    if "late" in words:
-        for parameter in model.parameters():
-            parameter.grad /= STEPS
-    if "steps" in words:
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    if "twice" in words:  # the mean over the ranks was taken already
-        for parameter in model.parameters():
-            parameter.grad.mul_(dist.get_world_size())
-
-
-def clip(model: nn.Module, words: list[str]) -> None:
-    """Clips, also without torch's functions: by the whole's norm, by that of each parameter, or by a value."""
-    if "manually" not in words:
-        clip_grad_norm_(model.parameters(), 1e-3)
-        return
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    squares = [gradient.square().sum() for gradient in gradients]
-    whole = sum(float(square.full_tensor() if hasattr(square, "full_tensor") else square) for square in squares) ** 0.5
-    for gradient, square in zip(gradients, squares, strict=True):
-        if "values" in words:
-            gradient.clamp_(-1e-3, 1e-3)
-        else:
-            gradient.mul_(min(1.0, 1e-3 / (float(square) ** 0.5 if "layers" in words else whole)))
-
-
-def wrong_group() -> Any:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
-    return mesh["copies"].get_group()
-
-
 def case(words: list[str]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = plain(words)
@@ -204,7 +123,6 @@ def case(words: list[str]) -> dict[str, Any]:
                 loss,
                 (x_here, y_here),
                 steps=STEPS * (2 if "many" in words or ("other-steps" in words and rank) else 1),
-                strategy=strategy_of(words, loss),
                 exact="exact" in words,
                 seed=rank if "other-seed" in words else 0,
             )

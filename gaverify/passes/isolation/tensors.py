@@ -33,11 +33,6 @@ class Tensors:
         """The waiting tensors that something has written to."""
         return tuple(tensor for entries in self._written.values() for tensor, _, _ in entries)
 
-    def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether what was written to a waiting tensor is what it held before."""
-        entries_written = (entry for entries in self._written.values() for entry in entries)
-        return any(written is tensor and torch.equal(data, value) for written, data, value in entries_written)
-
     def keep(self, tensor: torch.Tensor, *, wait: bool, gradient: bool) -> None:
         """Keeps what `tensor` is bound to and its value.
 

@@ -284,10 +284,6 @@ class ModelState:
         """The parameters, and the large tensors, that some pass has written to."""
         return self._tensors.written_tensors
 
-    def is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether what a pass wrote to a parameter is what it held before, as where ranks send each other theirs."""
-        return self._tensors.is_unchanged(tensor)
-
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keeps the values of parameters that share storage with `tensor`, if there are any, before they change."""
         self._tensors.before_write(tensor)

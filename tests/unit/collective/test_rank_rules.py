@@ -9,28 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from measured import GATHERED, divergent, fit, ranks, record
+from measured import GATHERED, fit, ranks, record
 
 from gaverify import Outcome
 from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
-from gaverify.collective.membership import TrafficMeter
-from gaverify.collective.window import Moved, cut_by_clipping
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Ledger, Step
-from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
-from gaverify.records.windows import SCRIPT, AccumulationWindow, windows_of
+from gaverify.records.windows import windows_of
 from gaverify.rules import (
-    clip_per_micro_batch,
     gather_without_gradient,
-    gradients_cleared_inside_window,
     gradients_never_reduced,
-    mean_of_means,
     mean_over_ranks,
     rank_statistics,
     ranks_hold_different_gradients,
@@ -70,54 +64,6 @@ def test_a_gather_that_explains_most_is_not_proven() -> None:
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1e-3)
     (finding,) = gather_without_gradient.judge(replace(record(), ranks=measured))
     assert not finding.proven and "tested" not in finding.remedy
-
-
-WHOLE: Gradients = {"a": torch.tensor([3.0, -4.0]), "b": torch.tensor([0.5]), "none": None, "still": torch.zeros(2)}
-CLIPPED = {
-    "by the norm of all": {"a": 0.1 * torch.tensor([3.0, -4.0]), "b": torch.tensor([0.05])},
-    "by each one's norm": {"a": 0.2 * torch.tensor([3.0, -4.0]), "b": torch.tensor([0.5])},
-    "by a value": {"a": torch.tensor([2.0, -2.0]), "b": torch.tensor([0.5])},
-    "not at all": {"a": torch.tensor([3.0, -4.0]), "b": torch.tensor([0.5])},
-}
-NOT_CLIPPED = {
-    "another direction": {"a": torch.tensor([0.3, -0.2]), "b": torch.tensor([0.05])},
-    "grown": {"a": torch.tensor([6.0, -8.0]), "b": torch.tensor([1.0])},
-    "each cut at a value of its own": {"a": torch.tensor([2.0, -2.0]), "b": torch.tensor([0.1])},
-}
-
-
-@pytest.mark.parametrize("how", [*CLIPPED, *NOT_CLIPPED])
-def test_what_a_loop_clips_in_the_end_is_told_from_what_it_makes_of_gradients_otherwise(how: str) -> None:
-    cut = {**WHOLE, **(CLIPPED | NOT_CLIPPED)[how]}
-    assert (cut_by_clipping(WHOLE, cut) < 1e-6) == (how in CLIPPED)
-
-
-def test_clipping_by_torch_is_early_before_the_last_pass_and_where_something_changes_what_it_left() -> None:
-    left, other = sketch(WHOLE.values()), sketch({"a": torch.ones(2)}.values())
-    clips = {"none": [], "late": [(2, left)], "early": [(1, left), (2, left)], "changed": [(2, other)]}
-    early = {name: Moved(TrafficMeter(), [8, 8], each).clipped_early(WHOLE) for name, each in clips.items()}
-    assert early == {"none": False, "late": False, "early": True, "changed": True}
-
-
-@pytest.mark.parametrize(("left", "proven"), [(1e-7, True), (0.5, False)])
-def test_a_strategy_that_clips_too_early_is_named_whatever_else_it_does(left: float, proven: bool) -> None:
-    (finding,) = clip_per_micro_batch.judge(replace(record(), ranks=ranks(None, clip_control=left)))
-    assert finding.proven == proven and "strategy" in finding.summary
-    assert not [*clip_per_micro_batch.judge(replace(record(), ranks=ranks(None)))]
-
-
-@pytest.mark.parametrize(
-    ("used", "lost"), [((0.0, 1.0, 1e-5, 0.5), "2 of 4 micro-batches"), ((0.5, 1.0, 0.9, 0.5), "")]
-)
-def test_micro_batches_that_never_reach_a_strategys_gradient_are_named(used: tuple[float, ...], lost: str) -> None:
-    run = ControlRun("their losses taken as zero", 0.0, True, kind=ControlKind.LOST_LOSSES)
-    weights = AccumulationWindow(used, SCRIPT, (1, 1, 1, 1), 4, fit=WeightFit((0.25,) * 4, 1e-7, used=used), remedy=run)
-    facts = divergent(steps=4)
-    found = [*gradients_cleared_inside_window.judge(replace(facts, window=weights))]
-    assert [finding.summary[: len(lost)] for finding in found] == ([lost] if lost else [])
-    assert all(finding.proven and finding.summary.endswith(": 1, 3") for finding in found)
-    assert bool([*mean_of_means.judge(replace(facts, window=weights))]) == (not lost)
-    assert not [*gradients_cleared_inside_window.judge(replace(facts, window=replace(weights, weighting="uniform")))]
 
 
 def test_a_run_without_ranks_has_no_such_finding() -> None:
