@@ -23,10 +23,10 @@ from gaverify.passes.isolation import (
     eager_when_compiled,
     gradients_kept,
     isolated_generators,
-    mode_set,
     rewindable_iterators,
     seed_everything,
 )
+from gaverify.passes.modes import check_queries, mode_set
 from gaverify.passes.precision import DTYPES, convert_weights, resolve_device
 from gaverify.passes.user_code import check_weighting, named_parameters
 from gaverify.records.comparison import Reference
@@ -65,6 +65,9 @@ def problem_of(
             f"the model is a {type(problem.model).__name__}, not a torch.nn.Module; "
             "wrap several modules into an nn.ModuleDict"
         )
+    for module in (problem.model, problem.loss):
+        if isinstance(module, nn.Module):
+            check_queries(module)
     return problem
 
 

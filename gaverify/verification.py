@@ -73,7 +73,7 @@ def verify(
     split: Split | None = None,
     *,
     batch_size: int | None = None,
-    mode: str | None = "train",
+    mode: str | None = "auto",
     autocast: str | torch.dtype | None = None,
     strategy: str = "accumulate",
     rtol: float | None = None,
@@ -107,7 +107,8 @@ def verify(
         seed: Seeds all generators before the full-batch pass.
         split: `split(batch, start, stop)` where a slice of the leading dimension is wrong.
         batch_size: B, where the batch does not tell it.
-        mode: "train", "eval", or None for the mode that the model is in.
+        mode: "train" and "eval" set all layers, as `model.train()` and `model.eval()` do; "auto" is "train", but layers
+            in different modes stay as they are; None: all layers stay as they are.
         autocast: Runs the forward passes under `torch.autocast` in "bfloat16" or "float16".
         strategy: "accumulate", or "summed-loss": one backward over the summed micro-batch losses.
         rtol: With `atol`: judge by `torch.testing.assert_close`'s criterion instead of the arithmetic's own rounding.

@@ -17,7 +17,8 @@ from gaverify.errors import GaverifyError, ProblemError
 from gaverify.loading.importing import describe_error
 from gaverify.loading.inspecting import Output, evaluate, find_loss, first_input, tensors_in
 from gaverify.passes.batching import Loss, Problem
-from gaverify.passes.isolation import eager_when_compiled, mode_set
+from gaverify.passes.isolation import eager_when_compiled
+from gaverify.passes.modes import check_queries, mode_set
 from gaverify.torch_internals import BUILTIN_FUNCTIONS_MODULE, CriterionModule
 
 # Makes a loss and a batch of what a factory may return in their place.
@@ -196,6 +197,7 @@ def bare_problem(
             f"`{name}` returned only a module, {type(model).__name__}; add {' and '.join(missing)} "
             "(such as `--input-shape 3,32,32 --loss cross_entropy --classes 10`), or return a gaverify.Problem"
         )
+    check_queries(model)
     assert input_shape is not None and loss is not None  # what `missing` says, for mypy
     find_loss(loss)
     inputs = _inputs(model, input_shape, batch_size)

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from gaverify.errors import ProblemError, SpecError, kind_of_value, nearest
 from gaverify.loading.importing import import_factory, parse_file
-from gaverify.passes.isolation import isolated_generators, mode_set
+from gaverify.passes.isolation import isolated_generators
+from gaverify.passes.modes import mode_set
 
 # Guesses a batch and a loss for a module: `gaverify init` writes them down, a bare module's problem is made of
 # them.

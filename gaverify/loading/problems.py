@@ -36,7 +36,8 @@ from gaverify.loading.bare import (
 )
 from gaverify.loading.importing import Kind, describe_error, import_factory, kind_of, missing_package, raised_at
 from gaverify.passes.batching import Problem
-from gaverify.passes.isolation import isolated_generators, mode_set
+from gaverify.passes.isolation import isolated_generators
+from gaverify.passes.modes import mode_set
 from gaverify.zoo import at_least, find_builtin
 
 if TYPE_CHECKING:

@@ -115,6 +115,7 @@ def _check_fits(problem: Any, plan: Any) -> None:
 def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from gaverify.passes.modes import layers_in_evaluation, mode_word
     from gaverify.passes.precision import counts_memory, short_name
     from gaverify.version import __version__
 
@@ -135,7 +136,7 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
         "device_memory": module.get_device_properties(experiment.device).total_memory if module else None,
         "dtype": short_name(lowest),
         "autocast": spec.autocast,
-        "mode": spec.mode,
+        "mode": mode_word(spec.mode, layers_in_evaluation(experiment.modules)),
         "seed": spec.seed,
         "threads": torch.get_num_threads(),
         "optimizer": job["optimizer"],

@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gaverify.passes.batching import Problem, fresh
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.isolation import isolated_generators, mode_set, seed_everything
+from gaverify.passes.isolation import isolated_generators, seed_everything
+from gaverify.passes.modes import mode_set
 from gaverify.passes.precision import counts_memory, return_freed
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of
 from gaverify.preparation import dtype_of, place_experiment

@@ -81,6 +81,8 @@ class RunInfo:
     """Products whose float32 inputs were rounded before they were multiplied: "matmul tf32"."""
     part: tuple[int, ...] = ()
     """Sizes of the two micro-batches of a smaller batch that decided or showed the cause; empty where none did."""
+    in_evaluation: tuple[str, ...] = ()
+    """Layers in evaluation mode beside others in training mode: "6 BatchNorm2d"."""
     guesses: tuple[str, ...] = ()
     """Parts of the factory that `gaverify init` guessed and nobody replaced: "the loss"."""
     targets: CountedTargets | None = None

@@ -74,6 +74,7 @@ def _facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("batch", _batch(run)),
         ("weighting", _weights(run)),
         ("strategy", f"{run.strategy}, {run.mode} mode, seed {run.seed}"),
+        ("mode", _layers_in_evaluation(run)),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
         ("where", f"{run.device}, {run.dtype}{rounded}, {autocast}, torch {run.environment.torch}"),
@@ -90,6 +91,14 @@ def _batch(run: RunInfo) -> str:
     if len(parts) > 12:  # the first and the last ones show where it is ragged
         parts = [*parts[:4], "…", *parts[-4:]]
     return f"B = {run.batch_size} = {'+'.join(parts) or '?'} ({run.steps} micro-batches)"
+
+
+def _layers_in_evaluation(run: RunInfo) -> str:
+    """Which layers are not trained as the others; nothing where all are in one mode."""
+    if not run.in_evaluation:
+        return ""
+    advice = "; `--mode train` tests a loop that calls `model.train()`" if run.mode == "as is" else ""
+    return f"{', '.join(run.in_evaluation)} kept in eval mode{advice}"
 
 
 def _reference(run: RunInfo) -> str:

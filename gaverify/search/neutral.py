@@ -16,9 +16,10 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states, mode_set
+from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
 from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import SampleLayout, map_leaves
+from gaverify.passes.modes import mode_set
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.user_code import loss_of
 from gaverify.records.experiment import ControlKind, ControlRun, FunctionKey

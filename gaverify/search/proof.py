@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import mode_set
+from gaverify.passes.modes import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.search.bench import FORESEEN, Bench

@@ -131,8 +131,13 @@ class Spec:
     """Autocast dtype of the forwards; None: no autocast."""
     seed: int = _set(SEED, "Seed of weights, data and random numbers.  [0]", 0)
     """Seed of weights, data and draws."""
-    mode: str = _set(one_of("train", "eval"), "Mode of the model.  [train]", "train")
-    """`train` or `eval`."""
+    mode: str = _set(
+        one_of("auto", "train", "eval"),
+        "train, eval: all layers, as by model.train() or model.eval(); auto: train, but layers that the factory left "
+        "in different modes stay so.  [auto]",
+        "auto",
+    )
+    """`train`, `eval` or `auto`."""
     strategy: str = _set(
         STRATEGY, "K backward passes, or a single one of the summed losses.  [accumulate]", "accumulate"
     )

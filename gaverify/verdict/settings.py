@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gaverify.passes.modes import layers_in_evaluation, mode_word
 from gaverify.passes.precision import short_name
 from gaverify.passes.user_code import count_tokens
 from gaverify.records.answers import Environment
@@ -33,7 +34,7 @@ class Settings:
     seed: int
     """Seeds all generators before the full-batch pass."""
     mode: str | None
-    """`train` or `eval`; None: the mode that the model is in."""
+    """`train`, `eval` or `auto`; None: the mode that the model is in."""
     autocast: torch.dtype | None
     """Dtype of `torch.autocast` in the forwards; None: no autocast."""
     strategy: str
@@ -64,7 +65,7 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
     """Returns what was run: the model, the batch, the recipe and the arithmetic."""
     experiment = measurement.experiment
     parameters = {id(p): p for module in experiment.modules for p in module.parameters()}
-    weighting = experiment.weighting
+    weighting, in_evaluation = experiment.weighting, layers_in_evaluation(experiment.modules)
     if not isinstance(weighting, str):
         # A report shows what was asked for, and a function or numbers have no word of their own.
         weighting = getattr(weighting, "__name__", "function") if callable(weighting) else "numbers"
@@ -80,7 +81,8 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         device=" and ".join(map(str, experiment.devices)),
         dtype=short_name(measurement.dtype),
         seed=settings.seed,
-        mode=settings.mode or "as is",
+        mode=mode_word(settings.mode, in_evaluation),
+        in_evaluation=in_evaluation,
         environment=Environment(torch.__version__),
         autocast=short_name(experiment.autocast) if experiment.autocast else None,
         reference=experiment.fitting.way,

@@ -13,7 +13,6 @@ from gaverify.passes.isolation.globals import (
     generator_states,
     gradients_kept,
     isolated_generators,
-    mode_set,
     seed_everything,
     seed_torch,
 )
@@ -48,7 +47,6 @@ __all__ = [
     "generator_states",
     "gradients_kept",
     "isolated_generators",
-    "mode_set",
     "numpy_types",
     "rewindable_iterators",
     "scripted_attributes",

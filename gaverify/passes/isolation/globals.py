@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.errors import ProblemError
 from gaverify.passes.precision import ACCELERATORS, generators_in_use
-from gaverify.torch_internals import fp32_precision_accessors, is_compiler_imported, set_deterministic, submodules_of
+from gaverify.torch_internals import fp32_precision_accessors, is_compiler_imported, set_deterministic
 
 # The random generators: torch's, Python's and NumPy's global ones, and those that the user's code holds itself.
 #
@@ -135,7 +135,7 @@ def _foreign() -> list[Any]:
     return [*foreign_generators().values(), *(_scopes[-1].values() if _scopes else ())]
 
 
-# Context managers that set and restore torch's global flags, train or eval mode, and `.grad`.
+# Context managers that set and restore torch's global flags, and `.grad`.
 
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -267,31 +267,6 @@ def eager_when_compiled(modules: list[nn.Module]) -> Iterator[None]:
         if is_compiler_imported() and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-@contextmanager
-def mode_set(modules: list[nn.Module], mode: str | None) -> Iterator[None]:
-    """Puts models into `train` or `eval` mode (None: as they are), and every module back into its own and its place.
-
-    Submodules that were exchanged meanwhile come back here and not in `ModelState`, which is restored after every pass:
-    a control run exchanges some on purpose, for longer than a pass.
-    """
-    flags = [(module, module.training) for root in modules for module in root.modules()]
-    # (the registries of a scripted module are views into C++ that take no update)
-    plain = [module for module, _ in flags if not isinstance(module, torch.jit.ScriptModule)]
-    places = [(module, name, child) for module in plain for name, child in submodules_of(module).items()]
-    try:
-        if mode is not None:
-            for root in modules:
-                root.train(mode == "train")
-        yield
-    finally:
-        for module, name, child in places:
-            # Not by assignment to the attribute: the user's `__setattr__` may do more than that.
-            if submodules_of(module).get(name) is not child:
-                submodules_of(module)[name] = child
-        for module, flag in flags:
-            module.training = flag
 
 
 @contextmanager

@@ -296,6 +296,7 @@ class Run(Shape, record=RunInfo):
     reference_failed: tuple[Reference, ...] = ()
     rounded: tuple[str, ...] = ()
     part: tuple[int, ...] = ()
+    in_evaluation: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     targets: TargetsItem | None = None
     environment: Environment

@@ -30,7 +30,7 @@ def problems(table: dict[str, object], **overrides: object) -> tuple[str, ...]:
 
 def test_defaults() -> None:
     spec = parse_spec({"model": "mlp"}, "a.toml", {})
-    assert (spec.steps, spec.weighting, spec.seed, spec.mode, spec.strategy) == (4, "uniform", 0, "train", "accumulate")
+    assert (spec.steps, spec.weighting, spec.seed, spec.mode, spec.strategy) == (4, "uniform", 0, "auto", "accumulate")
     assert spec.device is None and spec.diagnose and spec.ignore_index == -100
 
 
@@ -81,7 +81,7 @@ def test_right_values(key: str, value: object) -> None:
         ({"steps": 0}, "$.steps: must be a whole number of at least 1, got 0; write `steps = 4`"),
         ({"steps": "4"}, '$.steps: must be a whole number of at least 1, got "4"; write `steps = 4`'),
         ({"steps": True}, "$.steps: must be a whole number of at least 1, got true; write `steps = 4`"),
-        ({"mode": "evl"}, '$.mode: must be "train" or "eval", got "evl"; did you mean "eval"?'),
+        ({"mode": "evl"}, '$.mode: must be "auto", "train" or "eval", got "evl"; did you mean "eval"?'),
         ({"batch_size": -1}, "$.batch_size: must be a whole number of at least 1, got -1; write `batch-size = 8`"),
         ({"stpes": 4}, "$.stpes: unknown key; did you mean `steps`?"),
         ({"lr": float("nan")}, "$.lr: must be a number above 0, got NaN; write `lr = 0.01`"),
