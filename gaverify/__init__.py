@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gaverify.records.comparison import ParameterComparison as ParameterComparison
     from gaverify.records.findings import Finding as Finding
     from gaverify.records.verdict import Verdict as Verdict
+    from gaverify.tracebacks import fill_in as fill_in
     from gaverify.verification import assert_equivalent as assert_equivalent
     from gaverify.verification import verify as verify
 
@@ -34,6 +35,7 @@ _HOMES = {
     "ParameterComparison": "gaverify.records.comparison",
     "Verdict": "gaverify.records.verdict",
     "assert_equivalent": "gaverify.verification",
+    "fill_in": "gaverify.tracebacks",
     "verify": "gaverify.verification",
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from gaverify.errors import GaverifyError, InternalError, is_out_of_memory
+from gaverify.errors import GaverifyError, InternalError, ProblemError, is_out_of_memory
 
 Place = tuple[str, int]
 """A file, as the interpreter names it, and a line."""
@@ -234,3 +234,16 @@ def display_path(filename: str) -> str:
     except ValueError:  # another drive
         return filename
     return filename if relative.startswith("..") else relative
+
+
+def fill_in(part: str) -> Any:
+    """Stands in a factory that `gaverify init` wrote, until its owner writes the part.
+
+    Args:
+        part: What is missing: "the loss".
+
+    Raises:
+        ProblemError: Always, with the line of the call.
+    """
+    caller = sys._getframe(1)
+    raise ProblemError(f"fill in {part}: line {caller.f_lineno} of {display_path(caller.f_code.co_filename)}")

@@ -29,7 +29,6 @@ from gaverify.acceptance import with_excerpts
 from gaverify.collective.membership import membership
 from gaverify.errors import ProblemError
 from gaverify.launched import read_launcher
-from gaverify.loading.importing import guessed_parts
 from gaverify.passes.batching import Loss, Problem, Split
 from gaverify.passes.experiment import Experiment, TimeUp
 from gaverify.passes.precision import available_devices, resolve_device
@@ -146,9 +145,7 @@ def verify(
 def verify_spec(spec: Spec, progress: Progress | None = None) -> Verdict:
     """Builds the problem of a spec and verifies it: here, by all ranks of a launcher, or by ranks that this starts."""
     verdict = _start_ranks(spec, progress) if spec.ranks is not None else _verify_loaded(spec, progress)
-    # after the run, as a module is found by its name only once it is imported
-    run = replace(verdict.run, guesses=guessed_parts(spec.model))
-    return replace(verdict, spec=spec.to_dict(), run=run)
+    return replace(verdict, spec=spec.to_dict())
 
 
 def _verify_loaded(spec: Spec, progress: Progress | None, tell_end: TellEnd | None = None) -> Verdict:

@@ -21,7 +21,7 @@ from gaverify.errors import GaverifyError, SpecError
 if TYPE_CHECKING:
     from gaverify.loading.inspecting import Sketch
 
-KINDS = ("module", "dict", "dataloader", "lightning", "checkpoint", "transformers", "transformers-config")
+KINDS = ("module", "dict", "dataloader", "lightning", "transformers", "transformers-config")
 
 
 AUDIT = "audit"
@@ -35,34 +35,39 @@ class Scaffold:
     Args:
         model: What the spec names.
         text: Of the factory's file; empty where the spec needs none.
-        advice: What to change before the first run; empty where it runs as it is.
     """
 
     model: str
     text: str = ""
-    advice: str = ""
 
 
-def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> Scaffold:
+def scaffold(model: str | None, checkpoint: str | None, kind: str | None, spec: Path, factory: Path) -> Scaffold:
     """Returns the spec's model and the factory's text.
 
     Args:
-        model: What `--model` said: a built-in, a class, a factory, a folder or name for transformers, a checkpoint.
+        model: What `--model` said: a built-in, a class, a factory, a folder or name for transformers.
+        checkpoint: What `--checkpoint` said.
         kind: One of `KINDS`, or None to find out.
         spec: The file that the spec will be.
         factory: The file that the factory will be, beside it.
 
     Raises:
-        SpecError: There is no such model, or the kind does not fit it.
+        SpecError: There is no such model or checkpoint, or the kind does not fit it.
         ProblemError: The user's module raised, or holds something else.
     """
+    gaps = {} if checkpoint is None else _gaps_of_checkpoint(checkpoint)
     if model is None:
-        if kind is None:
+        if kind is None and checkpoint is None:
             return Scaffold("mlp")
-        return _fill_template(kind, spec, factory, {}, "insert your own model and batch")
-    # Checkpoints have any ending (.pt, .ckpt, .bin, none): every file that is no code is taken for one.
-    if os.path.isfile(model) and not model.endswith((".py", ".toml", ".ipynb")):
-        return _of_checkpoint(model, spec, factory)
+        written = _fill_template(kind or "module", spec, factory, gaps)
+    else:
+        written = _of_model(model, kind, spec, factory, gaps)
+    if checkpoint is not None and "load_state_dict" not in written.text:
+        raise SpecError("--checkpoint: it needs the class of its model; write `--model file.py:Class`", "model")
+    return written
+
+
+def _of_model(model: str, kind: str | None, spec: Path, factory: Path, gaps: dict[str, str]) -> Scaffold:
     if listed := _classes_to_name(model):
         raise SpecError(listed, "model")
     from gaverify.loading.importing import Kind, check_name, kind_of
@@ -83,7 +88,7 @@ def scaffold(model: str | None, kind: str | None, spec: Path, factory: Path) -> 
         raise SpecError(
             f"--kind {chosen}: `{model}` is a class; give `--model` the folder that `save_pretrained` wrote"
         )
-    return _fill_template(chosen, spec, factory, _gaps(model, drawn, spec), _advice(drawn, chosen))
+    return _fill_template(chosen, spec, factory, gaps | _gaps_of_class(model, drawn, spec))
 
 
 def template(name: str) -> str:
@@ -91,54 +96,39 @@ def template(name: str) -> str:
     return files("gaverify.cli").joinpath(f"{name}.txt").read_text(encoding="utf-8")
 
 
-def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str], advice: str) -> Scaffold:
-    from gaverify.loading.importing import GUESS
-
-    notes = {part: f"  # {GUESS.format(part=f'the {part.lower()}')}" for part in ("LOSS", "INPUTS", "TARGETS")}
+def _fill_template(kind: str, spec: Path, factory: Path, gaps: dict[str, str]) -> Scaffold:
+    model, inputs, folder = "Net()", "torch.randn(batch_size, 16)", "AutoModelForCausalLM.from_pretrained(FOLDER)"
     defaults = {
-        **{f"{part}NOTE": note for part, note in notes.items()},
-        "BUILDNOTE": "",
         "SPEC": str(spec),
-        "MODEL": template("parts/step" if kind == "lightning" else "parts/net").rstrip(),
-        "BUILD": "Net()",
-        "INPUTS": "torch.randn(batch_size, 16)",
+        "IMPORT": "",
+        "STATE": "",
+        "BUILD": f'gaverify.fill_in("the model")  # import its class above; such as {model}',
+        "LOAD": "",
+        "INPUTS": f'gaverify.fill_in("the inputs")  # such as {inputs}',
         "STAR": "",
-        "LOSS": "F.cross_entropy(model(inputs), targets)",
-        "TARGETS": "torch.randint(10, (batch_size,))",
-        "CHECKPOINT": '"model.pt"',
+        "CALL": "inputs",
         "NAME": "FOLDER",
-        "TENSORS": "The file is what `torch.save(model.state_dict(), path)` wrote.",
-        "CLASS": "AutoModelForCausalLM",
         "FOLDER": '"path/to/folder"',
+        "CLASS": f'gaverify.fill_in("the model")  # such as transformers.{folder}',
     }
     text = re.sub(r"@([A-Z]+)@", lambda gap: {**defaults, **gaps}[gap[1]], template(f"templates/{kind}"))
-    # A model may bring its own loss: the import would be unused, which linters report.
-    if " F." not in text and "(F." not in text:
-        text = text.replace("from torch.nn import functional as F\n", "")
-    return Scaffold(f"{factory.name}:factory", text, advice)
+    return Scaffold(f"{factory.name}:factory", text)
 
 
-def _gaps(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
-    from gaverify.loading.importing import GUESS
-    from gaverify.loading.inspecting import Guess
-
+def _gaps_of_class(model: str, drawn: Sketch, spec: Path) -> dict[str, str]:
     place, _, attribute = model.rpartition(":")
     names = [attribute.partition(".")[0], *drawn.names]
-    guess = drawn.guess or Guess()
     gaps = {
-        "MODEL": f"from {_module(place, spec.parent)} import {', '.join(names)}",
+        "IMPORT": f"\nfrom {_module(place, spec.parent)} import {', '.join(names)}\n",
         "BUILD": f"{attribute}({drawn.arguments})",
-        "INPUTS": guess.inputs,
-        "STAR": "*" if guess.several else "",
-        "LOSS": guess.loss,
-        "TARGETS": guess.targets,
     }
     if not drawn.arguments_are_said:
-        gaps["BUILDNOTE"] = f"  # {GUESS.format(part='the sizes of the model')}"
-    if guess.inputs_are_said:
-        gaps["INPUTSNOTE"] = f"  # as in {place}"
-    if guess.loss_is_own:
-        gaps["LOSSNOTE"] = ""
+        gaps["BUILD"] = f'gaverify.fill_in("the arguments of {attribute}")  # {gaps["BUILD"]}'
+    if drawn.inputs:
+        several = len(drawn.inputs) > 1
+        text = ", ".join(drawn.inputs)
+        gaps["INPUTS"] = f"{f'({text})' if several else text}  # as in {place}"
+        gaps |= {"STAR": "*", "CALL": "*inputs"} if several else {}
     return gaps
 
 
@@ -152,14 +142,6 @@ def _module(place: str, folder: Path) -> str:
         if all(part.isidentifier() for part in parts):
             return ".".join(parts)
     raise SpecError(f"`{place}` cannot be imported from `{folder.resolve()}`; run `gaverify init` in the file's folder")
-
-
-def _advice(drawn: Sketch, kind: str) -> str:
-    if "..." in drawn.arguments:
-        return f"fill in `{drawn.arguments}` and the batch"
-    if kind == "checkpoint":
-        return "write the checkpoint's path"
-    return "" if drawn.guess is not None else "insert a batch that your model accepts"
 
 
 def _classes_to_name(model: str) -> str:
@@ -176,36 +158,29 @@ def _classes_to_name(model: str) -> str:
     return f"{named} {', '.join(f'`{name}`' for name in classes)}; name one: `--model {model}:{classes[0]}`"
 
 
-def _of_checkpoint(path: str, spec: Path, factory: Path) -> Scaffold:
+def _gaps_of_checkpoint(path: str) -> dict[str, str]:
     from gaverify.loading.checkpoints import tensors_of
 
-    tensors = "It holds:\n" + "\n".join(f"    {line}" for line in tensors_of(path))
-    relative = os.path.relpath(path)
-    return _fill_template(
-        "checkpoint",
-        spec,
-        factory,
-        {"CHECKPOINT": json.dumps(relative), "TENSORS": tensors},
-        "insert the checkpoint's model class, and a batch",
-    )
+    tensors = "\n".join(f"    {line}" for line in tensors_of(path))
+    state = template("parts/state").replace("@CHECKPOINT@", json.dumps(os.path.relpath(path)))
+    load = "\n    model.load_state_dict(state(CHECKPOINT))"
+    return {"STATE": state.replace("@TENSORS@", tensors), "LOAD": load}
 
 
 def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
     """A folder for transformers: sentences where it has a tokenizer, else no factory is needed."""
     folder = Path(name)
     # Sentences need a tokenizer; random tokens, which `gaverify run` makes itself, need no factory.
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+    if not any(folder.glob("tokenizer*")):
         return Scaffold(name)
-    architecture = "AutoModelForCausalLM"
-    if folder.is_dir():
-        try:
-            named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-        except (OSError, ValueError, AttributeError) as error:
-            raise SpecError(f"`{name}/config.json` cannot be read: {error}") from error
-        architecture = str(named[0]) if named else architecture
-    return _fill_template(
-        "transformers", spec, factory, {"CLASS": architecture, "FOLDER": json.dumps(name), "NAME": name}, ""
-    )
+    gaps = {"FOLDER": json.dumps(name), "NAME": name}
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SpecError(f"`{name}/config.json` cannot be read: {error}") from error
+    if named:
+        gaps["CLASS"] = f"transformers.{named[0]}.from_pretrained(FOLDER)"
+    return _fill_template("transformers", spec, factory, gaps)
 
 
 @click.command(short_help="Write a spec, and a factory for your model.")
@@ -214,23 +189,25 @@ def _of_folder(name: str, spec: Path, factory: Path) -> Scaffold:
     "--model",
     metavar="NAME",
     shell_complete=complete_models,
-    help="Your model: file.py:Class, package.module:Class, a factory, a transformers folder, or a checkpoint.",
+    help="Your model: file.py:Class, package.module:Class, a factory, or a transformers folder.",
 )
+@click.option("--checkpoint", metavar="FILE", type=click.Path(), help="The weights that it is to have.")
 @click.option("--kind", type=click.Choice([*KINDS, AUDIT]), help="Template to use.  [chosen by --model]")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
-def init(file: Path | None, model: str | None, kind: str | None, force: bool) -> int:
+def init(file: Path | None, model: str | None, checkpoint: str | None, kind: str | None, force: bool) -> int:
     """Writes a spec, a commented TOML file with every option, to FILE (gaverify.toml).
 
-    If one is needed, a factory is written next to it: a function that returns model, loss and batch.
+    If one is needed, a factory is written next to it: a function that returns model, loss and batch. It holds what
+    the file of the model says; what is missing, you fill in.
 
     \b
-      gaverify init --model net.py:Net            # a class; its batch is guessed
-      gaverify init --model checkpoints/last.pt   # code that loads a checkpoint
-      gaverify init --kind dataloader             # a template for your own code
-      gaverify init --kind audit                  # options for `gaverify audit`
+      gaverify init --model net.py:Net                        # a class
+      gaverify init --model net.py:Net --checkpoint last.pt   # with these weights
+      gaverify init --kind dataloader                         # another template
+      gaverify init --kind audit                              # options for `gaverify audit`
     """
     if kind == AUDIT:
-        return _write_audit(file or Path("audit.toml"), model, force)
+        return _write_audit(file or Path("audit.toml"), model or checkpoint, force)
     file = file or Path("gaverify.toml")
     if file.suffix == ".py":
         # It is the model that stands in the place of the spec; `--force` would write the spec over it.
@@ -239,7 +216,7 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
     # The factory is imported as a module, whose name has to be an identifier.
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")
     with guests():
-        written_scaffold = scaffold(model, kind, file, factory)
+        written_scaffold = scaffold(model, checkpoint, kind, file, factory)
     text = (
         template("parts/spec")
         .replace("{name}", str(file))
@@ -249,10 +226,14 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
     _check_absent(texts, force)
     for path, content in texts.items():
         _write(path, content, force)
-        click.echo(
-            f"Wrote {path}{f': {written_scaffold.advice}' if path is factory and written_scaffold.advice else ''}."
-        )
-    _show_guesses(written_scaffold.text)
+        click.echo(f"Wrote {path}.")
+    parts = [
+        f"  line {number}: {part[1]}"
+        for number, line in enumerate(written_scaffold.text.splitlines(), 1)
+        if (part := re.search(r'gaverify\.fill_in\("(.+?)"\)', line))
+    ]
+    if parts:
+        click.echo("\n".join([f"Fill in, in {factory}:", *parts]))
     click.echo(f"Next: gaverify run {shlex.quote(str(file))}")
     return 0
 
@@ -260,7 +241,7 @@ def init(file: Path | None, model: str | None, kind: str | None, force: bool) ->
 def _write_audit(file: Path, model: str | None, force: bool) -> int:
     """Writes the options of an audit."""
     if model is not None:
-        raise SpecError("--kind audit: leave out `--model`, and name the training script in FILE")
+        raise SpecError("--kind audit: leave out `--model` and `--checkpoint`, and name the training script in FILE")
     if file.suffix != ".toml":
         raise SpecError(f'FILE is the .toml file to write, not `{file}`; name the script in it: `script = "{file}"`')
     _check_absent([file], force)
@@ -274,18 +255,6 @@ def _check_absent(paths: Iterable[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
             raise GaverifyError(f"`{path}` exists already; `--force` overwrites it")
-
-
-def _show_guesses(text: str) -> None:
-    """Prints what of a factory is a guess: whoever reads "equivalent" has to know of which loss."""
-    from gaverify.loading.importing import guesses_in
-
-    guesses = guesses_in(text)
-    if guesses:
-        click.echo("Guesses by init, each marked in the file; replace them by your own:")
-    for part, code in guesses:
-        value = re.sub(r"^(return |\w+ = )", "", code)
-        click.echo(f"  {part}: {value}")
 
 
 def _write(file: Path, text: str, force: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from gaverify.errors import GaverifyError, ProblemError
+from gaverify.errors import GaverifyError, ProblemError, SpecError, nearest
 from gaverify.loading.importing import describe_error
-from gaverify.loading.inspecting import Output, evaluate, find_loss, first_input, tensors_in
 from gaverify.passes.batching import Loss, Problem
 from gaverify.passes.isolation import eager_when_compiled
 from gaverify.passes.modes import check_queries, mode_set
@@ -144,6 +144,177 @@ def forward_loss(model: nn.Module, batch: Any) -> Any:
 DEFAULT_BATCH_SIZE = 8
 
 
+_OTHER_ARGUMENTS = {
+    "cosine_embedding_loss": "two inputs and a target",
+    "ctc_loss": "lengths",
+    "gaussian_nll_loss": "a variance",
+    "margin_ranking_loss": "two inputs and a target",
+    "triplet_margin_loss": "an anchor, a positive and a negative",
+    "triplet_margin_with_distance_loss": "an anchor, a positive and a negative",
+}
+"""Losses that take more than an input and a target, and what."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What targets have to fit.
+
+    Args:
+        loss: The name of the loss.
+        tensor: What the model returned, batch first.
+        classes: What `--classes` said.
+        tokens: Shape of the inputs where they are integers.
+    """
+
+    loss: str
+    tensor: torch.Tensor
+    classes: int | None = None
+    tokens: torch.Size | None = None
+
+    @property
+    def classes_last(self) -> bool:
+        """Whether the classes are the last dimension, as in the (B, T, V) of a language model, and not the second."""
+        shape = self.tensor.shape
+        if len(shape) < 3 or self.loss not in ("cross_entropy", "nll_loss"):
+            return False
+        if self.classes is not None and shape[-1] != shape[1]:
+            return self.classes == shape[-1]
+        return self.tokens == shape[:-1]
+
+    def checked_classes(self) -> int:
+        """Returns C, the size of the output's class dimension.
+
+        Raises:
+            ProblemError: There is no such dimension, or `--classes` is another number.
+        """
+        shape = list(self.tensor.shape)
+        if len(shape) < 2:
+            raise ProblemError(f"--loss {self.loss} needs an output of shape [batch, classes, …], got {shape}")
+        dimension = len(shape) - 1 if self.classes_last else 1
+        if self.classes is not None and self.classes != shape[dimension]:
+            raise ProblemError(
+                f"--classes {self.classes}: the output of the model has shape {shape}, that is {shape[dimension]} "
+                f"classes; write --classes {shape[dimension]}, or change the model's last layer"
+            )
+        return shape[dimension]
+
+    def targets(self) -> torch.Tensor:
+        """Returns random targets.
+
+        Raises:
+            ProblemError: The output, or `--classes`, does not fit the loss.
+        """
+        kind = find_loss(self.loss)
+        if self.classes is not None and not kind.counts_classes:
+            raise ProblemError(f"--classes {self.classes}: {self.loss} has no classes; leave it out")
+        return kind.targets(self)
+
+
+class LossKind(NamedTuple):
+    """How a loss of `torch.nn.functional` is called, the targets that it takes, and whether these count classes."""
+
+    targets: Callable[[Output], torch.Tensor]
+    counts_classes: bool = False
+    keywords: Mapping[str, str] = {}
+
+
+def _like_output(output: Output) -> torch.Tensor:
+    return torch.randn(output.tensor.shape)
+
+
+def _class_indices(output: Output) -> torch.Tensor:
+    """(B,) for an output (B, C), (B, D…) for (B, C, D…) or (B, D…, C)."""
+    classes, shape = output.checked_classes(), output.tensor.shape
+    return torch.randint(classes, shape[:-1] if output.classes_last else (shape[0], *shape[2:]))
+
+
+def _zeros_and_ones(output: Output) -> torch.Tensor:
+    return torch.randint(2, output.tensor.shape).float()
+
+
+def _zeros_and_ones_per_class(output: Output) -> torch.Tensor:
+    output.checked_classes()
+    return _zeros_and_ones(output)
+
+
+def _signs(output: Output) -> torch.Tensor:
+    return 2 * _zeros_and_ones(output) - 1
+
+
+def _probabilities(output: Output) -> torch.Tensor:
+    """Distributions over the second dimension, of which `kl_div` takes the logarithms as the model's output."""
+    return _like_output(output).softmax(min(1, output.tensor.dim() - 1))
+
+
+def _counts(output: Output) -> torch.Tensor:
+    return torch.poisson(torch.ones(output.tensor.shape))
+
+
+def _class_lists(output: Output) -> torch.Tensor:
+    """Per sample one to C classes in any order, then −1: `multilabel_margin_loss` reads up to the first −1."""
+    classes = output.checked_classes()
+    samples = len(output.tensor)
+    order = torch.rand(samples, classes).argsort(dim=1)
+    return order.masked_fill(torch.arange(classes) >= torch.randint(1, classes + 1, (samples, 1)), -1)
+
+
+LOSSES = {
+    "cross_entropy": LossKind(_class_indices, counts_classes=True),
+    "nll_loss": LossKind(_class_indices, counts_classes=True),
+    "multi_margin_loss": LossKind(_class_indices, counts_classes=True),
+    "multilabel_margin_loss": LossKind(_class_lists, counts_classes=True),
+    "multilabel_soft_margin_loss": LossKind(_zeros_and_ones_per_class, counts_classes=True),
+    "mse_loss": LossKind(_like_output),
+    "l1_loss": LossKind(_like_output),
+    "smooth_l1_loss": LossKind(_like_output),
+    "huber_loss": LossKind(_like_output),
+    "binary_cross_entropy": LossKind(_zeros_and_ones),
+    "binary_cross_entropy_with_logits": LossKind(_zeros_and_ones),
+    # its "mean" is none, as PyTorch warns at every call
+    "kl_div": LossKind(_probabilities, keywords={"reduction": "batchmean"}),
+    "poisson_nll_loss": LossKind(_counts),
+    "soft_margin_loss": LossKind(_signs),
+    "hinge_embedding_loss": LossKind(_signs),
+}
+
+
+def find_loss(name: str) -> LossKind:
+    """Returns the loss of that name.
+
+    Raises:
+        SpecError: There is none, or it takes more than an input and a target.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if name in _OTHER_ARGUMENTS:
+        raise SpecError(
+            f"`{name}` takes {_OTHER_ARGUMENTS[name]} beside the model's output; "
+            "write a factory that returns a gaverify.Problem with your own `loss(model, batch)`",
+            "loss",
+        )
+    word = name.lower().removesuffix("loss").strip("_")
+    short = {loss_name.removesuffix("_loss").replace("_", ""): loss_name for loss_name in LOSSES}
+    near = nearest(word.replace("_", ""), short)
+    advice = f"did you mean `{short[near]}`?" if near else f"choose one of {', '.join(LOSSES)}"
+    raise SpecError(f"torch.nn.functional has no loss function `{name}`; {advice}", "loss")
+
+
+def tensors_in(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors in what a forward returns, each with how it is taken out, logits first."""
+    if isinstance(output, torch.Tensor):
+        return [("", output)]
+    if isinstance(output, Mapping):
+        parts = [(f"[{key!r}]".replace("'", '"'), value) for key, value in output.items()]
+    elif isinstance(output, tuple | list):
+        parts = [(f"[{at}]", value) for at, value in enumerate(output)]
+    else:
+        parts = [(f".{name}", value) for name, value in getattr(output, "__dict__", {}).items()]
+    logits = getattr(output, "logits", None)  # also where it is a property
+    parts = [(".logits", logits), *(pair for pair in parts if pair[1] is not logits)]
+    tensors = [(part, value) for part, value in parts if isinstance(value, torch.Tensor)]
+    return sorted(tensors, key=lambda pair: "logits" not in pair[0])
+
+
 class NamedLoss:
     """The loss of a (micro-)batch (inputs, targets) under a function of `torch.nn.functional`."""
 
@@ -203,7 +374,7 @@ def bare_problem(
     inputs = _inputs(model, input_shape, batch_size)
     tensor = _output(model, name, inputs)
     output = Output(loss, tensor, classes, tokens=inputs.shape if not inputs.is_floating_point() else None)
-    targets = evaluate(output.targets(), batch_size).to(tensor.device)
+    targets = output.targets().to(tensor.device)
     targets = targets.to(tensor.dtype) if targets.is_floating_point() else targets
     named = NamedLoss(loss, output.classes_last)
     _try(named, name, tensor, targets)
@@ -218,7 +389,12 @@ def first_tensor(output: Any) -> torch.Tensor | None:
 def _inputs(model: nn.Module, shape: tuple[int, ...], batch_size: int) -> torch.Tensor:
     """Integers stay what they are, other numbers get the precision of the weights."""
     weights = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    inputs: torch.Tensor = evaluate(first_input(model, shape), batch_size)
+    layers = (layer for layer in model.modules() if next(layer.children(), None) is None)
+    first = next((layer for layer in layers if next(layer.parameters(recurse=False), None) is not None), None)
+    # integers where the first layer with weights is an embedding
+    vocabulary: Any = getattr(first, "num_embeddings", None)
+    size = (batch_size, *shape)
+    inputs = torch.randn(size) if vocabulary is None else torch.randint(vocabulary, size)
     if not weights:
         return inputs
     return inputs.to(weights[0].device, weights[0].dtype if inputs.is_floating_point() else inputs.dtype)

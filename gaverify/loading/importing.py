@@ -11,12 +11,10 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
-import io
 import os
 import pkgutil
 import re
 import sys
-import tokenize
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
@@ -33,9 +31,6 @@ from gaverify.zoo import BUILTINS, find_builtin
 # What the text of a Python file says of the names in it, without running it.
 
 
-GUESS = "guess by init: {part}; write yours, then delete this comment"
-"""The comment at a line of a factory that `gaverify init` guessed; a report names the part as long as it is there."""
-_GUESS = re.compile(r"#\s*guess by init: ([^;]+)")
 _MAKERS = ("globals", "exec", "vars", "setattr")
 """Names whose use may define further names of a module while it runs."""
 
@@ -46,36 +41,6 @@ def parse_file(file: Path) -> ast.Module:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
-
-
-def guesses_in(text: str) -> list[tuple[str, str]]:
-    """Returns each part of a factory that `gaverify init` guessed, with the code that the comment is about."""
-    guesses, lines = [], text.splitlines()
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    except (tokenize.TokenError, SyntaxError):  # importing it says why
-        return []
-    for token in tokens:
-        guess = _GUESS.match(token.string) if token.type == tokenize.COMMENT else None
-        if guess:
-            row, column = token.start
-            code = token.line[:column].strip() or lines[row].strip()  # alone in its line, it is about the next one
-            guesses.append((guess[1].strip(), code))
-    return guesses
-
-
-def guessed_parts(model: str) -> tuple[str, ...]:
-    """Returns what `gaverify init` guessed in the file of a factory, `file.py:factory` or `package.module:factory`."""
-    place = model.rpartition(":")[0]
-    file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None) or ""
-    if not file.endswith(".py"):
-        return ()
-    try:
-        with tokenize.open(file) as stream:  # in the encoding that its first lines name
-            text = stream.read()
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ()
-    return tuple(dict.fromkeys(part for part, _ in guesses_in(text)))
 
 
 def module_classes(tree: ast.Module) -> list[str]:

@@ -83,8 +83,6 @@ class RunInfo:
     """Sizes of the two micro-batches of a smaller batch that decided or showed the cause; empty where none did."""
     in_evaluation: tuple[str, ...] = ()
     """Layers in evaluation mode beside others in training mode: "6 BatchNorm2d"."""
-    guesses: tuple[str, ...] = ()
-    """Parts of the factory that `gaverify init` guessed and nobody replaced: "the loss"."""
     targets: CountedTargets | None = None
     """What the weighting `tokens` counted in the full batch; None under another weighting."""
 

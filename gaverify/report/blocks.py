@@ -31,9 +31,9 @@ class Headline:
     version: str = ""
     """What made the answer, as `gaverify 0.1.0 audit`; empty: a profile without a setting."""
     states: tuple[str, ...] = ()
-    """What accepted or expected outcomes and guesses make of the answer, a word or two each."""
+    """What accepted or expected outcomes make of the answer, a word or two each."""
     remarks: tuple[str, ...] = ()
-    """What follows from accepted divergences, expectations, guesses and an interruption, in sentences."""
+    """What follows from accepted divergences, expectations and an interruption, in sentences."""
     accepted: bool = False
     """Whether the user accepts the divergence."""
     passed: bool = False

@@ -87,7 +87,6 @@ def headline_of(
     method: str,
     version: str,
     states: Sequence[str] = (),
-    remarks: Sequence[str] = (),
 ) -> Headline:
     """Returns the headline with what the user's entries and expectation make of the outcome.
 
@@ -98,11 +97,10 @@ def headline_of(
         method: How it was decided.
         version: What made the answer.
         states: More words about the answer, behind those about acceptance.
-        remarks: More sentences, in front of those about acceptance.
     """
     acceptance, is_expected = answer.acceptance, answer.acceptance.expected is answer.outcome
     words: list[str] = []
-    sentences = list(remarks)
+    sentences: list[str] = []
     if answer.accepted:
         words.append("accepted")
         sentences.append("accepted: every cause of the divergence is one that is known and wanted")

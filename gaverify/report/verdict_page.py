@@ -27,8 +27,6 @@ def verdict_page(verdict: Verdict) -> Page:
             sentence(verdict),
             method(verdict),
             f"gaverify {run.environment.gaverify}",
-            ["guessed loss"] if "the loss" in run.guesses else (),
-            _guess_sentences(run),
         ),
         finding_blocks(verdict.findings, verdict.parameters),
         Facts(tuple(_facts(verdict))),
@@ -155,19 +153,6 @@ def _trace_step(trace: Trace) -> Facts:
         f"accumulated {value(step.after_accumulated)} (difference {number(step.weights_difference)})"
     )
     return Facts((("step", text),))
-
-
-_SINGULAR = ("the config", "the loss", "the model")
-
-
-def _guess_sentences(run: RunInfo) -> list[str]:
-    """Returns what of the factory is a guess, which the outcome then is about; nothing where all is the user's own."""
-    if not run.guesses:
-        return []
-    *most, last = run.guesses
-    named = f"{', '.join(most)} and {last}" if most else last
-    are = "is a guess" if last in _SINGULAR and not most else "are guesses"
-    return [f"{named} {are} by `init`; put your own into {run.model.rpartition(':')[0]}"]
 
 
 def sentence(verdict: Verdict) -> str:

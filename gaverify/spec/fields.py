@@ -29,7 +29,7 @@ from gaverify.spec.values import (
 )
 
 MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME")
-# those that `gaverify.loading.inspecting` can call, for completion, which does not import torch
+# those that `gaverify.loading.bare` can call, for completion, which does not import torch
 LOSSES = (
     "cross_entropy",
     "nll_loss",

@@ -91,10 +91,8 @@ def templates() -> str:
     """Returns the page of the templates that `gaverify init --kind` writes."""
     from gaverify.cli.scaffolding import KINDS, scaffold
 
-    blocks = [
-        f"## {kind}\n\n```python\n{scaffold(None, kind, Path('gaverify.toml'), Path('gaverify_model.py')).text}```\n"
-        for kind in KINDS
-    ]
+    spec, factory = Path("gaverify.toml"), Path("gaverify_model.py")
+    blocks = [f"## {kind}\n\n```python\n{scaffold(None, None, kind, spec, factory).text}```\n" for kind in KINDS]
     return _TEMPLATES_HEAD + "\n".join(blocks) + _TEMPLATES_END.format(audit=AUDIT.read_text(encoding="utf-8"))
 
 
@@ -102,8 +100,9 @@ _TEMPLATES_HEAD = """\
 # Specs and factories to start from
 
 The `.toml` files here are specs; `gaverify run configs/` runs them all. `gaverify init --kind KIND` writes a spec and
-one of the factories below, `gaverify init --model YOURS` detects the kind and fills the gaps. Each runs as it is,
-those of Lightning and transformers where these are installed, and a test runs it.
+one of the factories below. `gaverify init --model net.py:Net` chooses one and copies what the file says: how it makes
+the model, and what it calls it with. `--checkpoint last.pt` adds code that loads it. Each `gaverify.fill_in` ends the
+run with one sentence, such as `fill in the loss: line 15 of gaverify_model.py`, until your own code stands there.
 
 """
 

@@ -297,7 +297,6 @@ class Run(Shape, record=RunInfo):
     rounded: tuple[str, ...] = ()
     part: tuple[int, ...] = ()
     in_evaluation: tuple[str, ...] = ()
-    guesses: tuple[str, ...] = ()
     targets: TargetsItem | None = None
     environment: Environment
 

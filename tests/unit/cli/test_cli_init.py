@@ -17,6 +17,7 @@ import gaverify
 from gaverify.cli import main
 from gaverify.cli.auditing import read_options
 from gaverify.cli.scaffolding import KINDS, template
+from gaverify.loading.importing import import_factory
 from gaverify.spec import OPTIONS, Spec, load_specs, read_specs
 from gaverify.zoo import Builtin
 
@@ -177,8 +178,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def net_of_the_template() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+NET_OF_OTHERS = "import torch\n\nNet = lambda: torch.nn.Linear(16, 10)\n"
+
+
+def fill_in(folder: Path, **parts: str) -> str:
+    """Does as the comments of a factory say, or as a part is given, and returns its text before that."""
+    file = folder / "gaverify_model.py"
+    written = file.read_text()
+
+    def fill(line: re.Match[str]) -> str:
+        return parts.get(line[1].replace(" ", "_"), line[2])
+
+    filled = re.sub(r'gaverify\.fill_in\("the (.+?)"\)  # .*?such as (.*)', fill, written)
+    file.write_text(filled.replace("import gaverify\n", "import gaverify\nfrom net_of_others import Net\n"))
+    (folder / "net_of_others.py").write_text(NET_OF_OTHERS)
+    return written
+
+
+def missing_parts(out: str) -> list[str]:
+    return re.findall(r"^  line \d+: (.*)$", out, re.MULTILINE)
 
 
 def test_every_kind_has_a_template_and_every_template_a_kind() -> None:
@@ -186,38 +204,64 @@ def test_every_kind_has_a_template_and_every_template_a_kind() -> None:
     assert there == {f"{kind}.txt" for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", ["module", "dict", "dataloader", "checkpoint"])
-def test_a_template_runs_as_it_is(folder: Path, kind: str) -> None:
-    names = {f"module.layers.{name}": tensor for name, tensor in net_of_the_template().state_dict().items()}
-    torch.save({"epoch": 3, "state_dict": names}, folder / "model.pt")
+@pytest.mark.parametrize("kind", ["module", "dict", "dataloader"])
+def test_a_template_says_what_is_missing_and_runs_once_it_is_filled_in(
+    folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "--kind", kind]) == 0
+    assert missing_parts(capsys.readouterr().out) == ["the loss", "the model", "the inputs", "the targets"]
+    written = (folder / "gaverify_model.py").read_text()
+    for part in ("model", "inputs", "targets", "loss"):
+        assert main(["run", "gaverify.toml"]) == 2
+        line = next(n for n, text in enumerate(written.splitlines(), 1) if f'fill_in("the {part}")' in text)
+        said = capsys.readouterr().err
+        assert f"fill in the {part}: line {line} of gaverify_model.py\n" in said and said.count("\n") == 1
+        value = "torch.nn.Linear(16, 10)" if part == "model" else r"\1"
+        written = re.sub(rf'gaverify\.fill_in\("the {part}"\)  # .*?such as (.*)', value, written)
+        (folder / "gaverify_model.py").write_text(written)
     assert main(["run", "gaverify.toml"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "code"),
+    ("model", "texts", "parts"),
     [
-        ("nets_to_init.py:Net", "torch.randn(batch_size, 7)", 0),
-        ("nets_to_init:Net", "torch.randint(3, (batch_size,))", 0),
-        ("sub/nets_to_init.py:Net", "from sub.nets_to_init import Net", 0),
-        ("nets_to_init.py:Image", "F.mse_loss", 1),
-        ("nets_to_init.py:Words", "torch.randint(11, (batch_size, 16))", 0),
-        ("nets_to_init.py:Step", "from nets_to_init import Step", 0),
+        ("nets_to_init.py:Net", ["from nets_to_init import Net\n", "model = Net()"], ["loss", "inputs", "targets"]),
+        ("nets_to_init:Net", ["model = Net()"], ["loss", "inputs", "targets"]),
+        ("sub/nets_to_init.py:Net", ["from sub.nets_to_init import Net"], ["loss", "inputs", "targets"]),
+        ("nets_to_init.py:Sized", ["# Sized(width=...)"], ["loss", "arguments of Sized", "inputs", "targets"]),
+        ("nets_to_init.py:Step", ["from nets_to_init import Step"], ["inputs", "targets"]),
+        (
+            "forwards_to_init.py:Language",
+            ["# Language(config=...)"],
+            ["loss", "arguments of Language", "inputs", "targets"],
+        ),
+        (
+            "forwards_to_init.py:Image",
+            ["Image(1, classes=7)", "torch.rand(batch_size, 1, 20, 20)"],
+            ["loss", "targets"],
+        ),
+        (
+            "forwards_to_init.py:Towers",
+            ["import Towers, Config\n", "Towers(Config(), 3)", "F.cross_entropy(model(*inputs)"],
+            ["loss", "targets"],
+        ),
+        ("forwards_to_init.py:Unclear", ["model = Unclear()"], ["loss", "inputs", "targets"]),
     ],
 )
-def test_the_factory_of_a_class_runs(
-    folder: Path, model: str, text: str, code: int, capsys: pytest.CaptureFixture[str]
+def test_what_the_file_says_is_copied_and_the_rest_is_to_fill_in(
+    folder: Path, model: str, texts: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The convolution has a BatchNorm: what init writes must not hide it."""
+    (folder / "forwards_to_init.py").write_text(FORWARDS)
     assert main(["init", "new.toml", "--model", model]) == 0
-    assert "Next: gaverify run new.toml" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Next: gaverify run new.toml" in out and missing_parts(out) == [f"the {part}" for part in parts]
     written = (folder / "new_model.py").read_text()
-    assert text in written and "@" not in re.sub(r"\S+@\S+", "", written)
-    assert main(["run", "new.toml"]) == code
+    assert [text for text in texts if text not in written] == [] and "@" not in written
+    assert main(["run", "new.toml"]) == 2
+    assert "fill in the " in capsys.readouterr().err
 
 
 FORWARDS = """\
-from __future__ import annotations
 from dataclasses import dataclass
 import torch
 from torch import nn
@@ -233,38 +277,20 @@ class Config:
 class Language(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.places, self.tokens = nn.Embedding(32, 8), nn.Embedding(config.vocabulary, 8)
-        self.head = nn.Linear(8, config.vocabulary)
-
-    def forward(self, idx, targets=None):
-        logits = self.head(self.tokens(idx) + self.places.weight[: idx.shape[1]])
-        if targets is None:
-            return logits[:, [-1]], None
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Logits(Language):
-    def forward(self, idx):
-        return {"hidden": idx.float().mean(1), "logits": self.head(self.tokens(idx))}
 
 
 class Towers(nn.Module):
-    def __init__(self, users: int, n_items: int, biased: bool, rate: float):
+    def __init__(self, config, width):
         super().__init__()
-        self.users, self.items = nn.Embedding(users, 4), nn.Embedding(n_items, 4)
+        self.users, self.items = nn.Embedding(config.vocabulary, width), nn.Embedding(9, width)
 
     def forward(self, user, item):
-        return (self.users(user) * self.items(item)).sum(-1)
+        return self.users(user) * self.items(item)
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens, mask, lengths):
-        assert not mask.is_floating_point() and lengths.dim() == 1
-        return self.head((self.tokens(tokens) * mask.unsqueeze(-1)).sum(1) / lengths.unsqueeze(1))
+class Unclear(nn.Module):
+    def forward(self, x):
+        return x
 
 
 class Image(nn.Module):
@@ -276,95 +302,18 @@ class Image(nn.Module):
         return self.layers(pixels)
 
 
+def main(width, rows):
+    print(Language(config=width), Image(width, classes=width), Unclear()(torch.zeros(rows, width)))
+    print(Unclear()(torch.zeros(SIZE)), Unclear()(rows))
+
+
 if __name__ == "__main__":
     image = Image(1, classes=7)
     x = torch.rand(2, 1, SIZE, SIZE)
     print(image(x).shape)
+    towers = Towers(Config(), 3)
+    towers(torch.randint(65, (4,)), torch.randint(9, size=[4]))
 """
-
-
-@pytest.mark.parametrize("kind", ["module", "dataloader"])
-@pytest.mark.parametrize(
-    ("model", "texts"),
-    [
-        ("Language", ["import Language, Config", "(config=Config())", "targets = torch.randint(65, (batch_size, 16))"]),
-        ("Logits", ['["logits"].flatten(0, 1), targets.flatten()', "torch.randint(65, (batch_size, 16))"]),
-        ("Towers", ["(users=16, n_items=16, biased=False, rate=0.1)", "model(*inputs)"]),
-        ("Masked", ["torch.ones(batch_size, 16, dtype=torch.bool)", "torch.full((batch_size,), 16)"]),
-        ("Image", ["Image(1, classes=7)", "torch.rand(batch_size, 1, 20, 20)", "torch.randint(7, "]),
-    ],
-)
-def test_what_a_forward_takes_is_read(folder: Path, model: str, texts: list[str], kind: str) -> None:
-    (folder / "forwards_to_init.py").write_text(FORWARDS)
-    assert main(["init", "new.toml", "--model", f"forwards_to_init.py:{model}", "--kind", kind]) == 0
-    written = (folder / "new_model.py").read_text()
-    assert [text for text in texts if text not in written] == []
-    assert main(["run", "new.toml"]) == 0
-
-
-AUTOENCODER = """\
-from torch import nn
-
-
-class Coder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(12, 6), nn.Linear(3, 12)
-
-    def forward(self, x):
-        mean, spread = self.encoder(x).chunk(2, dim=1)
-        return self.decoder(mean + spread.exp()), mean, spread
-"""
-
-
-def test_a_reconstruction_is_no_score_of_classes(folder: Path) -> None:
-    (folder / "coder_to_init.py").write_text(AUTOENCODER)
-    assert main(["init", "--model", "coder_to_init.py:Coder"]) == 0
-    assert "F.mse_loss(model(inputs)[0], targets)" in (folder / "gaverify_model.py").read_text()
-
-
-@pytest.mark.parametrize(
-    ("model", "guesses"),
-    [
-        ("forwards_to_init.py:Towers", ["the loss", "the sizes of the model", "the inputs", "the targets"]),
-        ("forwards_to_init.py:Image", ["the loss", "the targets"]),
-        ("forwards_to_init.py:Language", ["the sizes of the model", "the inputs", "the targets"]),
-        ("nets_to_init.py:Step", ["the inputs", "the targets"]),
-        (None, ["the model", "the loss", "the inputs", "the targets"]),
-        ("mlp", []),
-    ],
-)
-def test_guesses_are_marked_until_they_are_replaced(
-    folder: Path, model: str | None, guesses: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "forwards_to_init.py").write_text(FORWARDS)
-    assert main(["init", *(["--model", model] if model else ["--kind", "module"])]) == 0
-    assert re.findall(r"^  (the [a-z ]+): ", capsys.readouterr().out, re.MULTILINE) == guesses
-    file = folder / "gaverify_model.py"
-    written = file.read_text() if file.exists() else ""
-    assert re.findall(r"# guess by init: ([^;]+);", written) == guesses
-    if model == "nets_to_init.py:Step":  # Lightning is not installed here
-        return
-    main(["run", "gaverify.toml"])
-    head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
-    expected = " and ".join(filter(None, [", ".join(guesses[:-1]), *guesses[-1:]]))
-    assert (f"{expected} are guesses by `init`; put your own into gaverify_model.py" in head) is bool(guesses)
-    main(["run", "gaverify.toml", "-q"])
-    assert ("guessed loss" in capsys.readouterr().out) is ("the loss" in guesses)
-
-
-def test_a_replaced_guess_is_not_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "--model", "nets_to_init.py:Net"]) == 0
-    file = folder / "gaverify_model.py"
-    lines = [line if "the loss" in line else line.partition("  # guess")[0] for line in file.read_text().splitlines()]
-    file.write_text("\n".join(lines) + "\n")
-    capsys.readouterr()
-    assert main(["run", "gaverify.toml", "--format", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["verdicts"][0]["run"]["guesses"] == ["the loss"]
-    (folder / "saved.json").write_text(json.dumps(document))
-    assert main(["report", "saved.json"]) == 0
-    assert "the loss is a guess by `init`" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("kind", ["lightning", "transformers", "transformers-config"])
@@ -376,6 +325,7 @@ def test_a_template_says_first_what_to_install(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dict", "dataloader"])
 def test_a_kind_may_be_wished(folder: Path, kind: str) -> None:
     assert main(["init", "--model", "nets_to_init.py:Net", "--kind", kind]) == 0
+    fill_in(folder, inputs="torch.randn(batch_size, 7)", targets="torch.randint(3, (batch_size,))")
     assert main(["run", "gaverify.toml"]) == 0
 
 
@@ -386,13 +336,31 @@ def test_what_needs_no_factory_gets_none(folder: Path, model: str) -> None:
     assert main(["run", "gaverify.toml"]) == 0
 
 
-def test_a_checkpoint_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(net_of_the_template().state_dict(prefix="layers."), folder / "last.pt")
-    assert main(["init", "--model", "last.pt"]) == 0
-    written = (folder / "gaverify_model.py").read_text()
-    assert "layers.0.weight: [32, 16]" in written and 'CHECKPOINT = "last.pt"' in written
-    assert "insert the checkpoint's model class" in capsys.readouterr().out
-    assert main(["run", "gaverify.toml"]) == 0  # the stand-in is this checkpoint's class
+def test_a_checkpoint_is_described_and_loaded(folder: Path) -> None:
+    torch.manual_seed(1)
+    saved = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(prefix="module.layers.")
+    torch.save({"epoch": 3, "state_dict": saved}, folder / "last.pt")
+    assert main(["init", "--model", "nets_to_init.py:Net", "--checkpoint", "last.pt"]) == 0
+    written = fill_in(folder, inputs="torch.randn(batch_size, 7)", targets="torch.randint(3, (batch_size,))")
+    assert "module.layers.0.weight: [5, 7]" in written and 'CHECKPOINT = "last.pt"' in written
+    assert main(["run", "gaverify.toml"]) == 0
+    made, _, _ = import_factory("gaverify_model.py:factory")()
+    assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in made.state_dict().items())
+
+
+def test_a_checkpoint_alone_leaves_the_class_to_fill_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(nn.Linear(16, 10).state_dict(), folder / "last.pt")
+    assert main(["init", "--checkpoint", "last.pt"]) == 0
+    assert missing_parts(capsys.readouterr().out) == ["the loss", "the model", "the inputs", "the targets"]
+    fill_in(folder)
+    assert main(["run", "gaverify.toml"]) == 0
+
+
+@pytest.mark.parametrize("words", [["--model", "mlp"], ["--model", "nets_to_init.py:make"], ["--kind", "transformers"]])
+def test_a_checkpoint_needs_a_class(folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(nn.Linear(16, 10).state_dict(), folder / "last.pt")
+    assert main(["init", *words, "--checkpoint", "last.pt"]) == 2
+    assert "it needs the class of its model" in capsys.readouterr().err
 
 
 class Noted:
@@ -400,7 +368,7 @@ class Noted:
 
 
 def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    net = net_of_the_template()
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
     torch.save(net.state_dict(), folder / "whole.pt")
     whole = (folder / "whole.pt").read_bytes()
     (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
@@ -415,25 +383,14 @@ def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: 
         "text.pth": "is damaged or not a checkpoint",
         "scripted.pt": "is a TorchScript archive without Python code; give the model's class",
         "epoch.pt": "holds no tensors",
+        "gone.pt": "cannot be read: No such file",
         "noted.pt": f"holds objects of `{__name__}.Noted`, which `torch.load` refuses by default",
     }
     for name, sentence in told.items():
-        assert main(["init", "--model", name]) == 2
+        assert main(["init", "--checkpoint", name]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and f"`{name}` {sentence}" in said
     assert not (folder / "gaverify.toml").exists()
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        ("nets_to_init.py:Sized", "fill in `width=...`"),
-        ("nets_to_init.py:Particular", "a batch that your model accepts"),
-    ],
-)
-def test_what_is_not_known_is_told(folder: Path, model: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "--model", model]) == 0
-    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -468,7 +425,22 @@ def test_a_factory_that_exists_is_not_overwritten(folder: Path) -> None:
     assert main(["init", "--kind", "module"]) == 2
     assert (folder / "gaverify_model.py").read_text() == "mine" and not (folder / "gaverify.toml").exists()
     assert main(["init", "--kind", "module", "--force"]) == 0
-    assert main(["run", "gaverify.toml"]) == 0
+    assert (folder / "gaverify_model.py").read_text() != "mine"
+
+
+LIGHTNING_NET = """\
+from lightning import LightningModule
+from torch import nn
+
+
+class lightning_net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(16, 10)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+"""
 
 
 @pytest.mark.hf
@@ -476,6 +448,13 @@ def test_a_factory_that_exists_is_not_overwritten(folder: Path) -> None:
 def test_a_template_that_needs_a_package_runs(folder: Path, kind: str) -> None:
     pytest.importorskip("lightning" if kind == "lightning" else "transformers")
     assert main(["init", "--kind", kind]) == 0
+    file = folder / "gaverify_model.py"
+    small = "transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100)"
+    written = file.read_text().replace('gaverify.fill_in("the model")\n', f"transformers.GPT2LMHeadModel({small})\n")
+    file.write_text(written)
+    fill_in(folder, model="lightning_net()")
+    (folder / "net_of_others.py").write_text(LIGHTNING_NET)
+    file.write_text(file.read_text().replace("import Net\n", "import lightning_net\n"))
     assert main(["run", "gaverify.toml"]) == (0 if kind == "lightning" else 1)
     if kind != "lightning":
         assert main(["run", "gaverify.toml", "--weighting", "tokens"]) == 0
@@ -498,6 +477,8 @@ def test_a_folder_of_transformers(folder: Path, with_tokenizer: bool, capsys: py
         fast.save_pretrained(folder / "saved")
     assert main(["init", "--model", "saved"]) == 0
     assert (folder / "gaverify_model.py").exists() is with_tokenizer
+    if with_tokenizer:
+        fill_in(folder, sentences='["Yes.", "The cat sleeps.", "Rain fell all night.", "No."]')
     assert main(["run", "gaverify.toml"]) == 1, "rows of different length, averaged equally"
     assert "GAV202" in capsys.readouterr().out
     assert main(["run", "gaverify.toml", "--weighting", "tokens"]) == 0
