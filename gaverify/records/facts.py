@@ -49,6 +49,8 @@ class State:
     """How much restoring them changes the accumulated gradient, where no other cause can be neutralised separately."""
     new_state_difference: float = math.nan
     """Distance of the gradient without changes of the state from the full batch's, whose own forward changes it."""
+    together: bool = False
+    """Whether the blamed changes are proven only together, so that some of them may be innocent."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     # state that is initialised once is repaired in the same way wherever it is kept
     places = ("parameter", "buffer", "attribute", "closure") if is_set_once(state) else ("parameter", "buffer")
     blamed = [change for change in state.blamed if change.place in places]
-    if not blamed:
+    # what was only proven together with hidden state is one finding, GAV403
+    if not blamed or (state.together and len(blamed) < len(state.blamed)):
         return
     named = join_texts([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
     summary = f"the forward changes {named}, which the next micro-batch reads"
@@ -149,6 +150,10 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
     if state is not None and blamed and not is_set_once(state):  # what the first forward sets once is GAV401
         named = quote_names(change.name for change in blamed if change.place != "unnamed") or "state"
         summary = f"the forward changes {named}, which is no parameter or buffer, and reads it again"
+        if state.together and len(state.blamed) > 1:
+            blamed = list(state.blamed)
+            named = quote_names(change.name for change in blamed)
+            summary = f"the forward changes {named}, and reads at least one of them again"
         yield _finding_of_state(facts, state, blamed, summary)
     elif twice is not None and twice.forward > facts.repeats:
         yield finding_of(
@@ -171,11 +176,11 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         if math.isnan(drift[worst]):
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
         blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
-        # a buffer that forwards read is part of the cause GAV401 or GAV403, and no rate repairs it
-        is_read = any(change.name in drift for change in facts.state.changes) if facts.state is not None else False
+        # a buffer that is part of the cause GAV401 or GAV403 is read by forwards, and no rate repairs it
+        is_read = any(name in drift for name in blamed)
         after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
         remedy = "divide their update rate by K (BatchNorm: momentum / K), if evaluation depends on these buffers"
-        if blamed and is_read:
+        if is_read:
             remedy = (
                 "update these buffers once per optimizer step, after it: the next forward reads "
                 f"{quote_names(blamed)}, so another update rate does not help"

@@ -62,7 +62,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return facts
     if state_facts is not None and state_facts.blamed:
         runs = [
-            _mark_run(run, second.possible(partial(state.run_control, second, run.kind)))
+            _mark_run(run, second.possible(partial(state.rerun_control, second, state_facts)))
             for run in state_facts.remedies
         ]
         return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
@@ -396,9 +396,8 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Runs the control of the state again, and where more changes than the blamed state, one of that state only."""
     if part_facts.state is None or part_facts.state.control is None:
         return facts
-    changes = state.read_changes(part_facts.state.changes)
-    control = state.run_control(bench, part_facts.state.control.kind, changes)
-    if control.rounding and not state.is_to_blame(bench, part_facts.state):
+    control = state.rerun_control(bench, part_facts.state)
+    if control is None:
         return facts
     remedies = tuple(replace(control, holds=run.holds) for run in part_facts.state.remedies[:1])
     state_facts = replace(part_facts.state, control=control, remedies=remedies)

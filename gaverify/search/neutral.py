@@ -16,7 +16,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.isolation import ModelState, RewindableIterator, generator_states
+from gaverify.passes.isolation import RewindableIterator, generator_states
 from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import SampleLayout, map_leaves
 from gaverify.passes.modes import mode_set
@@ -46,16 +46,25 @@ from gaverify.tracebacks import calling_frame, hands_over
 
 
 class RestoredState(PassProbe):
-    """Starts every micro-batch from the state that the full batch started from."""
+    """Starts every micro-batch from the state that the full batch started from, or from these parts of it.
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    Args:
+        experiment: Whose state.
+        names: Of the values that are restored; None: everything, also what has no name.
+    """
+
+    def __init__(self, experiment: Experiment, names: Sequence[str] | None = None) -> None:
+        self._restore = experiment.state.restore
+        if names is not None:
+            parameters = find_parameters(experiment)
+            variables = [variable for name, (_, variable) in find_state(experiment).items() if name in names]
+            self._restore = experiment.state.keep(variables, [p for name, p in parameters.items() if name in names])
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Restores before the forward."""
         with no_dispatch_modes(), without_torch_function():
-            self._state.restore()
+            self._restore()
         yield
 
 
@@ -64,7 +73,7 @@ class PinnedState(PassProbe):
 
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
         self._names = frozenset(names)
-        self._named = {name: get for name, (_, get) in find_state(experiment).items() if name in self._names}
+        self._named = {name: each for name, (_, each) in find_state(experiment).items() if name in self._names}
         self._parameters = {name: p for name, p in find_parameters(experiment).items() if name in self._names}
         self._paths = {id(module): path for path, module in find_owners(experiment).items()}
 
@@ -72,7 +81,7 @@ class PinnedState(PassProbe):
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
         # The addresses are looked up anew in each pass, because a restored buffer may be another tensor.
-        values = {name: get() for name, get in self._named.items()} | self._parameters
+        values = {name: variable.get() for name, variable in self._named.items()} | self._parameters
         addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
         positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
         with watch_assignments(lambda *_: None, self._is_pinned), divert_writes(addresses):

@@ -135,10 +135,12 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
             facts = replace(facts, state=state.blame_beside_control(bench, state_facts))
         if alone is not None and not alone.rounding:
             neutral_bench, read = explanation.neutralise_all(bench), state.read_changes(state_facts.changes)
-            difference_left, blamed = alone.left, None
-            if neutral_bench is not None:
-                blamed = bench.attempt("state held", lambda: state.find_blamed(neutral_bench, read, difference_left))
-            facts = replace(facts, state=replace(state_facts, blamed=blamed or read, difference_alone=difference_left))
+            difference_left, blame = alone.left, state.Blame(read, together=len(read) > 1)
+            if neutral_bench is not None and state_facts.control is not None:
+                ask = partial(state.find_blamed, neutral_bench, read, difference_left, state_facts.control.kind)
+                blame = bench.attempt("state held", ask) or blame
+            state_facts = replace(state_facts, blamed=blame.changes, together=blame.together)
+            facts = replace(facts, state=replace(state_facts, difference_alone=difference_left))
     if bench.live is not None:
         live_bench = bench.live if state_probe is None else bench.live.without(state_probe)
         alone = bench.attempt("draws released", lambda: _run_with_draws(explanation, live_bench))

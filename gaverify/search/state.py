@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gaverify.passes.gradients import PassProbe
+from gaverify.passes.isolation import Variable
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, State, StateChange
+from gaverify.rules.rule import quote_names
 from gaverify.search import weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.neutral import PinnedState, PrimedState, RestoredState
@@ -29,8 +32,7 @@ _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at eve
 
 def find_writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
-    getters = {name: get for name, (_, get) in find_state(bench.experiment).items() if name in names}
-    watch = _LineWatch(getters)
+    watch = _LineWatch({name: each for name, (_, each) in find_state(bench.experiment).items() if name in names})
     bench.experiment.forward(None, watch)
     return watch.found
 
@@ -38,8 +40,8 @@ def find_writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
 class _LineWatch(PassProbe):
     """Looks at the values whenever a line of the user's or a library's code has run."""
 
-    def __init__(self, getters: Mapping[str, Callable[[], Any]]) -> None:
-        self._getters = dict(getters)
+    def __init__(self, named: Mapping[str, Variable]) -> None:
+        self._named = dict(named)
         self._before: dict[str, Any] = {}
         self._looks = 0
         self.found: dict[str, Place] = {}
@@ -47,7 +49,7 @@ class _LineWatch(PassProbe):
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Watches for the length of a forward."""
-        self._before = take_digests(self._getters)
+        self._before = take_digests(self._named)
         hunt = LineHunt(self._note_changes, Owner.LIBRARY)
         hunt.start()
         try:
@@ -59,20 +61,20 @@ class _LineWatch(PassProbe):
     def _note_changes(self, last: Place) -> bool:
         """Notes the line for every value that has changed by it; returns whether nothing is left to look for."""
         self._looks += 1
-        for name, value in take_digests(self._getters).items():
+        for name, value in take_digests(self._named).items():
             if value != self._before[name]:
                 self.found.setdefault(name, last)
-        return len(self.found) == len(self._getters) or self._looks > _MOST_LOOKS
+        return len(self.found) == len(self._named) or self._looks > _MOST_LOOKS
 
 
 _WORDS = {
-    ControlKind.STATE_RESTORED: "state restored before each micro-batch",
     ControlKind.STATE_PINNED: "state kept fixed",
     ControlKind.STATE_PRIMED: "one forward of the full batch first",
     ControlKind.STATE_PRIMED_AND_PINNED: (
         "one forward of the full batch first, and the state kept fixed from then on,"
     ),
 }
+UNNAMED = StateChange("state", "unnamed")
 _FARTHEST = 5  # forwards between the two farthest ones of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
@@ -91,17 +93,19 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     # facts, because the next questions have to neutralise the state.
     if not control.rounding:
         return replace(facts, state=state)
-    blamed = (
-        tuple(c for c in set_once if c.place in ("parameter", "buffer"))
-        or set_once
-        or find_blamed(bench, changes, facts.left)
-    )
+    blamed = tuple(c for c in set_once if c.place in ("parameter", "buffer")) or set_once
+    together = False
+    if not blamed:
+        blame = find_blamed(bench, changes, facts.left, control.kind)
+        blamed, together = blame.changes, blame.together
+        # everything that was restored proves none of its parts
+        control = blame.control if blame.control and control.kind is ControlKind.STATE_RESTORED else control
     if control.kind is ControlKind.STATE_PINNED:
         primed = bench.attempt("state initialised", lambda: _run_primed_and_pinned(bench, changes, blamed))
         control = primed or control
     # Writes without effect prove a cause and repair nothing: the training needs the state to change.
     remedies = () if control.kind is ControlKind.STATE_PINNED else (control,)
-    state = replace(state, control=control, blamed=blamed, remedies=remedies)
+    state = replace(state, control=control, blamed=blamed, together=together, remedies=remedies)
     if control.kind is ControlKind.STATE_PINNED:
         # An update of the state once per window changes the reference as well: by how much is part of the answer.
         state_probe = PinnedState(bench.experiment, [change.name for change in changes])
@@ -117,13 +121,12 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     restored = bench.attempt("state restored", lambda: run_control(bench, ControlKind.STATE_RESTORED, fit=True))
     if restored is None:
         return facts
-    unnamed = StateChange("state", "unnamed")
-    unnamed_state = State((unnamed,), restored, (unnamed,), (restored,))
+    unnamed_state = State((UNNAMED,), restored, (UNNAMED,), (restored,))
     if restored.rounding:
         return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
     # Restoring that changes the difference shows that there is state; what it leaves may be wrong weights beside it.
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
-        restored_bench = bench.without(RestoredState(bench.experiment.state))
+        restored_bench = bench.without(RestoredState(bench.experiment))
         fit = weights.choose_fit(restored_bench, facts, restored.fit)
         if fit is not None:
             return replace(
@@ -188,7 +191,7 @@ def run_control(
         bench: Where to run.
         kind: The state restored before each micro-batch, writes to it without effect, one forward of the full batch
             before both runs, or the last two together.
-        changes: The state to which writes have no effect.
+        changes: The state that is restored, or to which writes have no effect; empty: all of it is restored.
         watch: Another probe for the same run.
         fit: Whether to fit weights.
     """
@@ -196,20 +199,26 @@ def run_control(
     if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_PINNED):
         probes.insert(0, PrimedState(bench.experiment))
     if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
-        return bench.run_repair(_WORDS[kind], RestoredState(bench.experiment.state), kind=kind, fit=fit)
+        names = [change.name for change in changes]
+        restored = RestoredState(bench.experiment, names or None)
+        return bench.run_repair(_word_restored(names), restored, kind=kind, fit=fit)
     if kind in (ControlKind.STATE_PINNED, ControlKind.STATE_PRIMED_AND_PINNED):
         # entered after the priming forward, whose writes have to stay
         probes.append(PinnedState(bench.experiment, [change.name for change in changes]))
     return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
 
 
-def is_to_blame(bench: Bench, state_facts: State) -> bool:
-    """Whether writes to the blamed state without effect remove the difference on another bench, too."""
-    is_set_once = state_facts.control is not None and state_facts.control.kind is ControlKind.STATE_PRIMED
-    # Holding state that must be set once would keep it uninitialised; holding all of it is the control that was run.
-    if is_set_once or len(state_facts.blamed) >= len(read_changes(state_facts.changes)):
-        return True
-    return _is_enough(_run_pinned(bench, state_facts.blamed))
+def rerun_control(bench: Bench, state_facts: State) -> ControlRun | None:
+    """Runs the control of some state on another bench; None where what is blamed of it does not explain it there."""
+    assert state_facts.control is not None
+    kind, changes = state_facts.control.kind, read_changes(state_facts.changes)
+    if kind is ControlKind.STATE_RESTORED:
+        return run_control(bench, kind, () if UNNAMED in state_facts.blamed else state_facts.blamed)
+    run = run_control(bench, kind, changes)
+    # Pinning state that must be set once would keep it uninitialised; pinning all of it is the control that was run.
+    if not run.rounding or kind is ControlKind.STATE_PRIMED or len(state_facts.blamed) >= len(changes):
+        return run
+    return run if _is_enough(_run_some(bench, state_facts.blamed, ControlKind.STATE_PINNED)) else None
 
 
 def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
@@ -217,7 +226,7 @@ def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
     if facts.state is None or facts.state.control is None:
         return None
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
-        return RestoredState(bench.experiment.state)
+        return RestoredState(bench.experiment)
     return PinnedState(bench.experiment, [change.name for change in read_changes(facts.state.changes)])
 
 
@@ -238,7 +247,7 @@ def measure_restoring(bench: Bench) -> float:
     """How far restoring the state before each micro-batch moves the accumulated gradient, everything else as it is."""
     full = bench.experiment.full_batch()
     changing = bench.experiment.micro_batches(full).gradients
-    restored = bench.experiment.micro_batches(full, RestoredState(bench.experiment.state)).gradients
+    restored = bench.experiment.micro_batches(full, RestoredState(bench.experiment)).gradients
     return bench.relative_difference(changing, restored)
 
 
@@ -250,37 +259,60 @@ def read_changes(changes: tuple[StateChange, ...]) -> tuple[StateChange, ...]:
     return tuple(c for c in read if not c.name.endswith("num_batches_tracked"))
 
 
-def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float) -> tuple[StateChange, ...]:
-    """The changes that matter: one that removes the difference without the others, else all that are needed together.
+@dataclass(frozen=True)
+class Blame:
+    """The changes that matter."""
+
+    changes: tuple[StateChange, ...]
+    """One that removes the difference without the others, else all that are needed beside each other."""
+    control: ControlRun | None = None
+    """The run without the effect of these alone; None where none left only rounding."""
+    together: bool = False
+    """Whether they were proven only together with everything else, so that some of them may be innocent."""
+
+
+def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float, kind: ControlKind) -> Blame:
+    """Neutralises the changes one by one, then those that are needed together.
 
     Args:
         bench: Where to run.
         changes: What a forward may read.
-        left: The relative difference with none of them held.
+        left: The relative difference with none of them neutralised.
+        kind: How all of them were neutralised: restored before each micro-batch, or pinned.
     """
+    run_some = partial(_run_some, bench, kind=kind)
     if len(changes) > _MANY:  # one run for each of many values costs too much: whole groups are tried first
         kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
         written = tuple(c for c in changes if c.writer is not None and c.writer.name)
         for some in (written, *kinds.values()):
-            if 0 < len(some) < len(changes) and _is_enough(_run_pinned(bench, some)):
-                return find_blamed(bench, some, left)
-    if len(changes) < 2:
-        return changes
+            if 0 < len(some) < len(changes) and _is_enough(run_some(some)):
+                return find_blamed(bench, some, left, kind)
     # The likeliest come last: parameters and buffers with a known writer. An attribute that every forward computes anew
     # is no state, although holding it may help as well.
     ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
+    candidates = [ordered]
     if len(changes) <= _MANY:
         runs = {}
         for change in reversed(ordered):
-            runs[change] = _run_pinned(bench, [change])
+            runs[change] = run_some([change])
             if _is_enough(runs[change]):  # the other changed values are computed from this one
-                return (change,)
-        # what changes nothing when it is held needs no run together with others
-        ordered = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
-    if not ordered or not _is_enough(_run_pinned(bench, ordered)):
-        return tuple(change for change in changes if change in ordered) or changes
-    needed = [entry.item for entry in find_needed(ordered, lambda some: _run_pinned(bench, some))]
-    return tuple(change for change in changes if change in needed)
+                return Blame((change,), runs[change])
+        # what changes nothing by itself mostly needs no run together with others
+        active = [c for c in ordered if (run := runs[c]) is None or abs(run.left - left) > SAME_IN_FLOAT32 * left]
+        candidates = [active, ordered] if len(active) < len(ordered) else candidates
+    for listed in candidates:
+        run = run_some(listed) if len(listed) > 1 else None
+        if run is None or not run.rounding:
+            continue
+        released = find_needed(listed, run_some)
+        needed = [entry.item for entry in released]
+        blamed = tuple(change for change in changes if change in needed)
+        together = any(math.isnan(entry.alone) for entry in released)
+        return Blame(blamed, run if len(needed) == len(listed) else run_some(blamed), together)
+    # Restoring everything helped, and restoring all that has a name did not.
+    if kind is ControlKind.STATE_RESTORED:
+        return Blame((UNNAMED,))
+    return Blame(changes, together=len(changes) > 1)
 
 
 def _run_nearest_control(
@@ -363,10 +395,18 @@ def _is_enough(run: ControlRun | None) -> bool:
     return run is not None and run.rounding
 
 
-def _run_pinned(bench: Bench, changes: Sequence[StateChange]) -> ControlRun | None:
-    """The control run with these values constant; None without values, or where that stops the model."""
+def _run_some(bench: Bench, changes: Sequence[StateChange], kind: ControlKind) -> ControlRun | None:
+    """The control run with some values neutralised; None without values, or where that stops the model."""
     if not changes:
         return None
+    if kind is ControlKind.STATE_RESTORED:
+        return bench.possible(lambda: run_control(bench, kind, changes))
     names = [change.name for change in changes]
-    what = f"{', '.join(f'`{name}`' for name in names)} kept fixed"
-    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=ControlKind.STATE_PINNED))
+    what = f"{quote_names(names)} kept fixed"
+    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=kind))
+
+
+def _word_restored(names: Sequence[str]) -> str:
+    """Says what is restored: some values, or everything."""
+    which = f" of {quote_names(names)}" if names else ""
+    return f"state{which} restored before each micro-batch"

@@ -189,6 +189,25 @@ def _taught(following: bool) -> Problem:
     return Problem(mlp(), loss, torch.randn(16, 6))
 
 
+class _Schedule:
+    factor = 1.0
+
+
+def _kept_on_class(moves: bool) -> Problem:
+    """A factor that a class keeps, beside a list that nothing reads."""
+    losses: list[float] = []
+    _Schedule.factor = 1.0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = cross_entropy(model, batch)
+        losses.append(float(value.detach()))
+        value = value * _Schedule.factor
+        _Schedule.factor *= 1.25 if moves else 1.0  # planted factor-of-class
+        return value
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 STEP = 0
 
 
@@ -380,6 +399,33 @@ def _estimated(moving: bool) -> Problem:
     return Problem(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss, tuple(torch.randn(2, 16, 6)))
 
 
+def _remembered(reads: str) -> Problem:
+    """A loss that keeps numbers of past batches beside running statistics that training does not read.
+
+    Args:
+        reads: `past`: a list of them; `either`: the larger of two that move alike, so that one alone shows nothing;
+            `both`: a number and a buffer; empty: none.
+    """
+    past, largest, smallest = [], [0.0], [0.0]
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten(), nn.Linear(36, 3)
+    )
+    model.register_buffer("seen", torch.zeros(()))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        outputs = model(x)
+        size = float(outputs.detach().abs().mean())
+        factors = {"past": sum(past[-3:]), "either": max(largest[0], smallest[0])}
+        factors["both"] = (1 + largest[0]) * (1 + float(model.seen)) - 1
+        past.append(size)
+        largest[0], smallest[0] = largest[0] + size, smallest[0] + size
+        model.seen.add_(0.2 * size)
+        return F.cross_entropy(outputs, y) * (1 + factors.get(reads, 0.0))
+
+    return Problem(model, loss, (torch.randn(8, 2, 9), torch.randint(3, (8,))))
+
+
 def hooked_beside_state() -> Problem:
     """A gradient hook that squares, beside a divisor that moves on: the forwards agree from the same state alone."""
     divisor = 1.0
@@ -446,6 +492,15 @@ FAULTS = (
     fault("generator", lambda: _scheduled_by_generator(0.0, 0.1), "GAV403", "the factor comes from a generator"),
     fault("hidden-schedule", hidden_schedule, "GAV403", "the iterator is out of reach: losses differ at a distance"),
     fault("moving-estimate", lambda: _estimated(True), "GAV103 GAV403", "the first average of a batch is its own"),
+    fault(
+        "past-beside-statistics",
+        lambda: _remembered("past"),
+        "GAV403",
+        "running statistics that nothing reads",
+        notes="GAV402",
+    ),
+    fault("factor-of-class", lambda: _kept_on_class(True), "GAV403", "each micro-batch has a larger factor"),
+    fault("larger-of-two", lambda: _remembered("either"), "GAV403", "restored alone, neither shows anything"),
     fault("weights-from-schedule", weights_from_schedule, "GAV403", "a schedule that weights fit every time"),
 )
 
@@ -466,6 +521,9 @@ COMBINED = (
         lambda: classified(Referenced(True), 6),
         "GAV102 GAV403",
         "what holds the statistics of the batch holds the reference, too",
+    ),
+    fault(
+        "number-and-buffer", lambda: _remembered("both"), "GAV401 GAV403", "each is read, and makes a difference alone"
     ),
     fault("statistics-alone", lambda: classified(Referenced(False), 6), "GAV102", "mixed with constants"),
     fault(
@@ -490,6 +548,8 @@ TWINS = (
     quiet("hidden-state", lambda: _stateful(False), "every forward starts at zero"),
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
     quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
+    quiet("factor-of-class", lambda: _kept_on_class(False), "a list grows, and the factor stays"),
+    quiet("past-beside-statistics", lambda: _remembered(""), "all of it changes, and nothing reads it", notes="GAV402"),
     quiet("moving-estimate", lambda: _estimated(False), "a constant divisor"),
     quiet("generator", noise_from_generator, "draws from a generator, replayed"),
     quiet("C02-language-model", tracked_language_model, "dropout on every token, replayed"),

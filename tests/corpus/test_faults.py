@@ -68,6 +68,24 @@ def test_fault_table_is_what_is_found_now() -> None:
     assert "FLAGGED" not in shown
 
 
+@pytest.mark.parametrize(
+    ("id", "named"),
+    [
+        ("past-beside-statistics", ["`past`"]),
+        ("factor-of-class", ["`_Schedule.factor`"]),
+        ("larger-of-two", ["`largest`, `smallest`"]),
+        ("number-and-buffer", ["buffer `seen`", "`largest`"]),
+    ],
+)
+def test_state_is_named_by_the_part_of_it_that_was_restored_alone(id: str, named: list[str]) -> None:
+    verdict = next(case for case in (*CASES, *problems_state.COMBINED) if case.id == id).verify()
+    found = [finding for finding in verdict.findings if finding.severity == "fault"]
+    for finding, name in zip(found, named, strict=True):
+        assert f"the forward changes {name}, which" in finding.summary
+        control = next(evidence for evidence in finding.evidence if evidence.label == "control")
+        assert name.removeprefix("buffer ") in control.statement and "proven" in control.statement
+
+
 def test_forgotten_division_names_its_factor() -> None:
     case = next(case for case in FAULTS if case.id == "B02")
     verdict = case.verify()

@@ -5,7 +5,7 @@ managers. What cannot be put back, because Python does not let anyone look into 
 `functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`objects`).
 """
 
-from gaverify.passes.isolation.functions import variables
+from gaverify.passes.isolation.functions import Variable, entry_of, variables
 from gaverify.passes.isolation.globals import (
     deterministic,
     eager_when_compiled,
@@ -39,10 +39,12 @@ __all__ = [
     "UNSET",
     "ModelState",
     "RewindableIterator",
+    "Variable",
     "attributes_of",
     "deterministic",
     "eager_when_compiled",
     "entries_of",
+    "entry_of",
     "foreign_generator_states",
     "generator_states",
     "gradients_kept",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -20,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from gaverify.passes.isolation.objects import (
+    UNSET,
     attributes_of,
     is_special,
     is_users_class,
@@ -32,13 +34,74 @@ from gaverify.passes.isolation.objects import (
 )
 
 Restore = Callable[[], None]
-_EMPTY = object()
 _DESCRIPTORS = (property, MemberDescriptorType, GetSetDescriptorType)
 _CALLABLES = (FunctionType, MethodType, BuiltinMethodType, partial)
 _FUNCTIONS = 200  # helper functions that are asked for the names of variables
 # Where callables that are no functions of their own hold the function or the arguments that count: bound methods,
 # `functools.partial`, `staticmethod`, `property`, `functools.cached_property`, whatever `functools.wraps` has touched.
 _INSIDE = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A name that code binds to values."""
+
+    read: Callable[[], Any]
+    """Returns its value now; `UNSET` where it has none."""
+    bind: Callable[[Any], object]
+    """Binds it to another value."""
+    unbind: Callable[[], object]
+    """Takes its value away."""
+
+    def get(self) -> Any:
+        """Returns its value now; None where it has none."""
+        value = self.read()
+        return None if value is UNSET else value
+
+    def keep(self) -> Restore:
+        """Returns what binds it again to its value of now."""
+        saved = self.read()
+
+        def restore() -> None:
+            # By identity: comparing values would run the user's `__eq__`.
+            if self.read() is saved:
+                return
+            if saved is UNSET:
+                self.unbind()
+            else:
+                self.bind(saved)
+
+        return restore
+
+
+def entry_of(values: MutableMapping[Any, Any], key: Any) -> Variable:
+    """Returns an entry of a mapping: a global, an attribute, a buffer."""
+    return Variable(lambda: values.get(key, UNSET), partial(values.__setitem__, key), lambda: values.pop(key, None))
+
+
+def _enclosed(cell: CellType) -> Variable:
+    return Variable(
+        lambda: contents_of(cell, UNSET),
+        partial(setattr, cell, "cell_contents"),
+        partial(delattr, cell, "cell_contents"),
+    )
+
+
+def _slot_of(value: Any, slot: MemberDescriptorType) -> Variable:
+    return Variable(lambda: read(slot, value), partial(slot.__set__, value), partial(slot.__delete__, value))
+
+
+def _class_attribute(kind: type, name: str) -> Variable:
+    return Variable(
+        lambda: vars(kind).get(name, UNSET),
+        partial(type.__setattr__, kind, name),
+        partial(type.__delattr__, kind, name),
+    )
+
+
+def _constant(value: Any) -> Variable:
+    """What no code binds again: only what the value holds may change."""
+    return Variable(lambda: value, lambda _: None, lambda: None)
 
 
 def wrapped_by(value: Any) -> list[Any]:
@@ -112,24 +175,18 @@ def keep_function(function: FunctionType) -> tuple[Restore, list[Any]]:
     places = ((cell, contents_of(cell)) for cell in closure)
     replace_iterators(places, lambda cell, value: setattr(cell, "cell_contents", value))
     replace_iterators(enumerate(function.__defaults__ or ()), partial(_set_default, function))
-    cells = [(cell, contents_of(cell, _EMPTY)) for cell in closure]
+    restorers = [_enclosed(cell).keep() for cell in closure]
 
     def restore() -> None:
-        for cell, value in cells:
-            # By identity: comparing values would run the user's `__eq__`.
-            if contents_of(cell, _EMPTY) is value:
-                continue
-            if value is _EMPTY:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = value
+        for put_back in restorers:
+            put_back()
 
-    cell_values = [value for _, value in cells if value is not _EMPTY]
+    cell_values = [value for cell in closure if (value := contents_of(cell, UNSET)) is not UNSET]
     return restore, [*cell_values, *(function.__defaults__ or ()), function.__kwdefaults__, vars(function)]
 
 
-def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields name and getter of what callables keep between calls, helper functions that they call included.
+def variables(*callables: Any) -> Iterator[tuple[str, Variable]]:
+    """Yields by name what callables keep between calls, helper functions that they call included.
 
     Variables of enclosing functions, defaults, arguments of a `partial`, attributes of an owner (unless that is a
     module, which has names of its own) and of its class, globals that a function names.
@@ -141,60 +198,60 @@ def variables(*callables: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         if id(current) in visited:
             continue
         visited.add(id(current))
-        for name, get in _variables_of(current, user_packages):
-            value = get()
-            if issubclass(type(value), _CALLABLES):
+        for name, variable in _variables_of(current, user_packages):
+            value = variable.get()
+            if issubclass(type(value), (*_CALLABLES, type)):
                 waiting.append(value)
-            elif not issubclass(type(value), (type, ModuleType)):
-                yield name, get
+            elif not issubclass(type(value), ModuleType):
+                yield name, variable
 
 
-def _variables_of(value: Any, user_packages: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of(value: Any, user_packages: frozenset[str]) -> Iterator[tuple[str, Variable]]:
     if isinstance(value, FunctionType):
         yield from _variables_of_function(value, user_packages)
     elif isinstance(value, MethodType):
-        yield "__func__", lambda: value.__func__
+        yield "__func__", _constant(value.__func__)
         yield from _variables_of(value.__self__, user_packages)
     elif isinstance(value, BuiltinMethodType):
-        yield value.__name__, lambda: value.__self__
+        yield value.__name__, _constant(value.__self__)
     elif isinstance(value, partial):
-        yield from ((name, lambda n=name: vars(value).get(n)) for name in vars(value))  # type: ignore[misc]
-        yield "func", lambda: value.func
-        yield from ((f"args[{i}]", lambda i=i: value.args[i]) for i in range(len(value.args)))
-        yield from ((name, lambda n=name: value.keywords.get(n)) for name in value.keywords)
+        yield from ((name, entry_of(vars(value), name)) for name in vars(value))
+        yield "func", _constant(value.func)
+        yield from ((f"args[{i}]", _constant(argument)) for i, argument in enumerate(value.args))
+        yield from ((name, entry_of(value.keywords, name)) for name in value.keywords)
+    elif isinstance(value, type):  # a function names a class that keeps something
+        yield from _variables_of_class(value, user_packages)
     else:
         yield from _variables_of_class(type(value), user_packages)
         attributes = {} if isinstance(value, nn.Module) else attributes_of(value) or {}
-        yield from ((name, lambda n=name: attributes.get(n)) for name in list(attributes))
-        yield from ((slot.__name__, lambda s=slot: read(s, value)) for slot, _ in slots_of(value))
+        yield from ((name, entry_of(attributes, name)) for name in list(attributes))
+        yield from ((slot.__name__, _slot_of(value, slot)) for slot, _ in slots_of(value))
 
 
-def _variables_of_class(kind: type, user_packages: frozenset[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_class(kind: type, user_packages: frozenset[str]) -> Iterator[tuple[str, Variable]]:
     """The functions of a user's classes, so that their globals are found, and what the classes hold themselves."""
     for base in (base for base in kind.__mro__ if is_users_class(base, user_packages)):
         for name, value in list(vars(base).items()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType) or not (is_special(name) or type(value) in _DESCRIPTORS):
-                yield f"{base.__name__}.{name}", lambda b=base, n=name: vars(b).get(n)  # type: ignore[misc]
+                yield f"{base.__name__}.{name}", _class_attribute(base, name)
 
 
-def _variables_of_function(
-    function: FunctionType, user_packages: frozenset[str]
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _variables_of_function(function: FunctionType, user_packages: frozenset[str]) -> Iterator[tuple[str, Variable]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield name, lambda c=cell: contents_of(c)  # type: ignore[misc]
+        yield name, _enclosed(cell)
     code, defaults = function.__code__, function.__defaults__ or ()
     positional = code.co_varnames[: code.co_argcount]
     for name, value in zip(positional[code.co_argcount - len(defaults) :], defaults, strict=True):
-        yield name, lambda v=value: v  # type: ignore[misc]
+        yield name, _constant(value)
     for name, value in (function.__kwdefaults__ or {}).items():
-        yield name, lambda v=value: v  # type: ignore[misc]
+        yield name, _constant(value)
     for name in vars(function):
-        yield f"{function.__name__}.{name}", lambda n=name: vars(function).get(n)  # type: ignore[misc]
+        yield f"{function.__name__}.{name}", entry_of(vars(function), name)
     for namespace, names in namespaces(function, user_packages):
         written = globals_written_in(code) if namespace is function.__globals__ else set()  # also where not there yet
         for name in sorted((names & namespace.keys()) | written):
-            yield name, lambda s=namespace, n=name: s.get(n)  # type: ignore[misc]
+            yield name, entry_of(namespace, name)
 
 
 class Globals:
@@ -208,17 +265,17 @@ class Globals:
         """Keeps more names, and returns what they are bound to."""
         places = ((name, self._namespace.get(name)) for name in names if name not in self._kept)
         replace_iterators(places, self._namespace.__setitem__)
-        new = {name: self._namespace.get(name, _EMPTY) for name in names if name not in self._kept}
+        new = {name: self._namespace.get(name, UNSET) for name in names if name not in self._kept}
         self._kept |= new
-        return [value for value in new.values() if value is not _EMPTY]
+        return [value for value in new.values() if value is not UNSET]
 
     def restore(self) -> None:
         """Binds every name to what it was bound to."""
         for name, value in self._kept.items():
-            now = self._namespace.get(name, _EMPTY)
+            now = self._namespace.get(name, UNSET)
             if now is value:
                 continue
-            if value is not _EMPTY:
+            if value is not UNSET:
                 self._namespace[name] = value
             # A name that was not bound before is taken away again.
             elif not isinstance(now, ModuleType):  # an import inside the forward is no state

@@ -21,9 +21,14 @@ _LARGE = 1 << 20
 
 
 class Tensors:
-    """Saves the tensors that were found: memory, values, flags and gradients."""
+    """Saves the tensors that were found: memory, values, flags and gradients.
 
-    def __init__(self) -> None:
+    Args:
+        waits: Whether parameters and large tensors are copied only when something writes to them.
+    """
+
+    def __init__(self, *, waits: bool = True) -> None:
+        self._waits = waits
         self._restorers: list[Restore] = []
         self._waiting: dict[int, list[torch.Tensor]] = {}
         self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
@@ -47,7 +52,8 @@ class Tensors:
             self._restorers.append(_gradient(tensor))
         pointer = storage(tensor)
         # A copy of every parameter would double the memory of the model, and few forwards write to one.
-        if pointer and (isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _LARGE)):
+        waits = isinstance(tensor, nn.Parameter) or (wait and tensor.numel() > _LARGE)
+        if pointer and self._waits and waits:
             self._waiting.setdefault(pointer, []).append(tensor)
         else:
             self._restorers.append(_value_of(tensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.errors import InternalError
 from gaverify.passes.isolation import functions, globals, objects
+from gaverify.passes.isolation.functions import Variable
 from gaverify.passes.isolation.globals import ARITHMETIC, check_initialised, flag_states
 from gaverify.passes.isolation.objects import RewindableIterator, packages_of
 from gaverify.passes.isolation.tensors import Tensors
@@ -256,6 +257,19 @@ class Walk:
         return () if objects.is_library(objects.module_of(kind)) or id(kind) in self._seen else (kind,)
 
 
+class _ValueWalk(Walk):
+    """A search for what some values hold themselves: no modules, functions and classes, whose state has other names."""
+
+    def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
+        others = (nn.Module, nn.Parameter, FunctionType, *_WRAPPERS, type, torch.Generator, random.Random)
+        if issubclass(kind, (*others, *self._numpy_generators)):
+            return None
+        return super()._handler_for(kind)
+
+    def _kind(self, value: Any) -> Children:
+        return ()
+
+
 class ModelState:
     """The values that a forward may change, taken once and restorable any number of times.
 
@@ -275,7 +289,8 @@ class ModelState:
         check_initialised(registered)
         self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
         self._tensors = Tensors()
-        self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
+        self._registered = frozenset(map(id, registered))
+        self._walk = Walk(self._tensors, self._registered, packages_of(others))
         with torch.no_grad(), without_torch_function():
             self._walk.follow([*modules, *others])
 
@@ -292,6 +307,23 @@ class ModelState:
         """Drops every saved value: `restore` does nothing afterwards, and the memory can be freed."""
         self._tensors = Tensors()
         self._walk = Walk(self._tensors, frozenset(), frozenset())
+
+    def keep(self, variables: Sequence[Variable], parameters: Iterable[nn.Parameter] = ()) -> Restore:
+        """Returns what puts back the values that some variables and parameters have now, and nothing else."""
+        tensors = Tensors(waits=False)
+        walk = _ValueWalk(tensors, self._registered, frozenset())
+        with torch.no_grad(), without_torch_function():
+            bindings = [variable.keep() for variable in variables]
+            walk.follow([variable.get() for variable in variables])
+            for parameter in parameters:
+                tensors.keep(parameter, wait=False, gradient=False)
+
+        def restore() -> None:
+            with torch.no_grad(), without_torch_function():
+                for put_back in (*bindings, *walk.restorers, *tensors.restorers):
+                    put_back()
+
+        return restore
 
     def restore(self) -> None:
         """Puts every value back, in place, so that ties and outside references survive.

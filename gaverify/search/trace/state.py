@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,8 +25,10 @@ from gaverify.passes.isolation import (
     OWN_ATTRIBUTES,
     UNSET,
     RewindableIterator,
+    Variable,
     attributes_of,
     entries_of,
+    entry_of,
     numpy_types,
     scripted_attributes,
     slots_of,
@@ -121,38 +124,42 @@ def take_tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.shape), *torch.cat([flat.sum().unsqueeze(0), summaries(flat)]).tolist())
 
 
-Getter = Callable[[], Any]
 _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
 _GRAD = torch.Tensor.grad
 
 
-def find_state(experiment: Experiment) -> dict[str, tuple[str, Getter]]:
-    """Returns kind and getter of everything that a forward may change, except parameters, by name.
+def find_state(experiment: Experiment) -> dict[str, tuple[str, Variable]]:
+    """Returns kind and variable of everything that a forward may change, except parameters, by name.
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
-    getters: dict[str, tuple[str, Getter]] = {}
+    named: dict[str, tuple[str, Variable]] = {}
     for root in experiment.modules:
-        getters |= _find_module_state(root, "")
+        named |= _find_module_state(root, "")
     modules = [module for root in experiment.modules for module in root.modules()]
     module_ids = set(map(id, modules))
-    for name, get in variables(experiment.problem.loss, *modules):
-        value = get()
+    for name, variable in variables(experiment.problem.loss, *modules):
+        value = variable.get()
         if not issubclass(type(value), nn.Module):
-            getters.setdefault(name, ("closure", get))
+            named.setdefault(name, ("closure", variable))
         elif id(value) not in module_ids:  # a teacher, a moving average of the weights
-            getters = _find_module_state(value, f"{name}.") | getters
+            named = _find_module_state(value, f"{name}.") | named
             for path, parameter in value.named_parameters():
-                getters.setdefault(f"{name}.{path}", ("closure", lambda p=parameter: p.data))  # type: ignore[misc]
-    return getters
+                named.setdefault(f"{name}.{path}", ("closure", _values_of(parameter)))
+    return named
+
+
+def _values_of(parameter: nn.Parameter) -> Variable:
+    """The values of a parameter, which are written in place."""
+    return Variable(lambda: parameter.data, lambda _: None, lambda: None)
 
 
 def find_owners(experiment: Experiment) -> dict[str, nn.Module]:
     """Returns the modules whose attributes are state, by path, or by the loss's variable if only the loss has them."""
     modules = {path: module for root in reversed(experiment.modules) for path, module in root.named_modules()}
     module_ids = set(map(id, modules.values()))
-    for name, get in variables(experiment.problem.loss, *list(modules.values())):
-        value = get()
+    for name, variable in variables(experiment.problem.loss, *list(modules.values())):
+        value = variable.get()
         if issubclass(type(value), nn.Module) and id(value) not in module_ids:
             for path, module in value.named_modules(prefix=name):
                 modules.setdefault(path, module)
@@ -165,25 +172,32 @@ def find_parameters(experiment: Experiment) -> dict[str, nn.Parameter]:
     return named | experiment.parameters
 
 
-def _find_module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Getter]]:
-    getters: dict[str, tuple[str, Getter]] = {}
+def _find_module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Variable]]:
+    named: dict[str, tuple[str, Variable]] = {}
     for path, module in root.named_modules():
         start = prefix + (f"{path}." if path else "")
+        scripted = isinstance(module, torch.jit.ScriptModule)
         # A scripted module's view of its buffers can neither be iterated over directly nor asked with `get`.
         for name, _ in buffers_of(module).items():
-            getters[start + name] = ("buffer", lambda m=module, n=name: dict(buffers_of(m).items()).get(n))  # type: ignore[misc]
+            buffer = _scripted_value(module, name) if scripted else entry_of(buffers_of(module), name)
+            named[start + name] = ("buffer", buffer)
         for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
-            getters[start + name] = ("attribute", lambda m=module, n=name: vars(m).get(n))  # type: ignore[misc]
+            named[start + name] = ("attribute", entry_of(vars(module), name))
         if isinstance(module, torch.jit.ScriptModule):
             for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
-                getters.setdefault(start + name, ("attribute", lambda m=module, n=name: getattr(m, n, None)))  # type: ignore[misc]
-    return getters
+                named.setdefault(start + name, ("attribute", _scripted_value(module, name)))
+    return named
 
 
-def take_digests(getters: Mapping[str, Getter]) -> dict[str, Any]:
+def _scripted_value(module: Any, name: str) -> Variable:
+    """An attribute or buffer of a scripted module, which lies in C++."""
+    return Variable(lambda: getattr(module, name, None), partial(module._c.setattr, name), lambda: None)
+
+
+def take_digests(named: Mapping[str, Variable]) -> dict[str, Any]:
     """Returns what the values are now, by name, in a form that can be compared."""
     with no_dispatch_modes(), without_torch_function():
-        return {name: take_digest(get()) for name, get in getters.items()}
+        return {name: take_digest(variable.get()) for name, variable in named.items()}
 
 
 class StateWatch(PassProbe):
@@ -214,8 +228,8 @@ class StateWatch(PassProbe):
         # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
         names = {
             address(value): name
-            for name, (_, get) in self._named.items()
-            if issubclass(type(value := get()), torch.Tensor)
+            for name, (_, variable) in self._named.items()
+            if issubclass(type(value := variable.get()), torch.Tensor)
         }
         self._gradients = self._stamp_gradients()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
@@ -255,7 +269,7 @@ class StateWatch(PassProbe):
         self.clearing = self.clearing or later.clearing
 
     def _take_digests(self) -> dict[str, Any]:
-        by_name = take_digests({name: get for name, (_, get) in self._named.items()})
+        by_name = take_digests({name: variable for name, (_, variable) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
             for parameter in self._state.written_tensors:
                 name = self._parameters.get(address(parameter), "")

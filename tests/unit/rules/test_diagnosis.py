@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,10 @@ JUDGED: dict[str, tuple[Facts, list[tuple[str, str]]]] = {
     "403 attribute": (divergent(state=changed("attribute")), [("GAV403", "fault")]),
     "403 closure": (divergent(state=changed("closure")), [("GAV403", "fault")]),
     "403 out of reach": (divergent(repeatability=Repeatability(0.2, 0.3)), [("GAV403", "fault")]),
+    "401 and 403 together": (
+        divergent(state=replace(changed("buffer", "closure"), together=True)),
+        [("GAV403", "fault")],
+    ),
     "401 and 403": (divergent(state=changed("buffer", "closure")), [("GAV401", "fault"), ("GAV403", "fault")]),
     "501": (record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2)), [("GAV501", "note")]),
     "501 a third of a bit": (record(precision=PrecisionLoss("bfloat16", 3e-3, 3.8e-3)), []),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +34,9 @@ from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DealingReport, DrawLedger, Reading
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.facts import Facts, Repeatability
+from gaverify.records.facts import Facts, Repeatability, StateChange
 from gaverify.records.windows import AccumulationWindow
-from gaverify.search import confirming, coupling, investigation, operations, proof, weights
+from gaverify.search import confirming, coupling, investigation, operations, proof, state, weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.trace import operations as tracing
 from gaverify.search.trace.traces import describe_tensor
@@ -691,15 +691,29 @@ def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
 
 
 @pytest.mark.parametrize(
-    ("to_blame", "rounding", "told"), [(True, True, True), (False, True, False), (False, False, True)]
+    ("kind", "blamed", "asked"),
+    [
+        (ControlKind.STATE_PINNED, "mean", ["1.mean 1.count", "1.mean"]),
+        (ControlKind.STATE_RESTORED, "mean", ["1.mean"]),
+        (ControlKind.STATE_RESTORED, "unnamed", [""]),
+    ],
 )
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_state_is_confirmed_where_what_was_blamed_is_enough(
-    monkeypatch: pytest.MonkeyPatch, to_blame: bool, rounding: bool, told: bool
+    monkeypatch: pytest.MonkeyPatch, kind: ControlKind, blamed: str, asked: list[str], fails_at: int
 ) -> None:
-    monkeypatch.setattr(confirming.state, "read_changes", lambda changes: changes)
-    monkeypatch.setattr(confirming.state, "run_control", lambda *_: replace(measured.HELPED, rounding=rounding))
-    monkeypatch.setattr(confirming.state, "is_to_blame", lambda *_: to_blame)
-    assert confirms(confirming._confirm_state, replace(FOUND, state=measured.changed("mean"))) is told
+    def run(_: Bench, kind: ControlKind, changes: Sequence[StateChange]) -> ControlRun:
+        runs.append(" ".join(change.name for change in changes))
+        return replace(measured.HELPED, kind=kind, rounding=len(runs) != fails_at)
+
+    runs: list[str] = []
+    monkeypatch.setattr(state, "run_control", run)
+    monkeypatch.setattr(state, "_run_some", lambda bench, changes, kind: run(bench, kind, changes))
+    found = measured.changed("mean", "count", control=replace(measured.HELPED, kind=kind))
+    found = replace(found, blamed=found.changes[:1] if blamed == "mean" else (state.UNNAMED,))
+    # what a first control leaves is told; of pinned state, what is blamed has to be enough as well
+    assert confirms(confirming._confirm_state, replace(FOUND, state=found)) is not (fails_at == 2 == len(asked))
+    assert runs == asked[: fails_at or len(asked)]
 
 
 @pytest.mark.parametrize(
