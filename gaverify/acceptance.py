@@ -12,7 +12,8 @@ from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Excerpt, Finding, Location
 from gaverify.records.verdict import Verdict
-from gaverify.spec.values import Accept, Project
+from gaverify.spec.entries import Accept
+from gaverify.spec.project import Project
 from gaverify.tracebacks import portable
 
 # The lines around a finding, read from the user's file while it still is what ran.

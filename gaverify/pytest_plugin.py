@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gaverify.errors import SpecError
     from gaverify.records.verdict import Verdict
     from gaverify.spec import Spec
-    from gaverify.spec.values import Project
+    from gaverify.spec.project import Project
 
 _MARKERS = (
     "gaverify: a spec that gaverify verifies, or a test that uses its fixture",
@@ -66,7 +66,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 def _project(file: Path) -> Project | None:
     """What the project says; None where that is wrong, which each of its specs tells when it is verified."""
     from gaverify.errors import SpecError
-    from gaverify.spec.values import project_settings
+    from gaverify.spec.project import project_settings
 
     try:
         return project_settings(file.parent)
@@ -129,7 +129,7 @@ class SpecItem(pytest.Item):
 
         from gaverify.acceptance import mark_accepted
         from gaverify.cli.workers import needs_worker, verify_in_worker
-        from gaverify.spec.values import project_settings
+        from gaverify.spec.project import project_settings
         from gaverify.verification import verify_spec
 
         verdict = verify_spec(spec) if not needs_worker(spec) else verify_in_worker(spec)

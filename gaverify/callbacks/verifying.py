@@ -14,7 +14,8 @@ from gaverify.errors import GaverifyError, ProblemError, SpecError
 from gaverify.passes.batching import Problem
 from gaverify.records.verdict import Verdict
 from gaverify.report import print_answer
-from gaverify.spec.values import project_settings, read_entries
+from gaverify.spec.entries import read_entries
+from gaverify.spec.project import project_settings
 from gaverify.verification import verify
 
 

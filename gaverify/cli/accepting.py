@@ -14,7 +14,8 @@ from gaverify.cli.showing import debug_option, exit_code_of
 from gaverify.cli.streams import Failure, Invocation, failures_of, say
 from gaverify.errors import INTERRUPTED, GaverifyError, SpecError
 from gaverify.spec import Spec, parse_spec, read_specs
-from gaverify.spec.values import Accept, project_settings
+from gaverify.spec.entries import Accept
+from gaverify.spec.project import project_settings
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict

@@ -8,44 +8,39 @@ words.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem
 
 from gaverify.acceptance import mark_accepted
-from gaverify.audit.request import OPTIONS, Arguments, Assignments, Flag, Request
+from gaverify.audit.request import OPTIONS, Request
+from gaverify.cli.options import add_options
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import DelayedProgress, Failure, Invocation, failures_of
-from gaverify.errors import SpecError, unknown_key
+from gaverify.errors import SpecError
+from gaverify.spec.entries import Accept, read_entries
 from gaverify.spec.fields import OPTIONS as SPEC_OPTIONS
-from gaverify.spec.fields import sentence
 from gaverify.spec.loading import toml_files
-from gaverify.spec.values import Accept, Project, project_settings, read_entries
+from gaverify.spec.options import explain_values, read_table, read_words, write_example
+from gaverify.spec.project import Project, project_settings
 from gaverify.text_files import table_of_file
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-# An argument and a short flag are called by the field.
-_FIELDS_BY_KEY = {
-    option.flag.removeprefix("--") if option.flag.startswith("--") else name: name for name, option in OPTIONS.items()
-}
-_EXAMPLE = 'script = "train.py"'
+# A file of an audit says, as a spec does, which divergences and which outcome are fine.
+_FILE_OPTIONS = {**OPTIONS, **{name: SPEC_OPTIONS[name] for name in ("accept", "expect")}}
 
 
 class AuditFile(NamedTuple):
     """The options of an audit in a TOML file."""
 
-    path: Path
-    words: Mapping[str, Any]
-    """As the command line would give them, by the fields of `Request`."""
+    request: Request
+    """What is asked for."""
     accept: tuple[Accept, ...]
     """Divergences that the file accepts."""
     expect: str | None
@@ -90,51 +85,23 @@ def read_options(file: Path) -> AuditFile:
     # Specs and options of audits are both TOML files, and easily taken for each other.
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
-    keys = [*_FIELDS_BY_KEY, "accept", "expect"]
-    problems = [f"$.{key}: {unknown_key(key, keys)}" for key in table if key not in keys]
-    words = {name: option.kind.missing for name, option in OPTIONS.items()}
-    for key, name in _FIELDS_BY_KEY.items():
-        if key in table:
-            words[name] = OPTIONS[name].kind.words_of(key, table[key], problems)
+    problems: list[str] = []
+    values, written = read_table(_FILE_OPTIONS, table, problems)
     if "script" not in table and "module" not in table:
-        problems.append(f"$.script: is missing; write `{_EXAMPLE}`")
-    accept = read_entries(table.get("accept", []), "$.accept", problems)
-    expect = table.get("expect")
-    if expect is not None and not SPEC_OPTIONS["expect"].kind.fits(expect):
-        problems.append(f"$.expect: {sentence('expect', '', table, option=False)}")
+        problems.append(f"$.script: is missing; write `{write_example(OPTIONS['script'], is_word=False)}`")
+    values["accept"] = read_entries(values.get("accept", ()), "$.accept", problems)
+    problems += explain_values(_FILE_OPTIONS, values, written)
     if problems:
         raise SpecError(problems, str(file))
     for name in ("script", "full_script"):  # beside the file, as with a spec's model; else from where the command runs
-        if words[name] and (file.parent / words[name]).exists():
-            words[name] = str(file.parent / words[name])
-    return AuditFile(file, words, accept, expect)
-
-
-def audit_options(command: _Command) -> _Command:
-    """Adds an argument or option per field of `Request` to a command, whose words `Request.from_words` reads."""
-    # Click lists first the option that was added last.
-    for name, option in reversed(OPTIONS.items()):
-        kind = option.kind
-        settings: dict[str, Any] = {"shell_complete": partial(_complete_path, kind.completes)} if kind.completes else {}
-        if not option.flags:
-            # Unprocessed: these words may look like options, and belong to the script.
-            settings |= {"nargs": -1, "type": click.UNPROCESSED} if isinstance(kind, Arguments) else {"required": False}
-            command = click.argument(name, metavar=kind.metavar, **settings)(command)
-            continue
-        settings |= {"is_flag": True} if isinstance(kind, Flag) else {"metavar": kind.metavar}
-        command = click.option(
-            *option.flags, name, help=option.help, multiple=isinstance(kind, Assignments), **settings
-        )(command)
-    return command
-
-
-def _complete_path(kind: str, ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """Lets the shell complete a file or a folder."""
-    return [CompletionItem(start, type=kind)]
+        if name in values and (file.parent / values[name]).exists():
+            values[name] = str(file.parent / values[name])
+    accept, expect = values.pop("accept"), values.pop("expect", None)
+    return AuditFile(Request.from_values(values), accept, expect)
 
 
 @click.command(short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False})
-@audit_options
+@add_options(OPTIONS.values())
 @click.option("--from", "kept", metavar="DIR", help="Report again from a folder that --keep wrote; runs nothing.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per audit.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
@@ -179,9 +146,10 @@ def audit(
 
         report = replace(audit_again(kept), name=words["name"] or "")
     else:
-        request = _request(words)
+        if words["script"] is None and words["module"] is None:
+            raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
         check_outputs(outputs)
-        report = _run_audit(request, quiet=quiet)
+        report = _run_audit(Request.from_values(read_words(OPTIONS, words)), quiet=quiet)
     report = mark_accepted(report, (), project, strict=strict)
     show([report], form, outputs, show_all=show_all, quiet=quiet)
     return report.exit_code
@@ -217,7 +185,7 @@ def _audit_files(
             if missing:
                 raise SpecError(missing)
             options = read_options(file)
-            report = _run_audit(_request(options.words), number, len(files), quiet=quiet)
+            report = _run_audit(options.request, number, len(files), quiet=quiet)
         except SpecError as error:  # its options are checked in several places: all stand in this file
             named = SpecError(error.problems, str(file))
             failures += failures_of(named, str(file), invocation, as_rows=as_rows)
@@ -241,13 +209,6 @@ def _audit_files(
         quiet=quiet,
     )
     return code
-
-
-def _request(words: Mapping[str, Any]) -> Request:
-    """Returns the request that the options spell."""
-    if words["script"] is None and words["module"] is None:
-        raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
-    return Request.from_words(words)
 
 
 def _run_audit(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:

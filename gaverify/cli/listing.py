@@ -6,12 +6,13 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from gaverify.cli.options import completing
+from gaverify.cli.options import complete_kind
 from gaverify.cli.streams import DelayedProgress, guests
 from gaverify.errors import INTERNAL
 from gaverify.records.numbers import count_text
@@ -34,7 +35,7 @@ _MARKS = {True: "ok", False: "WRONG", None: ""}
     "--device",
     metavar=DEVICE.metavar,
     help="Device to test.  [one of each kind]",
-    shell_complete=completing(DEVICE),
+    shell_complete=partial(complete_kind, DEVICE),
 )
 def doctor(device: str | None) -> int:
     """Prints versions and devices, and runs self-tests: right and wrong built-in models whose verdicts are known.

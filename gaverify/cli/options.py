@@ -1,4 +1,4 @@
-"""The options that every run takes, made of the fields of `Spec`; and completion of words with colons in bash.
+"""The options of commands, made of tables of options; their completion, and that of words with colons in bash.
 
 Values stay words here: `gaverify.spec` checks them, with those of the files, and reports all problems at once.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import BashComplete, CompletionItem, split_arg_string
 
-from gaverify.spec.fields import OPTIONS, option_name
-from gaverify.spec.values import FLAG, Kind, read_value
+from gaverify.spec.options import Option
+from gaverify.spec.values import Kind
 
 # Completion of words with colons in bash, which breaks `file.py:factory` into three words.
 
@@ -43,31 +44,36 @@ class ColonComplete(BashComplete):
         return f"{item.type},{str(item.value).removeprefix(self._replaced)}"
 
 
-# The options that every run takes, made of the fields of `Spec`.
+# The arguments and options of a command, made of a table of options.
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def spec_options(command: Command, without: Sequence[str] = ()) -> Command:
-    """Adds one option per field of `Spec` to a command, but for those of `without`, which mean something else to it.
+def add_options(options: Iterable[Option]) -> Callable[[Command], Command]:
+    """Returns what adds an argument or an option to a command for each option of a table, for `read_words`.
 
-    An option that is not given is None and overrides nothing.
+    An option that is not given is None, or no words where it repeats; it overrides nothing.
     """
-    # Click lists first the option that was added last.
-    for name, option in reversed(OPTIONS.items()):
-        flag = option_name(name)
-        settings: dict[str, Any] = {"metavar": option.kind.metavar, "shell_complete": completing(option.kind)}
-        if option.kind is FLAG:
-            # None stands for an option that was not given; `--no-…` gives False, which overrides a spec.
-            flag, settings = f"{flag}/--no-{flag[2:]}", {"default": None}
-        elif name == "model":
-            settings["shell_complete"] = complete_models
-        elif name == "model_args":
-            settings["multiple"] = True
-        if option.help and name not in without:
-            command = click.option(flag, name, help=option.help, **settings)(command)
-    return command
+
+    def add(command: Command) -> Command:
+        # Click lists first the option that was added last.
+        for option in reversed([option for option in options if option.help or not option.flags]):
+            kind = option.kind
+            settings: dict[str, Any] = {"metavar": kind.metavar} if kind.metavar else {"is_flag": True, "default": None}
+            if kind.words or kind.completes:
+                settings["shell_complete"] = partial(complete_kind, kind)
+            if option.flags:
+                decorate = click.option(*option.flags, option.name, help=option.help, multiple=kind.repeats, **settings)
+            elif kind.repeats:
+                # Unprocessed: these words may look like options, and belong to the script.
+                decorate = click.argument(option.name, nargs=-1, type=click.UNPROCESSED, **settings)
+            else:
+                decorate = click.argument(option.name, required=False, **settings)
+            command = decorate(command)
+        return command
+
+    return add
 
 
 HELP_GROUPS: Mapping[str, Sequence[str]] = {
@@ -136,9 +142,13 @@ def _factories(file: str) -> list[str]:
     return [node.name for node in nodes if not node.name.startswith("_")]
 
 
-def completing(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Returns what offers the words of a kind; devices are there or not, asking torch would take too long."""
-    return lambda _, __, start: [CompletionItem(word) for word in kind.words if word.startswith(start)]
+def complete_kind(kind: Kind, ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers what a value of the kind may be; devices are there or not, asking torch would take too long."""
+    if kind.completes == "model":
+        return complete_models(ctx, parameter, start)
+    words = [CompletionItem(word) for word in kind.words if word.startswith(start)]
+    # The shell itself completes files and folders.
+    return [*words, CompletionItem(start, type=kind.completes)] if kind.completes else words
 
 
 def _paths(start: str, ending: str) -> list[CompletionItem]:
@@ -157,19 +167,3 @@ def _paths(start: str, ending: str) -> list[CompletionItem]:
         for path in candidates
         if path.endswith(ending) or os.path.isdir(path)
     ]
-
-
-def overrides_from(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `Spec` that the options set, with numbers as numbers; what cannot be read stays a word."""
-    overrides = {name: word for name, word in words.items() if word is not None}
-    for name, word in overrides.items():
-        # Flags are booleans already.
-        overrides[name] = OPTIONS[name].kind.read(word) if isinstance(word, str) else word
-    return overrides | {"model_args": dict(map(_read_argument, overrides.get("model_args", ())))}
-
-
-def _read_argument(word: str) -> tuple[str, str | int | float | bool]:
-    name, equals, value = word.partition("=")
-    if not equals or not name.isidentifier():
-        raise click.UsageError(f"--model-arg takes NAME=VALUE, such as `--model-arg width=32`; got `{word}`")
-    return name, read_value(value)

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gaverify.cli.options import complete_specs, names_a_model, overrides_from, spec_options
+from gaverify.cli.options import add_options, complete_specs, names_a_model
 from gaverify.cli.showing import output_options, show
 from gaverify.cli.streams import DelayedProgress, tell
 from gaverify.errors import INTERRUPTED, SpecError
+from gaverify.records.profile import STRATEGIES, Strategy, plans
 from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec
-from gaverify.spec.values import FLAG
+from gaverify.spec.options import option, options_of, pop_values, read_words
+from gaverify.spec.values import FLAG, several_of, sizes, whole
 
 if TYPE_CHECKING:
     from gaverify.profiling import Profile
-    from gaverify.records.profile import Strategy
 
-_STEPS = "1,2,4,8"
-_OPTIMIZERS = OPTIONS["optimizer"].kind
 _OTHERWISE = (
     *("steps", "strategy", "optimizer", "lr", "reference", "expect", "ranks", "engine", "timeout"),
-    *(name for name, option in OPTIONS.items() if option.kind is FLAG),
+    *(name for name, known in OPTIONS.items() if known.kind is FLAG),
 )
 """Options of a run that mean something else here, or nothing: what the full batch costs is what is measured."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a profile measures of a problem."""
+
+    steps: tuple[int, ...] = option(
+        sizes("whole numbers of at least 1", "K,K,…"),
+        "K, micro-batches per optimizer step.  [1,2,4,8]",
+        (1, 2, 4, 8),
+    )
+    """Every K."""
+    strategy: tuple[Strategy, ...] = option(
+        several_of(*STRATEGIES), "What to measure; repeatable, or separated by commas.  [all three]", STRATEGIES
+    )
+    """The ways through a batch."""
+    repeats: int = option(whole(1, "N"), "Timed updates, after warm-up.  [10]", 10)
+    """Updates whose time is taken."""
+    optimizer: str | None = option(
+        OPTIONS["optimizer"].kind, "Include a step of this optimizer in every update.  [no step]", None, "sgd"
+    )
+    """Optimizer whose step belongs to every update; None: no step."""
+
+
+_MEASUREMENTS = options_of(Measurements)
+_SPEC_OPTIONS = {name: known for name, known in OPTIONS.items() if name not in _OTHERWISE}
 
 
 def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -44,19 +67,7 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.argument(
     "spec_file", metavar="[MODEL|SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
 )
-@click.option("--steps", metavar="K,K,…", default=_STEPS, help=f"K, micro-batches per optimizer step.  [{_STEPS}]")
-@click.option(
-    "--strategy",
-    "strategies",
-    metavar="full-batch|summed-loss|accumulate",
-    multiple=True,
-    help="What to measure; repeatable, or separated by commas.  [all three]",
-)
-@click.option("--repeats", metavar="N", default="10", help="Timed updates, after warm-up.  [10]")
-@click.option(
-    "--optimizer", metavar=_OPTIMIZERS.metavar, help="Include a step of this optimizer in every update.  [no step]"
-)
-@partial(spec_options, without=_OTHERWISE)
+@add_options([*_MEASUREMENTS.values(), *_SPEC_OPTIONS.values()])
 @output_options
 @click.option(
     "--schema",
@@ -68,10 +79,6 @@ def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 )
 def profile(
     spec_file: Path | None,
-    steps: str,
-    strategies: tuple[str, ...],
-    repeats: str,
-    optimizer: str | None,
     form: str,
     outputs: tuple[Path, ...],
     **words: Any,
@@ -88,18 +95,13 @@ def profile(
     """
     if spec_file is not None and not words["model"] and names_a_model(spec_file):
         words["model"], spec_file = str(spec_file), None
+    values = read_words({**_SPEC_OPTIONS, **_MEASUREMENTS}, words)
     problems: list[str] = []
-    ks = _numbers("--steps", steps, _STEPS, problems)
-    count = _numbers("--repeats", repeats, "10", problems)
-    chosen = _strategies(strategies, problems)
-    if optimizer is not None and not _OPTIMIZERS.fits(optimizer):
-        problems.append(f"--optimizer: unknown optimizer `{optimizer}`; write `sgd`, `adam` or `adamw`")
-    if len(count) > 1:
-        problems.append(f"--repeats: takes one number, got {len(count)}")
+    measurements = Measurements(**pop_values(_MEASUREMENTS, values, problems))
     # Found out now: a profile takes minutes, and its report would then have no place.
     problems += _output_problems(outputs)
-    spec = _spec(spec_file, overrides_from(words), problems)
-    measured_profile = _measure_profile(spec, chosen, ks, repeats=count[0], optimizer=optimizer)
+    spec = _spec(spec_file, values, problems)
+    measured_profile = _measure_profile(spec, measurements)
     measured_profile = replace(measured_profile, source=str(spec_file or ""))
     code = INTERRUPTED if measured_profile.interrupted else measured_profile.exit_code
     show([measured_profile], form, outputs, exit_code=code)
@@ -108,14 +110,21 @@ def profile(
     return code
 
 
-def _measure_profile(spec: Spec, strategies: Sequence[Strategy], steps: Sequence[int], **options: Any) -> Profile:
+def _measure_profile(spec: Spec, measurements: Measurements) -> Profile:
     from gaverify.loading.importing import check_name
     from gaverify.profiling.launching import profile_spec
-    from gaverify.records.profile import plans
 
     check_name(spec.model)  # before a process imports torch: a name that does not exist is answered at once
+    steps = tuple(sorted(set(measurements.steps)))
     with DelayedProgress(spec.model) as progress:
-        return profile_spec(spec, plans(strategies, steps), steps=steps, progress=progress.report, **options)
+        return profile_spec(
+            spec,
+            plans(measurements.strategy, steps),
+            steps=steps,
+            repeats=measurements.repeats,
+            optimizer=measurements.optimizer,
+            progress=progress.report,
+        )
 
 
 def _spec(file: Path | None, overrides: dict[str, Any], problems: Sequence[str]) -> Spec:
@@ -150,29 +159,6 @@ def _read_spec(file: Path | None, overrides: dict[str, Any]) -> Spec:
     if isinstance(spec.weighting, tuple):
         raise SpecError("$.weighting: numbers fit one K only; `--weighting uniform` overrides them", str(file))
     return spec
-
-
-def _numbers(option: str, word: str, example: str, problems: list[str]) -> tuple[int, ...]:
-    parts = [part.strip() for part in word.split(",")]
-    # Nine digits at most: no batch has more samples, and Python refuses to read numbers of thousands of digits.
-    if not all(re.fullmatch(r"\d{1,9}", part) and int(part) > 0 for part in parts):
-        problems.append(f"{option}: must be whole numbers of at least 1, got `{word}`; write `{option} {example}`")
-        return ()
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _strategies(words: Sequence[str], problems: list[str]) -> tuple[Strategy, ...]:
-    from gaverify.records.profile import STRATEGIES
-
-    names = [part.strip() for word in words for part in word.split(",")]
-    unknown = [word for word in names if word not in STRATEGIES]
-    if unknown:
-        strategy_names = ", ".join(f"`{name}`" for name in STRATEGIES)
-        problems.append(
-            f"--strategy: unknown strategy {', '.join(f'`{word}`' for word in unknown)}; known are {strategy_names}"
-        )
-    # In the order of the table, whatever the order of the words.
-    return tuple(name for name in STRATEGIES if name in names or not names)
 
 
 def _output_problems(outputs: Sequence[Path]) -> Sequence[str]:

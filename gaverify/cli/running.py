@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gaverify.acceptance import mark_accepted
-from gaverify.cli.options import GroupedCommand, complete_specs, names_a_model, overrides_from, spec_options
+from gaverify.cli.options import GroupedCommand, add_options, complete_specs, names_a_model
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
     DelayedProgress,
@@ -33,8 +33,11 @@ from gaverify.cli.workers import needs_worker, verify_in_workers
 from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first, read_launcher
 from gaverify.records.numbers import count_text
-from gaverify.spec import Spec, parse_spec, read_specs
-from gaverify.spec.values import Project, code_problems, project_settings, whole
+from gaverify.spec import OPTIONS, Spec, parse_spec, read_specs
+from gaverify.spec.entries import code_problems
+from gaverify.spec.options import option, options_of, pop_values, read_words
+from gaverify.spec.project import Project, project_settings
+from gaverify.spec.values import whole
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
@@ -108,29 +111,32 @@ _COMMAND_LINE = "command line"
 _PrintEach = Callable[["Verdict"], None]
 
 
-def _read_count(context: click.Context, parameter: click.Parameter, word: str | None) -> int | None:
-    """Returns the whole number from 1 on that a word spells; click's own type prints its range as `x>=1`."""
-    if word is None:
-        return None
-    kind = whole(1, "N")
-    number = kind.read(word)
-    if not kind.fits(number):
-        raise click.BadParameter(f"must be {kind.must}, got `{word}`", context, parameter)
-    return int(number)
+@dataclass(frozen=True)
+class Gate:
+    """How a list of specs is worked through."""
+
+    maxfail: int | None = option(whole(1, "N"), "Stop after N failures.", None, 1)
+    """After so many that fail no other is begun; None for no limit."""
+    jobs: int = option(whole(1, "N"), "Specs to run at the same time.  [1]", 1, 4, flags="-j --jobs")
+    """How many are verified at a time."""
+    strict: bool = False
+    """Stale entries fail, and a package that a spec lacks."""
+    quiet: bool = False
+    """Say nothing of what is begun where there is no terminal."""
+
+
+_GATE_OPTIONS = options_of(Gate)
 
 
 @click.command(cls=GroupedCommand, short_help="Compare accumulated with full-batch gradients.")
 @click.argument(
     "specs", nargs=-1, metavar="[MODEL|SPEC|FOLDER]...", type=click.Path(path_type=Path), shell_complete=complete_specs
 )
-@spec_options
+@add_options(OPTIONS.values())
 @click.option("-k", "expression", metavar="EXPRESSION", help="Run only specs whose names match: 'cnn and not slow'.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching files in folders; repeatable.")
 @click.option("-x", "stop_at_first", is_flag=True, help="Stop after the first failure.")
-@click.option("--maxfail", callback=_read_count, metavar="N", help="Stop after N failures.")
-@click.option(
-    "-j", "--jobs", callback=_read_count, default="1", metavar="N", help="Specs to run at the same time.  [1]"
-)
+@add_options(_GATE_OPTIONS.values())
 @click.option("--select", multiple=True, metavar="CODE", help="Show only notes with this code; repeatable.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Hide notes with this code; repeatable.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
@@ -145,8 +151,6 @@ def run(
     expression: str | None,
     exclude: tuple[str, ...],
     stop_at_first: bool,
-    maxfail: int | None,
-    jobs: int,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     quiet: bool,
@@ -166,9 +170,14 @@ def run(
       gaverify run my_model.py:factory --weighting tokens
       gaverify run configs/ -j 4 -o report.html
     """
-    overrides = overrides_from(words)
+    problems: list[str] = []
+    overrides = read_words({**OPTIONS, **_GATE_OPTIONS}, words)
+    gate = Gate(strict=strict, quiet=quiet, **pop_values(_GATE_OPTIONS, overrides, problems))
+    if problems:
+        raise SpecError(problems)
+    if stop_at_first:
+        gate = replace(gate, maxfail=1)
     invocation = invocation or Invocation()
-    gate = Gate(1 if stop_at_first else maxfail, jobs, strict, quiet)
     if not is_first():  # rank 0 reports for all
         form, outputs = "text", ()
     check_outputs(outputs)
@@ -212,22 +221,6 @@ def run(
     return code
 
 
-class Gate(NamedTuple):
-    """How a list of specs is worked through.
-
-    Args:
-        most_failures: After so many that fail no other is begun; None for no limit.
-        processes: How many are verified at a time.
-        strict: Stale entries fail, and a package that a spec lacks.
-        quiet: Say nothing of what is begun where there is no terminal.
-    """
-
-    most_failures: int | None = None
-    processes: int = 1
-    strict: bool = False
-    quiet: bool = False
-
-
 def _project_for(select: tuple[str, ...], ignore: tuple[str, ...]) -> Project:
     """Returns what `pyproject.toml` says, with the notes that the command line wants."""
     problems = [f"--select: {text}" for text in code_problems(select)]
@@ -235,7 +228,7 @@ def _project_for(select: tuple[str, ...], ignore: tuple[str, ...]) -> Project:
     if problems:
         raise SpecError(problems)
     project = project_settings()
-    return project._replace(select=select or project.select, ignore=(*project.ignore, *ignore))
+    return replace(project, select=select or project.select, ignore=(*project.ignore, *ignore))
 
 
 def _jobs(
@@ -311,7 +304,7 @@ def _verify_all(
                 failed += verdict.exit_code != 0
                 if print_each is not None:
                     print_each(verdict)
-            if failed == gate.most_failures and at + 1 < len(jobs):
+            if failed == gate.maxfail and at + 1 < len(jobs):
                 remaining = count_text(len(jobs) - at - 1, "spec")
                 say(f"{count_text(failed, 'failure')}; {remaining} after {source} not verified", "stopped")
                 return
@@ -322,7 +315,7 @@ def _verify_all(
 def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
     """Yields the verdict of each job that is a spec, or what it ended with, in the order of the jobs."""
     specs = [spec for _, spec in jobs if isinstance(spec, Spec)]
-    count = min(gate.processes, len(specs))
+    count = min(gate.jobs, len(specs))
     # ranks of a launcher have to stay the processes that it started, and end windows that hang themselves
     in_workers = read_launcher() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
     if not in_workers:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
     from gaverify.records.verdict import Verdict
     from gaverify.report import Answer, Report
-    from gaverify.spec.values import Project
+    from gaverify.spec.project import Project
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, replace
+from typing import Any
 
-from gaverify.errors import SpecError, nearest
+from gaverify.errors import SpecError
+from gaverify.spec.entries import Accept
+from gaverify.spec.options import explain_wrong, find_wrong, option, options_of
 from gaverify.spec.values import (
-    ARGUMENT,
     DEVICE,
-    ENTRIES,
     FLAG,
     INTEGER,
+    MODEL_ARGUMENTS,
     SECONDS,
-    SEED,
     SHAPE,
     WEIGHTING,
-    Accept,
     Kind,
     above_zero,
     one_of,
+    seeds,
     text,
     tolerance,
     whole,
 )
 
-MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME")
+MODEL = text("a built-in, `package.module:factory` or `file.py:factory`", "NAME", "model")
 # those that `gaverify.loading.bare` can call, for completion, which does not import torch
 LOSSES = (
     "cross_entropy",
@@ -47,41 +46,17 @@ LOSSES = (
     "soft_margin_loss",
     "hinge_embedding_loss",
 )
-LOSS = text("the name of a loss in `torch.nn.functional`", "NAME")._replace(words=LOSSES)
+LOSS = replace(text("the name of a loss in `torch.nn.functional`", "NAME"), words=LOSSES)
 WEIGHTS = text("a model's name or folder", "NAME-OR-FOLDER")
 DTYPE = one_of("float32", "float64", "bfloat16", "float16")
 STRATEGY = one_of("accumulate", "summed-loss")
 REFERENCE = one_of("full", "offload", "auto")
 OUTCOME = one_of("equivalent", "divergent", "inconclusive")
-
-
-class Option(NamedTuple):
-    """What is known of one field of `Spec`.
-
-    Args:
-        kind: What its values must be.
-        help: What the help page says; "" for what has no option on the command line.
-        example: A right value, which messages offer as the remedy.
-    """
-
-    kind: Kind
-    help: str
-    example: Any
-
-
-def _set(kind: Kind, help: str, default: Any, example: Any = None) -> Any:
-    """A field with a default, or the type of an empty one; it is an example where none is given."""
-    metadata = {"option": Option(kind, help, default if example is None else example)}
-    return (
-        field(default_factory=default, metadata=metadata)
-        if default is dict
-        else field(default=default, metadata=metadata)
-    )
-
-
-def _optional_field(kind: Kind, example: Any, help: str) -> Any:
-    """A field that is None where it is left out: the model decides."""
-    return _set(kind, help, None, example)
+ENTRIES = Kind(
+    "a list of tables with `code`, `location` and `reason`",
+    "",
+    lambda value: all(isinstance(entry, Accept) for entry in value),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +67,7 @@ class Spec:
         ValueError: A value is none of its kind, or values contradict each other.
     """
 
-    model: str = _set(
+    model: str = option(
         MODEL,
         "Built-in (see `gaverify models`), or a function that returns model, loss and batch (a factory): "
         "package.module:factory or file.py:factory.",
@@ -100,103 +75,109 @@ class Spec:
         "mlp",
     )
     """Name of the built-in or factory."""
-    name: str | None = _optional_field(text("a name for reports", "NAME"), "nightly", "Name in reports.  [the model]")
+    name: str | None = option(text("a name for reports", "NAME"), "Name in reports.  [the model]", None, "nightly")
     """Name in reports; None: the model's."""
-    model_args: Mapping[str, str | int | float | bool] = _set(
-        ARGUMENT, "Argument of the factory; repeatable.", dict, {"width": 32}
+    model_args: Mapping[str, str | int | float | bool] = option(
+        MODEL_ARGUMENTS, "Argument of the factory; repeatable.", dict, {"width": 32}, flags="--model-arg"
     )
     """Keyword arguments of the factory; empty: none."""
-    steps: int = _set(whole(1, "K"), "K, micro-batches per optimizer step; not the number of optimizer steps.  [4]", 4)
+    steps: int = option(
+        whole(1, "K"), "K, micro-batches per optimizer step; not the number of optimizer steps.  [4]", 4
+    )
     """K, micro-batches per full batch, per rank."""
-    batch_size: int | None = _optional_field(
-        whole(1, "B"), 8, "Samples in the full batch, if the factory takes `batch_size`."
+    batch_size: int | None = option(
+        whole(1, "B"), "Samples in the full batch, if the factory takes `batch_size`.", None, 8
     )
     """B, samples in the full batch; None: the factory decides."""
-    weighting: str | tuple[float, ...] = _set(
+    weighting: str | tuple[float, ...] = option(
         WEIGHTING,
         "Factor of each loss; uniform: 1/K, samples: share of samples, tokens: share of tokens, none: loss not scaled; "
         "or K numbers.  [uniform]",
         "uniform",
     )
     """Rule, or one number per micro-batch, for the losses' factors."""
-    device: str | None = _optional_field(DEVICE, "cpu", "Device to run on.  [the model's]")
+    device: str | None = option(DEVICE, "Device to run on.  [the model's]", None, "cpu")
     """Torch device; None: the model's."""
-    dtype: str | None = _optional_field(
-        DTYPE, "float32", "Convert the model and the batch to this precision.  [the model's]"
+    dtype: str | None = option(
+        DTYPE, "Convert the model and the batch to this precision.  [the model's]", None, "float32"
     )
     """Name of the parameters' dtype; None: the model's."""
-    autocast: str | None = _optional_field(
-        one_of("bfloat16", "float16"), "bfloat16", "Run the forward passes under autocast."
+    autocast: str | None = option(
+        one_of("bfloat16", "float16"), "Run the forward passes under autocast.", None, "bfloat16"
     )
     """Autocast dtype of the forwards; None: no autocast."""
-    seed: int = _set(SEED, "Seed of weights, data and random numbers.  [0]", 0)
+    seed: int = option(seeds(63), "Seed of weights, data and random numbers.  [0]", 0)
     """Seed of weights, data and draws."""
-    mode: str = _set(
+    mode: str = option(
         one_of("auto", "train", "eval"),
         "train, eval: all layers, as by model.train() or model.eval(); auto: train, but layers that the factory left "
         "in different modes stay so.  [auto]",
         "auto",
     )
     """`train`, `eval` or `auto`."""
-    strategy: str = _set(
+    strategy: str = option(
         STRATEGY, "K backward passes, or a single one of the summed losses.  [accumulate]", "accumulate"
     )
     """K backward passes, or one over the summed losses."""
-    trace: bool = _set(FLAG, "Show each micro-batch's gradient, and an optimizer step.", False, True)
+    trace: bool = option(
+        FLAG, "Show each micro-batch's gradient, and an optimizer step.", False, True, flags="--trace/--no-trace"
+    )
     """Whether to show every micro-batch and one optimizer step."""
-    optimizer: str = _set(one_of("sgd", "adam", "adamw"), "Optimizer whose step --trace shows.  [sgd]", "sgd")
+    optimizer: str = option(one_of("sgd", "adam", "adamw"), "Optimizer whose step --trace shows.  [sgd]", "sgd")
     """Optimizer of the trace."""
-    lr: float | None = _optional_field(above_zero("a number", "LR"), 0.01, "Learning rate of that optimizer.")
+    lr: float | None = option(above_zero("a number", "LR"), "Learning rate of that optimizer.", None, 0.01)
     """Learning rate of the trace; None: 0.01 for SGD, else 0.001."""
-    rtol: float | None = _optional_field(
+    rtol: float | None = option(
         tolerance("R"),
-        1e-5,
         "Fixed relative tolerance, as in torch.testing.assert_close; needs --atol.  [rounding is measured]",
+        None,
+        1e-5,
     )
     """Relative tolerance; None: rounding is measured."""
-    atol: float | None = _optional_field(tolerance("A"), 1e-8, "Fixed absolute tolerance; needs --rtol.")
+    atol: float | None = option(tolerance("A"), "Fixed absolute tolerance; needs --rtol.", None, 1e-8)
     """Absolute tolerance; None: rounding is measured."""
-    input_shape: tuple[int, ...] | None = _optional_field(
-        SHAPE, (3, 32, 32), "Shape of one sample, if the factory returns only an nn.Module."
+    input_shape: tuple[int, ...] | None = option(
+        SHAPE, "Shape of one sample, if the factory returns only an nn.Module.", None, (3, 32, 32)
     )
     """Shape of one sample, without the batch dimension; None: not given."""
-    loss: str | None = _optional_field(
-        LOSS, "cross_entropy", "Loss of torch.nn.functional, if the factory returns only an nn.Module."
+    loss: str | None = option(
+        LOSS, "Loss of torch.nn.functional, if the factory returns only an nn.Module.", None, "cross_entropy"
     )
     """Name in `torch.nn.functional`; None: not given."""
-    classes: int | None = _optional_field(
-        whole(1, "N"), 10, "Number of target classes, if the factory returns only an nn.Module."
+    classes: int | None = option(
+        whole(1, "N"), "Number of target classes, if the factory returns only an nn.Module.", None, 10
     )
     """Number of target classes; None: not given."""
-    data: str | None = _optional_field(
-        text("a folder", "FOLDER"), "data/mnist", "Real data, for built-ins that can use it."
+    data: str | None = option(
+        text("a folder", "FOLDER"), "Real data, for built-ins that can use it.", None, "data/mnist"
     )
     """Folder of real data; None: not given."""
-    pretrained: str | None = _optional_field(WEIGHTS, "gpt2", "Real weights, for built-ins that can use them.")
+    pretrained: str | None = option(WEIGHTS, "Real weights, for built-ins that can use them.", None, "gpt2")
     """Name or folder of real weights; None: not given."""
-    ignore_index: int = _set(INTEGER, "Target value that marks padding.  [-100]", -100)
+    ignore_index: int = option(INTEGER, "Target value that marks padding.  [-100]", -100)
     """Target value that counts as padding."""
-    ranks: int | None = _optional_field(
-        whole(2, "R"), 2, "Run K micro-batches on each of R processes (ranks), as torchrun would."
+    ranks: int | None = option(
+        whole(2, "R"), "Run K micro-batches on each of R processes (ranks), as torchrun would.", None, 2
     )
     """R, number of processes; None: this process alone."""
-    engine: str = _set(one_of("ddp", "fsdp2"), "Parallel wrapper of the model, with --ranks.  [ddp]", "ddp")
+    engine: str = option(one_of("ddp", "fsdp2"), "Parallel wrapper of the model, with --ranks.  [ddp]", "ddp")
     """`ddp` or `fsdp2`."""
-    timeout: float | None = _optional_field(
+    timeout: float | None = option(
         SECONDS,
-        600,
         "Stop the run after this time, without a verdict; with --ranks, the limit of each accumulation window.",
+        None,
+        600,
     )
     """Seconds; None: no limit."""
-    diagnose: bool = _set(FLAG, "Search for the cause of a difference.  [on]", True)
+    diagnose: bool = option(FLAG, "Search for the cause of a difference.  [on]", True, flags="--diagnose/--no-diagnose")
     """Whether to look for the cause."""
-    time_limit: float | None = _optional_field(
-        SECONDS, 60, "Stop only the search for the cause after this time; the verdict does not depend on it."
+    time_limit: float | None = option(
+        SECONDS, "Stop only the search for the cause after this time; the verdict does not depend on it.", None, 60
     )
     """Seconds for the search for the cause; None: no limit."""
-    exact: bool = _set(FLAG, "Check every parameter in float64.  [off]", False, True)
+    exact: bool = option(FLAG, "Check every parameter in float64.  [off]", False, True, flags="--exact/--no-exact")
     """Whether float64 decides every parameter."""
-    reference: str = _set(
+    reference: str = option(
         REFERENCE,
         "Where to keep the full batch's activations: on the device, in CPU memory, or where they fit.  [full]",
         "full",
@@ -204,16 +185,13 @@ class Spec:
     )
     """`full`, `offload` or `auto`."""
 
-    accept: tuple[Accept, ...] = _set(ENTRIES, "", ())
+    accept: tuple[Accept, ...] = option(ENTRIES, "", ())
     """Divergences that the user accepts; empty: none."""
-    expect: str | None = _optional_field(OUTCOME, "divergent", "Outcome that counts as success.  [equivalent]")
+    expect: str | None = option(OUTCOME, "Outcome that counts as success.  [equivalent]", None, "divergent")
     """Outcome that counts as a success; None: equivalent."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"`{name}` {reason or sentence(name, key, vars(self), option=False)}"
-            for (name, key), reason in wrong(vars(self)).items()
-        ]
+        problems = [f"`{name}` {sentence}" for name, _, sentence in find_problems(vars(self))]
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -224,28 +202,25 @@ class Spec:
         return plain
 
 
-OPTIONS: dict[str, Option] = {entry.name: entry.metadata["option"] for entry in fields(Spec)}
+OPTIONS = options_of(Spec)
 
 
-def wrong(values: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Returns what is wrong: (field, or field and model argument) → a sentence; "" where it is none of its kind.
+def find_problems(
+    values: Mapping[str, Any], is_word: Callable[[str, str], bool] = lambda name, entry: False
+) -> Iterator[tuple[str, str, str]]:
+    """Yields (field, entry of its table, sentence) for everything that is wrong.
 
     Fields that are not there have their defaults. Those that are right alone are held against each other.
+
+    Args:
+        values: The values of fields.
+        is_word: Whether a field, or an entry of its table, is from the command line, which sentences advise to write.
     """
-    problems: dict[tuple[str, str], str] = {}
-    right: dict[str, Any] = {}
-    for entry in fields(Spec):
-        name, kind = entry.name, OPTIONS[entry.name].kind
-        value = right[name] = values.get(name, entry.default)
-        if name == "model_args":
-            # What is no table at all has one problem, and no argument that could be named.
-            arguments = value if isinstance(value, Mapping) else {"": None} if name in values else {}
-            problems |= {(name, key): "" for key, argument in arguments.items() if not kind.fits(argument)}
-        # None is right where it is the default: the model decides then.
-        elif not kind.fits(value) and (value is not None or entry.default is not None):
-            problems[name, ""] = ""
-            del right[name]
-    return problems | {(field, ""): text for field, text in _conflicts(right)}
+    right = {name: values.get(name, known.default) for name, known in OPTIONS.items()}
+    for wrong, entry in find_wrong(OPTIONS, values):
+        right.pop(wrong.name, None)  # a table may have several wrong entries
+        yield wrong.name, entry, explain_wrong(wrong, entry, values, is_word=is_word(wrong.name, entry))
+    yield from ((name, "", text) for name, text in _conflicts(right))
 
 
 def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -260,59 +235,6 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(missing) == 1 and {"rtol", "atol"} <= values.keys():
         present = "atol" if missing == ["rtol"] else "rtol"
         yield present, f"needs `{missing[0]}` too: give both, or neither to let gaverify measure the rounding"
-
-
-def sentence(field: str, key: str, values: Mapping[str, Any], *, option: bool) -> str:
-    """Returns what is wrong with a value that is none of its kind, and what to write instead.
-
-    Args:
-        field: The field of `Spec`.
-        key: The model argument, where one is wrong and not the whole field.
-        values: What was written for the fields.
-        option: Whether it stands on the command line.
-    """
-    advice = f"write `{example(field, option=option)}`"
-    if field not in values:
-        return f"is missing; {advice}"
-    value = values[field][key] if key else values[field]
-    kind = OPTIONS[field].kind
-    must = "a table of names and values" if field == "model_args" and not key else kind.must
-    near = ""
-    if isinstance(value, str):
-        # the spelling of "gpu" is closer to "cpu", the one device that it does not mean
-        is_gpu = field == "device" and re.fullmatch(r"gpu(:\d+)?", value.lower())
-        # 0.5, below the usual 0.6: these words are short, and one wrong letter counts much.
-        near = f"cuda{is_gpu[1] or ''}" if is_gpu else nearest(value.lower(), re.findall(r'"([^"]+)"', must), 0.5)
-    return f"must be {must}, got {_short_value(value)}; " + (f'did you mean "{near}"?' if near else advice)
-
-
-def _short_value(value: Any) -> str:
-    """The value as TOML or JSON would write it, cut to what fits a line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def option_name(field: str) -> str:
-    """Returns the command line's name of a field."""
-    if field == "model_args":
-        return "--model-arg"
-    return "--" + field.replace("_", "-")
-
-
-def example(field: str, *, option: bool) -> str:
-    """Returns the field's first example as TOML, or as an option."""
-    value = OPTIONS[field].example
-    if not option:
-        name = field.replace("_", "-")
-        inline = (
-            ", ".join(f"{key} = {_short_value(item)}" for key, item in value.items()) if isinstance(value, dict) else ""
-        )
-        return f"{name} = {{ {inline} }}" if inline else f"{name} = {_short_value(value)}"
-    if isinstance(value, bool):
-        return option_name(field)
-    if isinstance(value, dict):
-        return f"{option_name(field)} " + " ".join(f"{key}={item}" for key, item in value.items())
-    return f"{option_name(field)} " + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
 def join_problems(problems: Sequence[tuple[str, list[str]]]) -> SpecError:

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from gaverify.errors import SpecError, nearest, unknown_key
+from gaverify.errors import SpecError, nearest
 from gaverify.launched import read_launcher
-from gaverify.spec.fields import OPTIONS, Spec, join_problems, option_name, sentence, wrong
-from gaverify.spec.values import Project, read_entries
+from gaverify.spec.entries import read_entries
+from gaverify.spec.fields import OPTIONS, Spec, find_problems, join_problems
+from gaverify.spec.options import read_table
+from gaverify.spec.project import Project
 from gaverify.text_files import table_of_file
 
 _OTHER_COMMANDS = {
@@ -197,49 +199,31 @@ def _check(
     table: Mapping[str, Any], overrides: Mapping[str, Any], project: Project
 ) -> tuple[list[str], list[str], Spec | None]:
     """Returns the problems of the table, those of the overrides, and the spec if there are none."""
-    options = {field: value for field, value in overrides.items() if value is not None}
-    arguments = options.pop("model_args", {})
-    values, written, in_file = _normalise(table)
-    # The nearer wins: command line, then the spec, then the project.
-    values = {**project.defaults, **values, **options}
-    if arguments:
-        stated = values.get("model_args", {})
-        values["model_args"] = {**stated, **arguments} if isinstance(stated, Mapping) else arguments
-    values["accept"] = read_entries(values.get("accept", ()), "$.accept", in_file)
+    in_file: list[str] = []
     on_line: list[str] = []
-    for (field, key), reason in wrong(values).items():
-        option = key in arguments if key else field in options
-        if not option and field not in written and field in project.defaults:
-            in_file.append(
-                f"$.tool.gaverify.{field} of {project.source}: {reason or sentence(field, key, values, option=False)}"
-            )
-            continue
-        place = option_name(field) if option else f"$.{written.get(field, field.replace('_', '-'))}"
-        place += f" {key}" if option and key else f".{key}" if key else ""
-        text = reason or sentence(field, key, values, option=option)
-        (on_line if option else in_file).append(f"{place}: {text}")
+    options = {field: value for field, value in overrides.items() if value is not None}
+    in_table, written = read_table(OPTIONS, table, in_file)
+    # The nearer wins: command line, then the spec, then the project.
+    values = {**project.defaults, **in_table, **options}
+    stated, arguments = in_table.get("model_args"), options.get("model_args")
+    if isinstance(stated, Mapping) and isinstance(arguments, Mapping):
+        values["model_args"] = {**stated, **arguments}
+    values["accept"] = read_entries(values.get("accept", ()), "$.accept", in_file)
+
+    def is_word(field: str, entry: str) -> bool:
+        return entry in options["model_args"] if entry and field in options else field in options
+
+    for field, entry, sentence in find_problems(values, is_word):
+        if is_word(field, entry):
+            on_line.append(f"{OPTIONS[field].flag}{f' {entry}' if entry else ''}: {sentence}")
+        elif field in project.defaults and field not in written:
+            in_file.append(f"$.tool.gaverify.{field} of {project.source}: {sentence}")
+        else:
+            key = written.get(field, OPTIONS[field].key)
+            in_file.append(f"$.{key}{f'.{entry}' if entry else ''}: {sentence}")
     for needed, fields, reason in _ONLY_WITH:
         # Under torchrun there are ranks without the option.
         started = needed == "ranks" and read_launcher() is not None
         if not (table.get(needed) or options.get(needed) or started):  # `--no-trace` over a spec that traces is meant
-            on_line += [f"--{field}: {reason}" for field in fields if field in options]
+            on_line += [f"{OPTIONS[field].flag}: {reason}" for field in fields if field in options]
     return in_file, on_line, None if in_file or on_line else Spec(**values)
-
-
-def _normalise(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Returns the known fields' values, the keys as they were written, and sentences about unknown keys."""
-    values: dict[str, Any] = {}
-    written: dict[str, str] = {}
-    problems = []
-    for key, value in table.items():
-        field = key.replace("-", "_")
-        if field not in OPTIONS:
-            missing = ["model"] if "model" not in table else []  # what lacks is likelier than what is there
-            likely = missing if nearest(field.lower(), missing, 0.8) else OPTIONS
-            problems.append(f"$.{key}: {unknown_key(key, likely)}")
-        elif field in values:
-            problems.append(f"$.{key}: is given twice, also as `{written[field]}`; keep one")
-        else:
-            values[field] = tuple(value) if isinstance(value, list) else value
-            written[field] = key
-    return values, written, problems

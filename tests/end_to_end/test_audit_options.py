@@ -88,11 +88,14 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (("--accumulated-set", "BATCH"), ("--accumulated-set 'BATCH'", "BATCH_SIZE=4")),
-            (("--accumulated-env", "=4"), ("--accumulated-env '=4'", "name and value")),
-            ((*SET, "--accumulated-set", "BATCH_SIZE=5"), ("twice",)),
-            ((*SET, "--seed", "one"), ("--seed 'one'", "whole number")),
-            ((*SET, "--seed", "-1"), ("--seed -1",)),
+            (
+                ("--accumulated-set", "BATCH"),
+                ('--accumulated-set: must be NAME=VALUE, each name once, got "BATCH"', "BATCH_SIZE=4"),
+            ),
+            (("--accumulated-env", "=4"), ('--accumulated-env: must be K=V, each name once, got "=4"',)),
+            ((*SET, "--accumulated-set", "BATCH_SIZE=5"), ('each name once, got "BATCH_SIZE=5"',)),
+            ((*SET, "--seed", "one"), ("--seed: must be a whole number from 0", 'got "one"')),
+            ((*SET, "--seed", "-1"), ("got -1; write `--seed 0`",)),
             (("--accumulated-set", "A=1", "--full-script", "absent.py"), ("absent.py", "does not exist")),
             (("--accumulated-env", "A=1", "--events-only"), ("--events-only makes one run",)),
         ],

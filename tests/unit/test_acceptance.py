@@ -30,8 +30,9 @@ from gaverify.records.findings import Finding, Location
 from gaverify.records.windows import Window, common_rounds, number_steps, windows_of
 from gaverify.report import render
 from gaverify.rules.rule import finding_of, measured_evidence
+from gaverify.spec.entries import Accept
 from gaverify.spec.loading import parse_spec
-from gaverify.spec.values import Accept, Project, project_settings
+from gaverify.spec.project import Project, project_settings
 
 
 def entry(location: str = "backbone.*", code: str = "GAV101", **more: bool) -> Accept:
@@ -188,7 +189,7 @@ def test_why_an_entry_does_not_accept_is_told() -> None:
     [
         ("GAV101", "$.accept: must be a list of tables"),
         (["GAV101"], "$.accept[0]: must be a table; write `{ code ="),
-        ([{"code": "GAV101", "location": "a"}], "$.accept[0]: `reason` is missing"),
+        ([{"code": "GAV101", "location": "a"}], "$.accept[0].reason: is missing; write `reason ="),
         ([{"code": "GAV101", "location": "a", "reason": " "}], "$.accept[0].reason: must be text that is not empty"),
         ([{"code": "GAV1", "location": "a", "reason": "b"}], "$.accept[0].code: must be a code such as GAV101"),
         ([{"code": "GAV199", "location": "a", "reason": "b"}], "there is no rule GAV199; did you mean GAV1"),

@@ -22,7 +22,7 @@ from updates import update_of
 
 from gaverify.audit.controls import control_overwriting
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
-from gaverify.audit.request import Request, split_words
+from gaverify.audit.request import OPTIONS, Request
 from gaverify.errors import SpecError
 from gaverify.records.audit import (
     ControlResults,
@@ -71,6 +71,8 @@ from gaverify.rules import findings_for as findings_of
 from gaverify.rules.rule import explain_rest
 from gaverify.rules.scale import constant
 from gaverify.rules.wrong_scale import short_by
+from gaverify.spec.options import read_words
+from gaverify.spec.values import QUOTED
 
 KINDS: Mapping[str, Callable[..., Event]] = {
     "B": partial(Backward, optimizers=(0,)),
@@ -972,12 +974,16 @@ class TestRequest:
         assert len(caught.value.problems) == 4
 
     def test_arguments_are_split_as_a_shell_does(self) -> None:
-        assert split_words("--name 'a b' -k 4", "--full", []) == ("--name", "a b", "-k", "4")
+        assert QUOTED.read("--name 'a b' -k 4") == ("--name", "a b", "-k", "4")
 
     def test_an_open_quote_is_a_sentence(self) -> None:
-        problems: list[str] = []
-        assert split_words("--name 'a", "--full", problems) == ()
-        assert problems == ['--full "--name \'a" cannot be split into arguments: No closing quotation']
+        values = read_words(OPTIONS, {"full": "--name 'a"})
+        with pytest.raises(SpecError) as caught:
+            Request(script=__file__, accumulated=(), **values).check()
+        assert caught.value.problems == (
+            '--full: must be arguments as in a shell, each quote closed, got "--name \'a"; '
+            'write `--full "--batch-size 16 --accum 1"`',
+        )
 
 
 def test_the_rulebook_holds_every_code_of_the_audit() -> None:

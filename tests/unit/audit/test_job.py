@@ -201,11 +201,11 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
         (
-            {"launcher": ("python",), "accumulated_set": (("K", "4"),)},
+            {"launcher": ("python",), "accumulated_set": {"K": "4"}},
             "`K` cannot be changed in the source",
         ),
         (
-            {"launcher": ("python",), "full_set": (("size", "8"),)},
+            {"launcher": ("python",), "full_set": {"size": "8"}},
             "`size` cannot be changed in the source of processes that a launcher starts; use arguments",
         ),
     ],

@@ -109,7 +109,7 @@ def test_it_stops_behind_failures(verified: list[Spec], capsys: pytest.CaptureFi
     assert "stopped" not in capsys.readouterr().err.splitlines()[-1]
     for wrong in ("0", "two", "1.5"):
         assert main(["run", "all", "--maxfail", wrong]) == 2
-        assert f"must be a whole number of at least 1, got `{wrong}`" in capsys.readouterr().err
+        assert "--maxfail: must be a whole number of at least 1, got " in capsys.readouterr().err
     Path("all/a.toml").write_text("model = 3")
     verified.clear()
     assert main(["run", "all", "-x"]) == 2 and not verified
@@ -134,7 +134,7 @@ def test_a_project_sets_what_the_command_line_leaves_open(
     assert "all.json" not in capsys.readouterr().err
     for wrong, sentence in {
         "steps = 0": "$.tool.gaverify.steps",
-        "paths = 3": '$.tool.gaverify.paths: must be a list of texts; write `paths = ["configs/"]`',
+        "paths = 3": '$.tool.gaverify.paths: must be a list of texts, got 3; write `paths = ["configs/"]`',
         'ignore = ["GAV999"]': "$.tool.gaverify.ignore: no rule's code begins with `GAV999`",
         "step = 3": "$.tool.gaverify.step: unknown key; did you mean `steps`?",
     }.items():

@@ -58,11 +58,12 @@ def test_the_options_of_an_audit_hold_every_key_and_their_comments_are_right(
     assert main(["init", "--kind", "audit"]) == 0
     assert "Next: gaverify audit audit.toml" in capsys.readouterr().out
     text = Path("audit.toml").read_text(encoding="utf-8")
-    written = read_options(Path("audit.toml")).words
-    assert (written["script"], written["full"]) == ("train.py", "--batch-size 16 --accum 1")
+    written = read_options(Path("audit.toml")).request
+    assert (written.script, written.full) == ("train.py", ("--batch-size", "16", "--accum", "1"))
     Path("all.toml").write_text(re.sub(r"^# (?=[a-zA-Z_-]+ = |\[)", "", text, flags=re.MULTILINE))
     options = read_options(Path("all.toml"))
-    assert [name for name, value in options.words.items() if not value] == ["module"]
+    given = vars(options.request).items()
+    assert [name for name, value in given if value in (None, (), {}, "")] == ["module"]
     assert options.accept and options.expect == "divergent"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import samples
 
+from gaverify.audit.request import Request
 from gaverify.cli import main
 from gaverify.cli.auditing import options_files, read_options
 from gaverify.errors import SpecError
@@ -102,10 +102,10 @@ for i, x in enumerate(torch.randn(32, 4).split(args.batch_size)):
 PAIR = 'full = "--batch-size 8 --accum 1"\naccumulated = ["--batch-size", 2, "--accum", 4]\nupdates = 1\n'
 
 
-def read(folder: Path, text: str) -> dict[str, Any]:
+def read(folder: Path, text: str) -> Request:
     file = folder / "a.toml"
     file.write_text(text)
-    return read_options(file).words
+    return read_options(file).request
 
 
 def test_keys_are_the_commands_options(tmp_path: Path) -> None:
@@ -115,12 +115,13 @@ def test_keys_are_the_commands_options(tmp_path: Path) -> None:
         f'script = "train.py"\narguments = "--a \'b c\'"\nin-place = true\nseed = 3\n{PAIR}'
         "[set]\nBATCH = 8\nFLAG = true\n",
     )
-    assert given["script"] == str(tmp_path / "train.py")
-    assert given["full"] == "--batch-size 8 --accum 1" and given["accumulated"] == "--batch-size 2 --accum 4"
-    assert (given["arguments"], given["in_place"], given["seed"]) == (("--a", "b c"), True, "3")
-    assert given["both_set"] == ("BATCH=8", "FLAG=true")
-    assert given["events_only"] is False and given["full_env"] == () and given["steps"] is None
-    assert read(tmp_path, 'module = "a.b"\n')["module"] == "a.b"
+    assert given.script == str(tmp_path / "train.py")
+    assert given.full == ("--batch-size", "8", "--accum", "1")
+    assert given.accumulated == ("--batch-size", "2", "--accum", "4")
+    assert (given.arguments, given.in_place, given.seed) == (("--a", "b c"), True, 3)
+    assert given.both_set == {"BATCH": "8", "FLAG": "true"}
+    assert given.events_only is False and given.full_env == {} and given.steps is None
+    assert read(tmp_path, 'module = "a.b"\n').module == "a.b"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +132,17 @@ def test_keys_are_the_commands_options(tmp_path: Path) -> None:
         ('script = "a"\noutput = "x"', "$.output: unknown key"),
         ('script = "a"\nset = "x=1"', "$.set: must be a table of names and values"),
         ('script = "a"\nin-place = "yes"', "$.in-place: must be true or false"),
-        ('script = "a"\nfull = { a = 1 }', "$.full: must be text, a number or a list of them"),
-        ('script = "a"\narguments = "\'"', "cannot be split into arguments"),
+        ('script = "a"\nfull = { a = 1 }', "$.full: must be arguments as in a shell, each quote closed, got"),
+        ('script = "a"\narguments = "\'"', "$.arguments: must be arguments as in a shell, each quote closed"),
+        ('script = "a"\nlauncher = ""', '$.launcher: must be a command as in a shell, got ""'),
+        (
+            'script = "a"\nupdates = "2"',
+            '$.updates: must be a whole number of at least 0, got "2"; write `updates = 2`',
+        ),
+        ('script = "a"\nset = { A = [1] }', "$.set.A: must be text, a number or true/false, got [1]"),
+        ('script = "a"\nfull_env = {}\nfull-env = {}', "$.full-env: is given twice, also as `full_env`"),
         ('script = "a"\nexpect = "red"', '$.expect: must be "equivalent", "divergent" or "inconclusive", got "red"'),
-        ('script = "a"\naccept = [{ code = "GAV101" }]', "`reason` is missing"),
+        ('script = "a"\naccept = [{ code = "GAV101" }]', "$.accept[0].reason: is missing"),
         ("script = ", "not TOML"),
         ('model = "mlp"\nsteps = 4', "is a spec, not the options of an audit; run it with `gaverify run`"),
     ],

@@ -19,13 +19,15 @@ import samples
 import gaverify
 from gaverify.__main__ import start
 from gaverify.cli import main
-from gaverify.cli.options import overrides_from
 from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.answers import Environment
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
-from gaverify.spec import Spec
-from gaverify.spec.values import Accept, Project, read_value
+from gaverify.spec import OPTIONS, Spec
+from gaverify.spec.entries import Accept
+from gaverify.spec.options import read_words
+from gaverify.spec.project import Project
+from gaverify.spec.values import read_value
 
 
 def verdict(outcome: Outcome, model: str = "m") -> Verdict:
@@ -78,7 +80,7 @@ def test_options_become_a_spec(fake: Fake) -> None:
 
 
 def test_options_left_out_override_nothing(fake: Fake, tmp_path: Path) -> None:
-    assert overrides_from({"steps": None, "trace": None, "model_args": ()}) == {"model_args": {}}
+    assert read_words(OPTIONS, {"steps": None, "trace": None, "model_args": (), "exact": False}) == {"exact": False}
     (tmp_path / "a.toml").write_text('model = "equivalent"\ntrace = true\nsteps = 7\ndiagnose = false')
     assert main(["run", str(tmp_path)]) == 0
     assert (fake.specs[0].trace, fake.specs[0].steps, fake.specs[0].diagnose) == (True, 7, False)

@@ -214,7 +214,7 @@ def test_nothing_is_said_where_nothing_is_rounded() -> None:
 
 # Where a name is part of torch's own switches, of a released document, or of the list of kinds.
 NAMED = {
-    "spec/fields.py": "the word that is meant by `--device gpu`",
+    "spec/options.py": "the word that is meant by `--device gpu`",
     "passes/isolation/globals.py": "torch's precision and attention switches, which carry the name",
     "records/profile.py": "a released word of the document",
     "report/pages.py": "a released word of the document",

@@ -154,11 +154,11 @@ def test_the_outcome_is_the_verdict_s_own(model: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--steps", "0,2"], "--steps: must be whole numbers of at least 1, got `0,2`; write `--steps 1,2,4,8`"),
+        (["--steps", "0,2"], "--steps: must be whole numbers of at least 1, got [0, 2]; write `--steps 1,2,4,8`"),
         (["--steps", "2;4"], "--steps: must be whole numbers"),
-        (["--strategy", "both"], "--strategy: unknown strategy `both`; known are `full-batch`"),
-        (["--optimizer", "lion"], "--optimizer: unknown optimizer `lion`; write `sgd`, `adam` or `adamw`"),
-        (["--repeats", "2,3"], "--repeats: takes one number, got 2"),
+        (["--strategy", "both"], '--strategy: must be "full-batch", "summed-loss" or "accumulate", got ["both"]'),
+        (["--optimizer", "lion"], '--optimizer: must be "sgd", "adam" or "adamw", got "lion"'),
+        (["--repeats", "2,3"], '--repeats: must be a whole number of at least 1, got "2,3"'),
         (["--weighting", "0.5,0.5"], "--weighting: numbers fit one K only"),
         (["--output", "plot.png"], "`plot.png` has no ending that says which report to write; known are .txt, .json"),
         (["--output", "nowhere/plot.svg"], "there is no folder"),
