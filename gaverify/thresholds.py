@@ -149,5 +149,3 @@ BITS_WORTH_A_NOTE = 0.5
 """Bits that an accumulated gradient loses against the full batch's before a note says so: half the first bit."""
 NEGLIGIBLE = 0.1
 """Times the gradient's sampling noise below which a difference is negligible: in quadrature it adds 0.5 % to it."""
-USABLE = 0.1
-"""Share of the measured range that a line may leave unexplained and still be ground for a prediction."""

@@ -91,7 +91,7 @@ def profile(
     \b
       gaverify profile mnist-mlp --steps 1,2,4,8
       gaverify profile --model path/to/file.py:factory --device cuda
-      gaverify profile --model mlp --output plot.svg
+      gaverify profile --model mlp --output profile.html
     """
     if spec_file is not None and not words["model"] and names_a_model(spec_file):
         words["model"], spec_file = str(spec_file), None

@@ -1,8 +1,6 @@
-"""Frozen records of a profile, and the straight lines through its rows. No tensors, no torch.
+"""Frozen records of a profile. No tensors, no torch.
 
-Legend: B samples in the full batch, K micro-batches, n samples in the largest of them; a line a + b·n through the rows
-of accumulation. What autograd keeps grows with the samples that are in flight, so memory is a constant (weights,
-gradients, workspace) plus a share per sample.
+Legend: B samples in the full batch, K micro-batches, n samples in the largest of them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gaverify.records.comparison import Outcome, together
-from gaverify.thresholds import USABLE
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
 Status = Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run"]
@@ -216,74 +213,3 @@ def plans(strategies: Sequence[Strategy], steps: Sequence[int]) -> tuple[Plan, .
             # With one micro-batch all strategies are the same update, which the row of the full batch has measured.
             rows += [Plan(strategy, k) for k in sorted(set(steps)) if k > 1 or "full-batch" not in strategies]
     return tuple(rows)
-
-
-# Resident memory that must lie between the smallest and the largest peak: equal rows differ by up to 0.9 MB (measured,
-# three runs each of two networks with K = 1 to 16). A GPU's allocator counts to the block.
-_RESOLUTION = {"resident": 2_000_000, "cuda-allocated": 0}
-
-
-@dataclass(frozen=True)
-class Line:
-    """The least-squares line a + b·n through points (n, bytes)."""
-
-    intercept: float
-    """a, in bytes."""
-    slope: float
-    """b, in bytes per sample."""
-    residual: float | None
-    """Largest distance of a point from the line, in bytes; None for a line through two points."""
-    points: tuple[tuple[int, int], ...]
-    """Points (n, bytes) that it was fitted to."""
-    resolution: int = 0
-    """Bytes by which equal rows may differ."""
-
-    @property
-    def relative_residual(self) -> float | None:
-        """`residual` over the largest measured value."""
-        largest = max(value for _, value in self.points)
-        return None if self.residual is None or largest <= 0 else self.residual / largest
-
-    @property
-    def usable(self) -> bool:
-        """Whether memory grows with n, and the line explains how."""
-        values = [value for _, value in self.points]
-        spread = max(values) - min(values)
-        return self.slope > 0 and spread > self.resolution and (self.residual or 0.0) <= USABLE * spread
-
-
-def fit(points: Sequence[tuple[int, int]], resolution: int = 0) -> Line | None:
-    """Returns the least-squares line, or None where the points hold fewer than two different n."""
-    if len({n for n, _ in points}) < 2:
-        return None
-    xs, ys = [float(n) for n, _ in points], [float(value) for _, value in points]
-    slope, intercept = statistics.linear_regression(xs, ys)
-    residual = max(abs(y - intercept - slope * x) for x, y in zip(xs, ys, strict=True))
-    # A line always passes through two points, whether memory is linear or not.
-    return Line(intercept, slope, residual if len(points) > 2 else None, tuple(points), resolution)
-
-
-def _fitted_rows(rows: Sequence[Row]) -> list[Row]:
-    """Accumulation, and the full batch as its K = 1; the summed loss holds the full batch whatever K is."""
-    return [row for row in rows if row.strategy in ("accumulate", "full-batch")]
-
-
-def activation_line(rows: Sequence[Row]) -> Line | None:
-    """Returns the line through the saved activation bytes."""
-    return fit(
-        [
-            (row.micro_batch, row.activation_bytes)
-            for row in _fitted_rows(rows)
-            if row.micro_batch is not None and row.activation_bytes is not None
-        ]
-    )
-
-
-def peak_line(rows: Sequence[Row]) -> Line | None:
-    """Returns the line through the peaks of device memory; the full batch is in it only where it is needed."""
-    measured_rows = [row for row in _fitted_rows(rows) if row.micro_batch is not None and row.memory is not None]
-    # Later micro-batches find gradients in memory and the full batch none, so that it would tilt the line.
-    accumulated = [row for row in measured_rows if len(row.micro_batches) > 1]
-    chosen = accumulated if len({row.micro_batch for row in accumulated}) > 1 else measured_rows
-    resolution = max((_RESOLUTION[row.memory.kind] for row in chosen if row.memory), default=0)
-    return fit([(row.micro_batch, row.memory.peak) for row in chosen if row.micro_batch and row.memory], resolution)

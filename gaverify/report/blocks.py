@@ -93,7 +93,7 @@ class Bar:
 
     name: str
     kind: str
-    """The class that gives the colour: an outcome, or "used" and "right" for weights."""
+    """The class that gives the colour: an outcome, or "used" and "right" where there is none."""
     percent: float
     size: str
     is_cause: bool = False
@@ -126,23 +126,6 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class TextBars:
-    """Bars made of characters, on a linear axis from zero; formats with pictures have a `Plot` of the same rows."""
-
-    title: str
-    bars: Sequence[tuple[Sequence[str], float, Sequence[str]]]
-    """Of each bar: the cells in front of it, its length in any unit, and the cells behind it."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Memory and time of a profile against K, as a picture."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
 class Timeline:
     """The calls of a script in their order."""
 
@@ -150,7 +133,7 @@ class Timeline:
     """(updates and rank, their calls)."""
 
 
-Block = Facts | Table | Parameters | Chart | TextBars | Plot | Timeline
+Block = Facts | Table | Parameters | Chart | Timeline
 
 
 @dataclass(frozen=True)
@@ -204,6 +187,8 @@ class Page:
     """Versions, platform and git commit; empty: nothing ran."""
     started: str = ""
     """UTC time when the answer was made; empty: not known."""
+    profile_rows: tuple[Row, ...] = ()
+    """The rows of a profile."""
 
     @property
     def blocks(self) -> Iterator[Block]:
@@ -214,8 +199,3 @@ class Page:
     def comparisons(self) -> list[Parameters]:
         """The compared parameters: one table of a verdict, one per update of an audit, none of a profile."""
         return [block for block in self.blocks if isinstance(block, Parameters)]
-
-    @property
-    def profile_rows(self) -> tuple[Row, ...]:
-        """The rows of a profile; empty for every other answer."""
-        return next((block.rows for block in self.blocks if isinstance(block, Plot)), ())

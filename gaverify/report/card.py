@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from gaverify.report.blocks import Chart, Page, Plot
-from gaverify.report.charts import parameters_chart, plot_svg
+from gaverify.report.blocks import Chart, Page
+from gaverify.report.charts import parameters_chart
 from gaverify.report.layout import clean
 from gaverify.report.pages import Report, page_of
 
@@ -21,15 +21,10 @@ _MOST_FINDINGS = 4
 
 
 def svg(report: Report) -> str:
-    """Returns the picture: a profile's plots, or a card for each answer and error, one below the other."""
-    pages = [page_of(answer) for answer in report.answers]
-    plots = [block for page in pages for block in page.blocks if isinstance(block, Plot)]
-    # a profile alone is its plot, which says more than a card
-    if plots and len(pages) == 1 and not report.errors:
-        return plot_svg(plots[0])
+    """Returns the picture: a card for each answer and error, one below the other."""
     card = _Card()
-    for page in pages:
-        card.add_page(page)
+    for answer in report.answers:
+        card.add_page(page_of(answer))
     for source, message in report.errors:
         card.add_heading("divergent", "ERROR", source)
         card.add_text(message)
@@ -63,7 +58,11 @@ class _Card:
         if left_out > 0:
             self.add_text(f"{left_out} more in the text report", "soft")
         for table in page.comparisons[:1]:
-            self._add_chart(parameters_chart(table.rows))
+            caption = "Relative difference of each parameter (logarithmic; | is the allowed difference)"
+            self._add_chart(parameters_chart(table.rows), caption)
+        if page.profile_rows:
+            for chart in (block for block in page.blocks if isinstance(block, Chart)):
+                self._add_chart(chart, chart.caption)
         for label, text in page.facts.rows:
             self.add_text(f"{label:<12}{text}", "soft", hanging=12)
         self.y += 16
@@ -88,11 +87,11 @@ class _Card:
             f'<text class="{kind}" x="{x:.0f}" y="{self.y + 17:.0f}" xml:space="preserve">{escaped_text}</text>'
         )
 
-    def _add_chart(self, chart: Chart) -> None:
-        """Adds the bars of the parameters with their axis."""
+    def _add_chart(self, chart: Chart, caption: str) -> None:
+        """Adds the bars of a chart with their axis."""
         if not chart:
             return
-        self.add_text("Relative difference of each parameter (logarithmic; | is the allowed difference)", "soft")
+        self.add_text(caption, "soft")
         for bar in chart.bars[:_MOST_BARS]:
             # the end of a path tells more than its beginning
             name = bar.name if len(bar.name) <= 36 else "…" + bar.name[-35:]
@@ -111,7 +110,7 @@ class _Card:
         self.y += _BAR
         left_out = chart.bars_left_out + max(0, len(chart.bars) - _MOST_BARS)
         if left_out:
-            self.add_text(f"{left_out:,} more parameters in the text report", "soft")
+            self.add_text(f"{left_out:,} more in the text report", "soft")
         self.y += 6
 
     def text(self) -> str:

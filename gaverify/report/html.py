@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
-from gaverify.report.blocks import Block, Chart, FindingBlock, Page, Parameters, Section, Table, TextBars
-from gaverify.report.charts import chart_by_parameters, parameters_chart, plot_svg
+from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, Table
+from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.layout import clean, footnotes, measures, number, sort_rows, worst
@@ -76,11 +76,6 @@ def _block_name(block: Block) -> str:
     return type(block).__name__
 
 
-def _visible_sections(page: Page) -> list[Section]:
-    """Sections without those that only hold bars made of characters, of which the plot is the better picture."""
-    return [section for section in page.sections if not all(isinstance(b, TextBars) for b in section.blocks)]
-
-
 def _source_lines(block: FindingBlock) -> list[tuple[int, str, bool]]:
     """The lines around a finding, as (number, text, whether it is the finding's own)."""
     place = block.finding.location
@@ -137,7 +132,7 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    views = (_visible_sections, _source_lines, _parameter_rows, _parameter_charts, _rows_with_notes, plot_svg)
+    views = (_source_lines, _parameter_rows, _parameter_charts, _rows_with_notes)
     for function in (_mark_code, _block_name, *views):
         environment.filters[function.__name__.lstrip("_")] = function
     environment.globals["footnotes"] = footnotes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.records.numbers import bytes_text, count_text, seconds_text
-from gaverify.records.profile import LABELS, Line, Memory, Profile, Row, Seconds, activation_line, peak_line
+from gaverify.records.profile import LABELS, Profile, Row
 from gaverify.records.verdict import Verdict
 from gaverify.report.audit_page import audit_page
-from gaverify.report.blocks import Facts, FindingBlock, Headline, Page, Plot, Section, Table, TextBars
-from gaverify.report.layout import join_title, made_by, number, percent
+from gaverify.report.blocks import Bar, Chart, Facts, FindingBlock, Headline, Page, Section, Table
+from gaverify.report.layout import join_title, made_by, number
 from gaverify.report.verdict_page import verdict_page
 from gaverify.tracebacks import repository_of
 
-# A profile as a page: what was run, the rows, bars, lines through the rows.
+# A profile as a page: what was run, the rows, and a bar for the memory of each.
 
 
 def profile_page(profile: Profile) -> Page:
@@ -40,28 +40,22 @@ def profile_page(profile: Profile) -> Page:
         ),
         (),
         Facts(tuple(_facts(profile))),
-        tuple(_sections(profile)),
+        (Section("Memory and time against K", (_chart(profile.rows), _table(profile.rows))),),
         profile.source,
         model,
         profile.command,
         made_by=made_by(setting) if setting else "",
+        profile_rows=profile.rows,
     )
 
 
-def _sections(profile: Profile) -> Iterator[Section]:
-    rows, setting = profile.rows, profile.setting
-    title = "no row ran"
-    if setting is not None:
-        title = f"{setting.model} · B = {setting.batch_size} · {setting.device}, {setting.dtype}"
-    plot = Plot(title, rows)
-    yield Section("Memory and time against K", (plot, _table(rows)))
-    for bars in _bars(rows):
-        yield Section("", (bars,))
-    fits = (("activations", activation_line(rows)), ("peak", peak_line(rows)))
-    # one K gives no line
-    lines = tuple((label, _line_text(fit)) for label, fit in fits if fit is not None and len(set(profile.steps)) > 1)
-    if lines:
-        yield Section("Memory against the samples of a micro-batch", (Facts(lines, 15),))
+def _chart(rows: Sequence[Row]) -> Chart:
+    """What autograd keeps in each row that got so far, on a linear axis from zero."""
+    sizes = [(row, size) for row in rows if (size := row.activation_bytes) is not None]
+    largest = max((size for _, size in sizes), default=0) or 1
+    bars = [Bar(" ".join(_cells(row)[:2]), "right", round(100 * n / largest, 1), bytes_text(n)) for row, n in sizes]
+    caption = "Saved activations: what autograd keeps for the backward pass, parameters left out"
+    return Chart(caption, bars, [(0.0, "0"), (100.0, bytes_text(largest))], caption=caption)
 
 
 def _facts(profile: Profile) -> list[tuple[str, str]]:
@@ -115,48 +109,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         outcome,
         "" if difference is None else number(difference),
     )
-
-
-def _bars(rows: Sequence[Row]) -> Iterator[TextBars]:
-    """Saved activations, peaks and times, each of the rows that got so far."""
-    saved = [(_cells(row)[:2], size, [bytes_text(size)]) for row in rows if (size := row.activation_bytes) is not None]
-    if saved:
-        yield TextBars("saved activations: what autograd keeps for the backward, parameters left out", saved)
-    peaks = [(row, row.memory) for row in rows if row.memory is not None]
-    if peaks:
-        sizes = [(_cells(row)[:2], peak.increment, [f"+{bytes_text(peak.increment)}"]) for row, peak in peaks]
-        yield TextBars(_peak_title([peak for _, peak in peaks]), sizes)
-    times = [(row, row.seconds) for row in rows if row.seconds is not None]
-    if times:
-        repeats = max(seconds.repeats for _, seconds in times)
-        title = f"time per update: median of {repeats} after warm-up (quartiles), samples per second"
-        yield TextBars(title, [(_cells(row)[:2], seconds.median, _time_cells(row, seconds)) for row, seconds in times])
-
-
-def _peak_title(memories: Sequence[Memory]) -> str:
-    low, high = min(memory.baseline for memory in memories), max(memory.baseline for memory in memories)
-    base = bytes_text(low) if bytes_text(low) == bytes_text(high) else f"{bytes_text(low)} to {bytes_text(high)}"
-    kind = "allocated on the GPU" if memories[0].kind == "cuda-allocated" else "resident memory of the process"
-    return f"peak memory above the {base} that model, batch and libraries take ({kind})"
-
-
-def _time_cells(row: Row, seconds: Seconds) -> Sequence[str]:
-    rate = row.samples_per_second
-    spread = f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
-    return seconds_text(seconds.median), f"({spread})", f"{rate:,.0f}/s" if rate else ""
-
-
-def _line_text(fit: Line) -> str:
-    """A line through rows in words, with how far the rows lie from it."""
-    sign = "+" if fit.slope >= 0 else "−"
-    text = f"{bytes_text(fit.intercept)} {sign} {bytes_text(abs(fit.slope))} × n"
-    if fit.residual is None:
-        text += "; a line through two rows has no residual"
-    else:
-        # below half a byte it is the rounding of the fit itself
-        share = percent(fit.relative_residual or 0.0 if fit.residual >= 0.5 else 0.0)
-        text += f"; straight line through {len(fit.points)} rows, residual at most {bytes_text(fit.residual)} ({share})"
-    return text if fit.usable else f"{text}: memory does not grow along it"
 
 
 def _sentence(profile: Profile) -> str:

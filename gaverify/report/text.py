@@ -13,7 +13,7 @@ from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text, seconds_text
 from gaverify.records.verdict import Verdict
-from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table, TextBars
+from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table
 from gaverify.report.layout import (
     Layout,
     Line,
@@ -105,8 +105,6 @@ def _section(section: Section, layout: Layout, show_all: bool) -> list[Line]:
             lines += _facts(block, layout)
         elif isinstance(block, Table):
             lines += _table(block, layout)
-        elif isinstance(block, TextBars):
-            lines += _bars(block, layout)
     return lines
 
 
@@ -228,25 +226,6 @@ def _table(table: Table, layout: Layout) -> list[Line]:
         for text in (text for below, text in table.notes if below == at):
             lines += layout.wrap(text, indent=indent, style="dim")
     return lines
-
-
-def _bars(bars: TextBars, layout: Layout) -> list[Line]:
-    names = _columns([name for name, _, _ in bars.bars], (1,), layout)
-    # a time and its spread are columns of their own
-    sizes = _columns([size for _, _, size in bars.bars], (0, 1), layout)
-    room = max(layout.width - cells(names[0]) - max(map(cells, sizes)) - 6, 8)  # two spaces around and between them
-    largest = max(length for _, length, _ in bars.bars)
-    lines = layout.wrap(bars.title, indent=2, style="bold")
-    for name, (_, length, _), size in zip(names, bars.bars, sizes, strict=True):
-        full = round(room * length / largest) if largest > 0 else 0
-        # what is small against the largest is still more than nothing
-        bar = ("#" if layout.ascii_only else "█") * max(full, 1 if length > 0 else 0)
-        lines.append([(f"  {name}  ", ""), (pad(bar, room), "cyan"), (f"  {size}", "")])
-    return lines
-
-
-def _columns(rows: Sequence[Sequence[str]], right: tuple[int, ...], layout: Layout) -> list[str]:
-    return ["  ".join(row) for row in columns([[layout.text(cell) for cell in row] for row in rows], right)]
 
 
 def page_line(page: Page) -> str:

@@ -70,14 +70,14 @@ def _parse_file(path: Path) -> dict[str, Any]:
 
 
 def _as_today(item: dict[str, Any]) -> dict[str, Any]:
-    """An object of a document, without what only older ones say: spilling, a profile's ranks and predictions."""
+    """An object of a document, without what only older ones say: spilling, a profile's ranks, lines and predictions."""
     for key in ("spill", "moved"):
         item.pop(key, None)
     if "repeats" in item:
         for key in ("ranks", "engine", "batch_bytes"):
             item.pop(key, None)
     if item.get("kind") == "profile":
-        for key in ("memory_limit", "wanted_batch", "prediction", "no_prediction"):
+        for key in ("memory_limit", "wanted_batch", "prediction", "no_prediction", "lines"):
             item.pop(key, None)
     if item.keys() == {"torch", "gaverify", "python", "platform"}:
         item |= {"started": "", "commit": ""}  # else the record would say that it was made now

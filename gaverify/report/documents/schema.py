@@ -30,7 +30,6 @@ from gaverify.records.experiment import ModuleDifference, WeightFit
 from gaverify.records.findings import Acceptance, Conclusion, Evidence, Finding, Location, Severity
 from gaverify.records.numbers import Number
 from gaverify.records.profile import (
-    Line,
     Memory,
     MemoryKind,
     Profile,
@@ -39,8 +38,6 @@ from gaverify.records.profile import (
     Setting,
     Status,
     Strategy,
-    activation_line,
-    peak_line,
 )
 from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
 from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
@@ -354,28 +351,6 @@ class RowItem(Shape, record=Row):
     method: str | None
 
 
-class LineItem(Shape, record=Line):
-    """A least-squares line through (samples of the largest micro-batch, bytes)."""
-
-    intercept: float
-    slope: float
-    residual: float | None
-    points: tuple[tuple[int, int], ...]
-    usable: bool
-
-
-class LinesItem(Shape):
-    """The lines through accumulation and the full batch; null where fewer than two sizes were measured."""
-
-    activations: LineItem | None
-    peak: LineItem | None
-
-    @staticmethod
-    def of(profile: Profile) -> dict[str, Any]:
-        """Returns the object: a line is made of all rows."""
-        return {"activations": activation_line(profile.rows), "peak": peak_line(profile.rows)}
-
-
 class ProfileDocument(Shape, record=Profile):
     """One profile."""
 
@@ -391,7 +366,6 @@ class ProfileDocument(Shape, record=Profile):
     spec: dict[str, Any]
     steps: tuple[int, ...]
     rows: tuple[RowItem, ...]
-    lines: Annotated[LinesItem, Of(LinesItem.of)]
 
 
 # The shape of an audit's JSON document.

@@ -227,8 +227,14 @@ def test_an_older_profile_is_read_without_its_ranks_and_predictions(tmp_path: Pa
     today = json.loads(answer_text(profiles.profile()))
     rows = [row | {"moved": None} for row in today["rows"]]
     setting = today["setting"] | {"ranks": 2, "engine": "ddp", "batch_bytes": 3200}
-    predictions = {"memory_limit": None, "wanted_batch": 32, "prediction": None, "no_prediction": "no limit"}
-    older = today | predictions | {"setting": setting, "rows": rows}
+    predictions = {
+        "memory_limit": None,
+        "wanted_batch": 32,
+        "prediction": None,
+        "no_prediction": "no limit",
+        "lines": {"activations": None, "peak": None},
+    }
+    older = today | predictions | {"lines": {"activations": None, "peak": None}} | {"setting": setting, "rows": rows}
     (tmp_path / "older.json").write_text(json.dumps(older))
     assert read_report(tmp_path / "older.json").answers == (answer_of(today),)
 

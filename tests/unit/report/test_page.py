@@ -223,7 +223,7 @@ def test_the_forward_shows_where_values_part() -> None:
     assert page(samples.divergent(modules=many)).count('class="track"') <= 800
 
 
-def test_a_profile_has_its_plots_and_its_rows() -> None:
+def test_a_profile_has_its_chart_and_its_rows() -> None:
     made = page(profiles.profile())
     assert "Saved activations" in made and "accumulate" in Reader(made).text
 

@@ -220,7 +220,7 @@ def test_the_picture_is_a_card_with_a_chart() -> None:
     )
     root = ElementTree.fromstring(made)
     words = " ".join(root.itertext())
-    for shown in ("DIVERGENT", "GAV101", "0.weight", "more parameters in the text report", "a<b>.toml"):
+    for shown in ("DIVERGENT", "GAV101", "0.weight", "more in the text report", "a<b>.toml"):
         assert shown in words
     assert "worst element" not in words and len(made) < 40_000
 
@@ -249,7 +249,6 @@ def test_formats_show_the_same_blocks(form: str) -> None:
     assert "4 : 1 : 2" in audit and "0 backward passes, same samples" in audit
     assert "step" in render([samples.traced()], form) and "lr 0.01: weight 1.0" in render([samples.traced()], form)
     profile = render([profiles.failing()], form)
-    assert "a line through two rows has no residual" in " ".join(profile.split())
     assert "interrupted: the rows that were not run are missing" in profile
 
 
