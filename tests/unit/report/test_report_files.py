@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.resources
 import io
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +100,71 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 def test_links_that_lead_to_each_other_are_a_problem_and_no_fault(tmp_path: Path) -> None:
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
-    with pytest.raises(SpecError, match="could not be written"):
+    with pytest.raises(SpecError, match=r"`.*loop.json` cannot be written: Too many levels of symbolic links"):
         check_writable([tmp_path / "loop.json"])
+    with pytest.raises(SpecError, match="could not be written"):
         write_all(Report((samples.equivalent(),)), [tmp_path / "gone" / "loop.json"])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "second name"])
+def test_what_a_new_file_would_take_the_place_of_is_written_into(tmp_path: Path, kind: str) -> None:
+    place, link = tmp_path / "place", tmp_path / "link.txt"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "device":
+        controller, terminal = os.openpty()
+        place = Path(os.ttyname(terminal))
+    else:
+        (tmp_path / "other").write_text("old, and longer than any report is" * 1000)
+        os.link(tmp_path / "other", place)
+    link.symlink_to(place)
+    before = os.lstat(place)
+    reader = controller if kind == "device" else os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable([link])
+    write_all(Report((samples.equivalent(),)), [link])
+    assert "EQUIVALENT" in os.read(reader, 1 << 16).decode()
+    assert (os.lstat(place).st_ino, os.lstat(place).st_mode) == (before.st_ino, before.st_mode)
+    assert "old" not in place.read_text() if kind == "second name" else link.is_symlink()
+    os.close(reader)
+
+
+def test_a_pipe_that_nobody_reads_and_a_socket_are_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(SpecError, match=r"pipe.json` could not be written: nobody reads this pipe"):
+        write_all(Report((samples.equivalent(),)), [tmp_path / "pipe.json"])
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.json"))
+        with pytest.raises(SpecError, match=r"socket.json` is a disk or a socket"):
+            check_writable([tmp_path / "socket.json"])
+
+
+def test_a_name_that_is_too_long_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"\.json` cannot be written: File name too long"):
+        check_writable([tmp_path / f"{'x' * 300}.json"])
+
+
+def test_words_that_are_no_text_are_written(tmp_path: Path) -> None:
+    answer = replace(samples.equivalent(), source="caf\udce9.toml")
+    write_all(Report((answer,)), [tmp_path / f"report{form.ending}" for form in FORMATS if form.ending])
+    assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "equivalent"
+
+
+@pytest.mark.parametrize("may_give_away", [True, False])
+def test_the_owner_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_give_away: bool) -> None:
+    path, given = tmp_path / "report.txt", []
+
+    def give(name: str, user: int, group: int) -> None:
+        if not may_give_away:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        given.append((user, group))
+
+    path.write_text("old")
+    before = path.stat()
+    monkeypatch.setattr("os.chown", give)
+    write_all(Report((samples.equivalent(),)), [path])
+    assert "EQUIVALENT" in path.read_text() and os.listdir(tmp_path) == ["report.txt"]
+    assert given == ([(before.st_uid, before.st_gid)] if may_give_away else [])
+    assert may_give_away or path.stat().st_ino == before.st_ino
 
 
 def test_a_report_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
