@@ -79,8 +79,7 @@ def verify(
     atol: float | None = None,
     ignore_index: int = -100,
     trace: bool = False,
-    optimizer: str = "sgd",
-    lr: float | None = None,
+    lr: float = 0.01,
     diagnose: bool = True,
     time_limit: float | None = None,
     exact: bool = False,
@@ -113,9 +112,8 @@ def verify(
         rtol: With `atol`: judge by `torch.testing.assert_close`'s criterion instead of the arithmetic's own rounding.
         atol: With `rtol`.
         ignore_index: The target value that "tokens" does not count where the loss does not tell.
-        trace: Record the state after every micro-batch, and one optimizer step.
-        optimizer: "sgd", "adam" or "adamw", for `trace`.
-        lr: Learning rate for `trace`; None: 0.01 for SGD, 0.001 otherwise.
+        trace: Record the state after every micro-batch, and one step of SGD.
+        lr: Learning rate for `trace`, of SGD.
         diagnose: Look for the cause of a divergence.
         time_limit: Seconds after which the search for the cause stops; the verdict comes in any case.
         exact: Ask float64 for every parameter, also where the working precision could tell.
@@ -297,7 +295,7 @@ def _make_verdict(
         row._replace(shape=tuple(parameters[row.name].shape)) if row.why is NotCompared.UNUSED else row
         for row in decision.rows
     )
-    steps_shown = trace_passes(measurement, settings.optimizer, settings.lr) if settings.trace else None
+    steps_shown = trace_passes(measurement, settings.lr) if settings.trace else None
     return Verdict(
         outcome=outcome,
         parameters=rows,

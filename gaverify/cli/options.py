@@ -82,7 +82,7 @@ HELP_GROUPS: Mapping[str, Sequence[str]] = {
         *("expression", "exclude"),
     ),
     "How to verify": (
-        *("steps", "weighting", "device", "dtype", "autocast", "seed", "mode", "strategy", "optimizer", "lr"),
+        *("steps", "weighting", "device", "dtype", "autocast", "seed", "mode", "strategy", "lr"),
         *("rtol", "atol", "ignore_index", "diagnose", "time_limit", "exact", "reference", "timeout", "jobs"),
         *("stop_at_first", "maxfail"),
     ),

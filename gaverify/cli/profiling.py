@@ -13,16 +13,16 @@ from gaverify.cli.options import add_options, complete_specs, names_a_model
 from gaverify.cli.showing import output_options, show
 from gaverify.cli.streams import DelayedProgress, tell
 from gaverify.errors import INTERRUPTED, SpecError
-from gaverify.records.profile import STRATEGIES, Strategy, plans
+from gaverify.records.profile import OPTIMIZERS, STRATEGIES, Strategy, plans
 from gaverify.spec import OPTIONS, Spec, load_specs, parse_spec
 from gaverify.spec.options import option, options_of, pop_values, read_words
-from gaverify.spec.values import FLAG, several_of, sizes, whole
+from gaverify.spec.values import FLAG, one_of, several_of, sizes, whole
 
 if TYPE_CHECKING:
     from gaverify.profiling import Profile
 
 _OTHERWISE = (
-    *("steps", "strategy", "optimizer", "lr", "reference", "expect", "ranks", "engine", "timeout"),
+    *("steps", "strategy", "lr", "reference", "expect", "ranks", "engine", "timeout"),
     *(name for name, known in OPTIONS.items() if known.kind is FLAG),
 )
 """Options of a run that mean something else here, or nothing: what the full batch costs is what is measured."""
@@ -45,7 +45,7 @@ class Measurements:
     repeats: int = option(whole(1, "N"), "Timed updates, after warm-up.  [10]", 10)
     """Updates whose time is taken."""
     optimizer: str | None = option(
-        OPTIONS["optimizer"].kind, "Include a step of this optimizer in every update.  [no step]", None, "sgd"
+        one_of(*OPTIMIZERS), "Include a step of this optimizer in every update.  [no step]", None, "sgd"
     )
     """Optimizer whose step belongs to every update; None: no step."""
 

@@ -37,11 +37,9 @@ from gaverify.passes.modes import mode_set
 from gaverify.passes.precision import counts_memory, return_freed
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of
 from gaverify.preparation import dtype_of, place_experiment
-from gaverify.records.profile import Memory, Plan
+from gaverify.records.profile import OPTIMIZERS, Memory, Plan
 from gaverify.spec import Spec
 from gaverify.verification import verify
-
-OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 @dataclass

@@ -18,6 +18,8 @@ Status = Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run
 STRATEGIES: tuple[Strategy, ...] = ("full-batch", "summed-loss", "accumulate")
 LABELS = {"full-batch": "full batch", "summed-loss": "summed loss", "accumulate": "accumulate"}
 """How reports call the strategies."""
+OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+"""Optimizers whose step may belong to an update, and their classes in torch."""
 
 
 MemoryKind = Literal["cuda-allocated", "resident"]

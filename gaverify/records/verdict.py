@@ -112,10 +112,8 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """The optimizer step after the window; of a model of one element the value stands in place of each norm."""
+    """The step of SGD after the window; of a model of one element the value stands in place of each norm."""
 
-    optimizer: str
-    """Class name of the optimizer."""
     lr: Number
     """Learning rate."""
     before: Number

@@ -149,7 +149,7 @@ def _trace_step(trace: Trace) -> Facts:
     step = trace.step
     weights = "weight" if step.scalar else "‖weights‖"
     text = (
-        f"{step.optimizer}, lr {step.lr:g}: {weights} {value(step.before)} → full batch {value(step.after_full)}, "
+        f"SGD, lr {step.lr:g}: {weights} {value(step.before)} → full batch {value(step.after_full)}, "
         f"accumulated {value(step.after_accumulated)} (difference {number(step.weights_difference)})"
     )
     return Facts((("step", text),))

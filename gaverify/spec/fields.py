@@ -120,13 +120,11 @@ class Spec:
     )
     """K backward passes, or one over the summed losses."""
     trace: bool = option(
-        FLAG, "Show each micro-batch's gradient, and an optimizer step.", False, True, flags="--trace/--no-trace"
+        FLAG, "Show each micro-batch's gradient, and a step of SGD.", False, True, flags="--trace/--no-trace"
     )
-    """Whether to show every micro-batch and one optimizer step."""
-    optimizer: str = option(one_of("sgd", "adam", "adamw"), "Optimizer whose step --trace shows.  [sgd]", "sgd")
-    """Optimizer of the trace."""
-    lr: float | None = option(above_zero("a number", "LR"), "Learning rate of that optimizer.", None, 0.01)
-    """Learning rate of the trace; None: 0.01 for SGD, else 0.001."""
+    """Whether to show every micro-batch and one step of SGD."""
+    lr: float = option(above_zero("a number", "LR"), "Learning rate of that step.  [0.01]", 0.01)
+    """Learning rate of the trace."""
     rtol: float | None = option(
         tolerance("R"),
         "Fixed relative tolerance, as in torch.testing.assert_close; needs --atol.  [rounding is measured]",

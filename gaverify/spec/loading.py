@@ -23,7 +23,7 @@ _OTHER_COMMANDS = {
 """What people name in place of a spec, by its ending, and the command that takes it."""
 
 _ONLY_WITH = (
-    ("trace", ("optimizer", "lr"), "has an effect only with a trace; add `--trace`, or leave it out"),
+    ("trace", ("lr",), "has an effect only with a trace; add `--trace`, or leave it out"),
     ("ranks", ("engine",), "has an effect only on several ranks; add `--ranks 2`, or leave it out"),
 )
 """Options that nothing reads unless a field is set; who types one expects that it counts."""

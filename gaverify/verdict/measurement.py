@@ -319,20 +319,9 @@ def lowest_precision(experiment: Experiment) -> torch.dtype:
 # Shapes: P elements of all trainable parameters together; a one-element model is shown by value, others by norm.
 
 
-_OPTIMIZERS = {"sgd": ("SGD", 0.01), "adam": ("Adam", 0.001), "adamw": ("AdamW", 0.001)}
-
-
-def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> Trace:
-    """Returns the accumulated gradient after every backward pass, and the weights after one step of both strategies.
-
-    Raises:
-        ProblemError: `optimizer` is none of sgd, adam, adamw.
-    """
-    if optimizer not in _OPTIMIZERS:
-        raise ProblemError(f"unknown optimizer `{optimizer}`; write one of {', '.join(_OPTIMIZERS)}")
+def trace_passes(measurement: Measurement, lr: float) -> Trace:
+    """Returns the accumulated gradient after every backward pass, and the weights after a step of SGD with both."""
     experiment = measurement.experiment
-    kind, default_lr = _OPTIMIZERS[optimizer]
-    rate = default_lr if lr is None else lr
     before = [parameter.detach().clone() for parameter in experiment.parameters.values()]
     scalar = sum(value.numel() for value in before) == 1
     rows: list[TraceRow] = []
@@ -349,12 +338,11 @@ def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> 
     else:
         gradients = list(measurement.accumulated.gradients.values())
         rows.append(TraceRow(experiment.steps, _summary(gradients, scalar), 0.0, 1, 0, 1))
-    after_full = _step_once(experiment, measurement.full.gradients, kind, rate)
-    after_accumulated = _step_once(experiment, measurement.accumulated.gradients, kind, rate)
+    after_full = _step_once(experiment, measurement.full.gradients, lr)
+    after_accumulated = _step_once(experiment, measurement.accumulated.gradients, lr)
     differences = [a - b for a, b in zip(after_accumulated, after_full, strict=True)]
     step = TraceStep(
-        kind,
-        rate,
+        lr,
         _summary(before, scalar),
         _summary(after_full, scalar),
         _summary(after_accumulated, scalar),
@@ -364,13 +352,13 @@ def trace_passes(measurement: Measurement, optimizer: str, lr: float | None) -> 
     return Trace(tuple(rows), step)
 
 
-def _step_once(experiment: Experiment, gradients: Gradients, kind: str, lr: float) -> list[torch.Tensor]:
-    """Returns the weights after one step of a fresh optimizer; the model keeps its own."""
+def _step_once(experiment: Experiment, gradients: Gradients, lr: float) -> list[torch.Tensor]:
+    """Returns the weights after one step of SGD; the model keeps its own."""
     # A copy: the step must not move the user's weights.
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in experiment.parameters.items()}
     for name, weight in weights.items():
         weight.grad = gradients[name]
-    getattr(torch.optim, kind)(weights.values(), lr=lr).step()
+    torch.optim.SGD(weights.values(), lr=lr).step()
     return [weight.detach() for weight in weights.values()]
 
 

@@ -46,11 +46,9 @@ class Settings:
     ignore_index: int
     """Target value that the weighting `tokens` does not count, unless the loss has its value."""
     trace: bool
-    """Record the state after every micro-batch, and one optimizer step."""
-    optimizer: str
-    """Optimizer of the trace: `sgd`, `adam` or `adamw`."""
-    lr: float | None
-    """Learning rate of the trace; None: 0.01 for SGD, 0.001 otherwise."""
+    """Record the state after every micro-batch, and one step of SGD."""
+    lr: float
+    """Learning rate of the trace."""
     diagnose: bool
     """Look for the cause of a divergence."""
     time_limit: float | None

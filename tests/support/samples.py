@@ -151,7 +151,7 @@ def traced(**changes: Any) -> Verdict:
     """`toy-linear --steps 2 --trace`: −16, −20, 1.0, 1.2."""
     trace = Trace(
         (TraceRow(1, -16.0, 0.0, 1, 0, 1), TraceRow(2, -20.0, 0.0, 2, 0, 1)),
-        TraceStep("sgd", 0.01, 1.0, 1.2, 1.2, 0.0, True),
+        TraceStep(0.01, 1.0, 1.2, 1.2, 0.0, True),
     )
     weight = row(
         "weight",

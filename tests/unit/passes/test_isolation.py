@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"autocast": "bfloat16"},
     {"mode": "eval"},
     {"mode": None},
-    {"trace": True, "optimizer": "adam"},
+    {"trace": True},
     {"rtol": 1e-3, "atol": 1e-5},
     {"diagnose": False},
     {"seed": 7, "weighting": "none"},
