@@ -5,8 +5,8 @@ Each is what a finding's remedy names, and each needs nothing but torch and the 
 
 from __future__ import annotations
 
-from gaverify.remedies.batch_norm import FrozenBatchNorm, convert_batch_norm
+from gaverify.remedies.batch_norm import convert_batch_norm
 from gaverify.remedies.cached import CachedGradients
 from gaverify.remedies.shares import all_gather, token_weights, valid_targets
 
-__all__ = ["CachedGradients", "FrozenBatchNorm", "all_gather", "convert_batch_norm", "token_weights", "valid_targets"]
+__all__ = ["CachedGradients", "all_gather", "convert_batch_norm", "token_weights", "valid_targets"]

@@ -6,15 +6,13 @@ Shapes: B samples of C channels, with any number of dimensions behind.
 from __future__ import annotations
 
 import copy
-import warnings
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gaverify.errors import ProblemError
-from gaverify.torch_internals import buffers_of, has_forward_hooks, submodules_of
+from gaverify.torch_internals import has_forward_hooks, submodules_of
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -24,40 +22,8 @@ _LEAST_CHANNELS = 4  # per group where they fit: over one value alone a norm is 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class FrozenBatchNorm(nn.Module):
-    """BatchNorm with the stored statistics as constants, in training as in evaluation.
-
-        y = γ (x − running_mean) / sqrt(running_var + ε) + β
-
-    γ and β stay the same parameters, and the names in the `state_dict` are those of BatchNorm.
-
-    Shapes: (B, C, …) to the same.
-    """
-
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
-
-    def __init__(self, layer: _BatchNorm) -> None:
-        super().__init__()
-        self.num_features, self.eps = layer.num_features, layer.eps
-        self.weight, self.bias = layer.weight, layer.bias
-        # with `num_batches_tracked`, which nothing reads here, so that checkpoints of BatchNorm load
-        for name, buffer in buffers_of(layer).items():
-            self.register_buffer(name, buffer, persistent=name not in layer._non_persistent_buffers_set)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises each sample on its own."""
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-    def extra_repr(self) -> str:
-        """Channels and ε."""
-        return f"{self.num_features}, eps={self.eps}"
-
-
-def convert_batch_norm(
-    model: Module, to: Literal["group", "frozen"] = "group", *, groups: int | None = None, in_place: bool = False
-) -> Module:
-    """Returns the model with every BatchNorm1d, 2d, 3d and SyncBatchNorm replaced.
+def convert_batch_norm(model: Module, *, groups: int | None = None, in_place: bool = False) -> Module:
+    """Returns the model with a GroupNorm in the place of every BatchNorm1d, 2d, 3d and SyncBatchNorm.
 
     Scale and shift (γ, β) stay the same parameters, so that an optimizer and tied weights keep them; a layer that is
     used in several places is replaced by one layer. GroupNorm has no running statistics: those of the layer are
@@ -65,31 +31,26 @@ def convert_batch_norm(
 
     Args:
         model: The model, left as it is.
-        to: "group" for `nn.GroupNorm`, which normalises within a sample; "frozen" for the stored statistics as
-            constants, which keeps the function that the model computes in `eval` mode.
         groups: Groups of every GroupNorm; None chooses per layer (`group_norm_for`).
         in_place: Convert the model itself and return it (a BatchNorm that is the model itself cannot be).
 
     Raises:
         ProblemError: A layer cannot be converted; the message names every such layer and nothing was changed.
     """
-    if to not in ("group", "frozen"):
-        raise ProblemError(f'convert_batch_norm: unknown target {to!r}; write "group" or "frozen"')
     if in_place and isinstance(model, KINDS):
         raise ProblemError("convert_batch_norm: the model is a BatchNorm itself; convert a copy (in_place=False)")
     problems = [
         f"`{name or '(root)'}` ({type(layer).__name__}) {problem}"
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and (problem := _problem(layer, to, groups))
+        if isinstance(layer, _BatchNorm) and (problem := _problem(layer, groups))
     ]
     if problems:
         raise ProblemError("\n".join(f"convert_batch_norm: {problem}" for problem in problems))
     result = model if in_place else copy.deepcopy(model)
-    _warn_of_untrained(result, to)
     replacements: dict[int, nn.Module] = {}
     layers = [layer for layer in result.modules() if isinstance(layer, KINDS)]
     for layer in layers:
-        replacements[id(layer)] = group_norm_for(layer, groups) if to == "group" else FrozenBatchNorm(layer)
+        replacements[id(layer)] = group_norm_for(layer, groups)
         replacements[id(layer)].train(layer.training)
     # through the parents and not by name: `named_modules` shows a layer that is used twice under one name only
     for parent in list(result.modules()):
@@ -145,28 +106,12 @@ def _choose_groups(channels: int) -> int:
     return 1
 
 
-def _problem(layer: _BatchNorm, to: str, groups: int | None) -> str | None:
+def _problem(layer: _BatchNorm, groups: int | None) -> str | None:
     """Why a layer cannot be converted; None where it can."""
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         return "is lazy and has not seen a batch; run the model once before"
     if type(layer) not in KINDS:  # and not `isinstance`: a subclass may do more
         return "is a class of its own that may do more than normalise; replace it by hand"
-    if to == "frozen" and layer.running_mean is None:
-        return "keeps no running statistics (track_running_stats=False); there is nothing to freeze"
-    if to == "group" and groups and layer.num_features % groups:
+    if groups and layer.num_features % groups:
         return f"has {layer.num_features} channels, which {groups} groups do not divide"
     return None
-
-
-def _warn_of_untrained(model: nn.Module, to: str) -> None:
-    fresh = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, KINDS) and layer.num_batches_tracked is not None and int(layer.num_batches_tracked) == 0
-    ]
-    if to == "frozen" and fresh:
-        warnings.warn(
-            f"{len(fresh)} BatchNorm layers (`{fresh[0]}` first) have seen no batch: their statistics are mean 0 and "
-            "variance 1, and frozen they do not normalise at all",
-            stacklevel=3,
-        )

@@ -16,7 +16,7 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
-from gaverify.remedies import CachedGradients, FrozenBatchNorm, convert_batch_norm, token_weights, valid_targets
+from gaverify.remedies import CachedGradients, convert_batch_norm, token_weights, valid_targets
 
 
 def gradients(*modules: nn.Module) -> list[torch.Tensor]:
@@ -129,27 +129,18 @@ def trained(norm: nn.Module, shape: tuple[int, ...]) -> tuple[Ended, torch.Tenso
 
 class TestConvertBatchNorm:
     @pytest.mark.parametrize(("norm", "shape"), NORMS)
-    @pytest.mark.parametrize("to", ["group", "frozen"])
-    def test_makes_every_kind_equivalent(self, norm: nn.Module, shape: tuple[int, ...], to: Any) -> None:
+    def test_makes_every_kind_equivalent(self, norm: nn.Module, shape: tuple[int, ...]) -> None:
         model, x = trained(norm, shape)
         batch = x, torch.randint(4, (len(x),))
         if not isinstance(norm, nn.SyncBatchNorm):  # which refuses to train on a CPU
             assert gaverify.verify(model, cross_entropy, batch, diagnose=False).outcome is Outcome.DIVERGENT
-        converted = convert_batch_norm(model, to)
+        converted = convert_batch_norm(model)
         assert gaverify.verify(converted, cross_entropy, batch).outcome is Outcome.EQUIVALENT
-
-    @pytest.mark.parametrize(("norm", "shape"), NORMS)
-    def test_frozen_keeps_the_function_of_eval_mode(self, norm: nn.Module, shape: tuple[int, ...]) -> None:
-        model, x = trained(norm, shape)
-        frozen = convert_batch_norm(model, "frozen")
-        assert torch.equal(frozen.train()(x), model.eval()(x))
-        assert frozen.state_dict().keys() == model.state_dict().keys()
-        frozen.load_state_dict(model.state_dict())
 
     @pytest.mark.parametrize(("norm", "shape"), NORMS)
     def test_group_norm_takes_over_what_it_can(self, norm: nn.Module, shape: tuple[int, ...]) -> None:
         model, x = trained(norm, shape)
-        converted = convert_batch_norm(model, "group").norm
+        converted = convert_batch_norm(model).norm
         assert isinstance(converted, nn.GroupNorm)
         assert (converted.num_groups, converted.eps, converted.affine) == (2, norm.eps, norm.affine)
         one, other = converted(x), converted(x[:3])
@@ -166,11 +157,10 @@ class TestConvertBatchNorm:
             converted.norm.weight.zero_()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    @pytest.mark.parametrize("to", ["group", "frozen"])
-    def test_in_place_keeps_the_parameters(self, to: Any) -> None:
+    def test_in_place_keeps_the_parameters(self) -> None:
         model, _ = trained(*NORMS[0])
         parameters = list(model.parameters())
-        assert convert_batch_norm(model, to, in_place=True) is model
+        assert convert_batch_norm(model, in_place=True) is model
         assert not isinstance(model.norm, nn.BatchNorm1d)
         assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
 
@@ -187,18 +177,13 @@ class TestConvertBatchNorm:
 
     def test_mode_dtype_and_frozen_parameters_stay(self) -> None:
         model = nn.Sequential(nn.BatchNorm1d(8).double()).eval().requires_grad_(False)
-        for converted in (convert_batch_norm(model), convert_batch_norm(model, to="group", groups=4)):
+        for converted in (convert_batch_norm(model), convert_batch_norm(model, groups=4)):
             assert not converted[0].training
             assert converted[0].weight.dtype is torch.float64 and not converted[0].weight.requires_grad
 
     @pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (3, 1), (6, 1), (8, 2), (24, 6), (256, 32)])
     def test_groups_of_several_channels(self, channels: int, groups: int) -> None:
         assert convert_batch_norm(nn.BatchNorm1d(channels)).num_groups == groups
-
-    def test_statistics_that_were_never_trained_are_worth_a_warning(self) -> None:
-        with pytest.warns(UserWarning, match="`0` first"):
-            frozen = convert_batch_norm(nn.Sequential(nn.BatchNorm1d(8)), "frozen")
-        assert isinstance(frozen[0], FrozenBatchNorm)
 
     def test_what_cannot_be_converted_is_named_and_nothing_is_changed(self) -> None:
         class Activated(nn.BatchNorm1d):
@@ -207,16 +192,12 @@ class TestConvertBatchNorm:
 
         model = nn.Sequential(nn.BatchNorm1d(8), Activated(8), nn.LazyBatchNorm1d(), nn.BatchNorm1d(6))
         with pytest.raises(ProblemError) as caught:
-            convert_batch_norm(model, "group", groups=4, in_place=True)
+            convert_batch_norm(model, groups=4, in_place=True)
         lines = str(caught.value).splitlines()
         assert len(lines) == 3
         for line, part in zip(lines, ("`1` (Activated)", "is lazy", "6 channels"), strict=True):
             assert part in line
         assert type(model[0]) is nn.BatchNorm1d
-        with pytest.raises(ProblemError, match="keeps no running statistics"):
-            convert_batch_norm(nn.BatchNorm1d(8, track_running_stats=False), "frozen")
-        with pytest.raises(ProblemError, match="unknown target 'layer'"):
-            convert_batch_norm(model, "layer")  # type: ignore[arg-type]
 
 
 # --- The cached gradient is the full batch's, in a micro-batch's memory, where plain accumulation is not -------------
