@@ -1,67 +1,19 @@
-"""What `gaverify doctor` finds out: what this machine computes in, and whether known verdicts come out on it.
-
-A green tick is believable where a control shows that a fault would have been seen: each built-in is verified with its
-default batch, those that are at fault included, and its outcome and codes are held against what is known of it.
-"""
+"""What `gaverify doctor` finds out: what is installed, and what each device computes in."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 
-from gaverify.errors import GaverifyError, text_of
+from gaverify.errors import text_of
 from gaverify.passes.precision import available_devices, counts_memory, resolve_device, widest
-from gaverify.records.comparison import Outcome
 from gaverify.records.numbers import count_text
-from gaverify.spec import Spec
-from gaverify.verification import verify_spec
 from gaverify.version import __version__, installed_version
 
 Line = tuple[str, str, bool | None]
 """Subject, what was found, and whether it is as it should be; None where there is nothing to judge."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """A built-in with options, and the verdict that is known of it.
-
-    Args:
-        model: The built-in.
-        options: Fields of `Spec`.
-        outcome: On every machine and device.
-        codes: Of the faults that explain it.
-        needs: A package without which it is left out.
-    """
-
-    model: str
-    options: dict[str, Any]
-    outcome: Outcome
-    codes: frozenset[str] = frozenset()
-    needs: str = "torch"
-
-    def __str__(self) -> str:
-        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in self.options.items())
-        return f"{self.model}{options}"
-
-
-_MEAN_OF_MEANS = frozenset({"GAV202"})
-
-KNOWN = (
-    Known("toy-linear", {"steps": 2}, Outcome.EQUIVALENT),
-    Known("mlp", {}, Outcome.EQUIVALENT),
-    Known("mlp", {"weighting": "none"}, Outcome.DIVERGENT, frozenset({"GAV201"})),
-    Known("mlp-batchnorm", {}, Outcome.DIVERGENT, frozenset({"GAV101"})),
-    Known("mnist-mlp", {}, Outcome.EQUIVALENT),
-    Known("causal-lm", {}, Outcome.DIVERGENT, _MEAN_OF_MEANS),
-    Known("causal-lm", {"weighting": "tokens"}, Outcome.EQUIVALENT),
-    Known("gpt2", {}, Outcome.DIVERGENT, _MEAN_OF_MEANS, needs="transformers"),
-    Known("gpt2", {"weighting": "tokens"}, Outcome.EQUIVALENT, needs="transformers"),
-)
 
 
 def versions() -> Iterator[Line]:
@@ -100,21 +52,6 @@ def support(device: torch.device) -> Iterator[Line]:
     )
 
 
-def verify_builtin(known: Known, device: torch.device) -> Line:
-    """Verifies one built-in on a device and returns how its verdict compares with what is known."""
-    if find_spec(known.needs) is None:
-        return str(known), f"skipped: `{known.needs}` is not installed", None
-    expected = f"{known.outcome.value}{_list_codes(known.codes)}"
-    try:
-        verdict = verify_spec(Spec(model=known.model, device=str(device), **known.options))
-    except GaverifyError as error:
-        return str(known), f"{expected} expected, but: {text_of(error)}", False
-    codes = frozenset(finding.code for finding in verdict.findings if finding.severity == "fault")
-    actual = f"{verdict.outcome.value}{_list_codes(codes)}"
-    right = (verdict.outcome, codes) == (known.outcome, known.codes)
-    return str(known), f"{actual}, as expected" if right else f"{actual}; expected is {expected}", right
-
-
 def _attempt_check(subject: str, what: str, attempt: Callable[[], bool]) -> Iterator[Line]:
     try:
         fine = attempt()
@@ -148,7 +85,3 @@ def _name(device: torch.device) -> str:
         properties = torch.get_device_module(device).get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return platform.processor() or platform.machine()
-
-
-def _list_codes(codes: frozenset[str]) -> str:
-    return f" ({', '.join(sorted(codes))})" if codes else ""
