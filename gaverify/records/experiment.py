@@ -102,6 +102,13 @@ class Suspect:
     """Whether a module of the model returns batch-dependent rows that it does not compute from this operation."""
     differentiable: bool = True
     """Whether the operation's result has a gradient."""
+    lacking: Operation | None = None
+    """The first operation that some forwards do not run; None unless `kind` is "control-flow"."""
+
+    @property
+    def is_branch_on_shape(self) -> bool:
+        """Whether some forwards do not run the operation, although no number was read before it."""
+        return self.lacking is not None and self.frame is None
 
     @property
     def culprit(self) -> Operation:
@@ -236,6 +243,7 @@ class ControlKind(Enum):
     CACHED_GRADIENTS = "the loss computed once over all outputs, the model backward per micro-batch"
     OWN_CACHE = "the full batch handed to a loss that caches gradients itself"
     DECISIONS = "the full batch's decisions taken by every micro-batch"
+    LARGER_MICRO_BATCHES = "micro-batches of more samples, which run the operations of the full batch"
     STATE_RESTORED = "the state restored before each micro-batch"
     STATE_PRIMED = "one forward of the full batch before both runs, whose changes stay"
     STATE_PRIMED_AND_PINNED = "one forward of the full batch before both runs, writes to state without effect after it"

@@ -122,6 +122,11 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
         remedy = (
             "make the operation treat one sample at a time, or use statistics that do not depend on the micro-batch"
         )
+        if suspect.is_branch_on_shape:
+            remedy = "take the same branch whatever number of samples a batch has"
+            run = cause.control
+            if run is not None and run.kind is ControlKind.LARGER_MICRO_BATCHES:
+                remedy += f"; or use {run.what}: tested, equivalent"
         # a repair that has run comes before one that follows from the kind of operation
         remedy = find_constant_remedy(cause) or find_pairing_remedy(suspect) or remedy
         yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)

@@ -161,7 +161,8 @@ def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
     # gradients of exactly zero still allow samples to interact through choices
     if probe.other_samples == 0:
         text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
-        if in_model:
+        # a branch on a shape is none of these: no sample is read
+        if in_model and not any(cause.suspect.is_branch_on_shape for cause in facts.forward.causes):
             text += ": samples interact through choices (sorting, a threshold, a branch), which have no gradient"
         return (Evidence("coupling", "samples", text, values),)
     where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
@@ -362,6 +363,8 @@ def first_operation(facts: Facts, cause: Cause) -> Evidence:
     """What the trace saw: the difference, the operation, how many samples."""
     suspect = cause.suspect
     where = f"first operation that differs: {suspect.operation}"
+    if suspect.is_branch_on_shape:
+        where = f"not all forwards run {suspect.operation}"
     # a reduction alone moves nothing between samples: the difference shows where its result is applied
     if suspect.source is not None:
         where = f"`{suspect.source.name}`{_at(suspect.source)} reduces over the batch, and `{suspect.operation.name}`"
@@ -421,7 +424,9 @@ def _word_share(share: float) -> str:
 
 def word_difference_left(run: ControlRun, article: str = "") -> str:
     """Says what was neutralised and what difference that left; `proven` where none is left."""
-    text = f"with {article}{run.what} in both runs the difference is {run.left:.0e}"
+    # the full batch stays as it is where only the micro-batches are larger
+    where = "" if run.kind is ControlKind.LARGER_MICRO_BATCHES else " in both runs"
+    text = f"with {article}{run.what}{where} the difference is {run.left:.0e}"
     return f"{text}: proven" if run.rounding else text
 
 

@@ -196,7 +196,9 @@ class Explanation:
     def causes(self) -> tuple[Cause, ...]:
         """The causes in the order of execution; those on probation only where all together explain everything."""
         return tuple(
-            trial.cause for trial in self.trials if trial.helps or trial.cause.control is None or self.is_complete
+            trial.cause
+            for trial in self.trials
+            if trial.helps or trial.cause.control is None or self.is_complete or _is_branch_of_model(trial)
         )
 
     @property
@@ -225,6 +227,9 @@ class Explanation:
     def run_again(self, bench: Bench) -> ControlRun:
         """Runs the last control again on another bench."""
         control_bench = self.neutralise(bench)
+        last_control = self.trials[-1].cause.control if self.trials else None
+        if last_control is not None and last_control.kind is ControlKind.LARGER_MICRO_BATCHES:
+            return proof.run_larger_micro_batches(control_bench)
         if self.ends_openly:
             return cached_gradients(control_bench, frozenset(self.trials[-1].cause.suspect.calls))
         if self.fit is not None:
@@ -403,6 +408,11 @@ def _release_causes(explanation: Explanation) -> Explanation:
         if trial in kept or id(trial) in differences
     ]
     return replace(explanation, trials=tuple(trials))
+
+
+def _is_branch_of_model(trial: SuspectTrial) -> bool:
+    """Whether a suspect is a line of the model that only some forwards run, which is told without a proof as well."""
+    return trial.cause.suspect.is_branch_on_shape and trial.cause.suspect.in_model
 
 
 def _may_be_index(suspect: Suspect) -> bool:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.modes import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import group_norm_for, only_normalises
-from gaverify.search.bench import FORESEEN, Bench
+from gaverify.search.bench import FORESEEN, Bench, ControlFailed
 from gaverify.search.neutral import (
     EvaluationMode,
     PinnedDecisions,
@@ -21,6 +22,7 @@ from gaverify.search.neutral import (
     cached_gradients,
     find_live_statistics,
 )
+from gaverify.search.trace.first_divergence import find_one_sided_branch
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
 from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence
@@ -70,6 +72,9 @@ def try_suspect(
             failures.append(failure_sentence(error))
             continue
         # Wrong weights beside the suspect may hide that the control helps: what the best weights leave shows it then.
+        if control.kind is ControlKind.LARGER_MICRO_BATCHES and suspect.lacking is not None:
+            # a number was read near the branch, and did not decide it
+            suspect = replace(suspect, operation=suspect.lacking, frame=None)
         fit = control.fit
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         explained = 1.0 - min(control.left / max(left, TINY), weighted)
@@ -77,7 +82,8 @@ def try_suspect(
         if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
             remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
-            return trial if probe is not None else _put_on_probation(bench, trial, left) or trial
+            is_region = control.kind is ControlKind.CACHED_GRADIENTS
+            return _put_on_probation(bench, trial, left) or trial if is_region else trial
         # Layers of another class that still mix samples are the rest of the cause, or may hide that this control helps.
         # Only evaluation mode leaves the loss running as it is. A pinned result cuts off what is counted before it.
         if isinstance(probe, EvaluationMode):
@@ -168,6 +174,8 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
             PinnedDecisions(experiment, suspect.frame),
         )
         yield run(what, decisions, ControlKind.DECISIONS)
+    if suspect.lacking is not None and suspect.in_model:
+        yield ControlKind.LARGER_MICRO_BATCHES, lambda: (run_larger_micro_batches(bench), None)
     reduced = (suspect.source_functions, "the reduction over the batch kept constant")
     # With equal calls in modules of the same class; without any there is no such control.
     everywhere = (*suspect.functions, *suspect.functions_on_equal_lines) if suspect.functions_on_equal_lines else ()
@@ -184,6 +192,39 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
     module = dict(experiment.named_modules()).get(path) if path else None
     if suspect.in_model and module is not None:
         yield run(f"the output of `{path}` kept constant", PinnedOutputs(experiment, module, suspect.outputs))
+
+
+def run_larger_micro_batches(bench: Bench) -> ControlRun:
+    """Runs neighbouring micro-batches as one, until all forwards run the operations of the full batch.
+
+    Raises:
+        ControlFailed: There are too few micro-batches, their weights are a function, or more than rounding is left.
+    """
+    experiment, count = bench.experiment, 1
+    while (count := 2 * count) <= experiment.steps // 2:
+        merged_bench = replace(bench, experiment=_merge_micro_batches(experiment, count), reference=None)
+        if find_one_sided_branch(merged_bench) is None:
+            what = f"micro-batches of at least {min(merged_bench.experiment.sizes)} samples"
+            run = merged_bench.run(what, kind=ControlKind.LARGER_MICRO_BATCHES)
+            if run.rounding:
+                return run
+    raise ControlFailed("no larger micro-batches run the operations of the full batch")
+
+
+def _merge_micro_batches(experiment: Experiment, count: int) -> Experiment:
+    """The experiment with `count` neighbouring micro-batches as one, the last ones of which may be more."""
+    starts = range(0, experiment.steps - count + 1, count)
+    groups = [slice(start, start + count if start != starts[-1] else None) for start in starts]
+    weighting = experiment.weighting
+    if weighting == "uniform":
+        weighting = [1 / experiment.steps] * experiment.steps
+    if not isinstance(weighting, str | list | tuple):
+        raise ControlFailed("the weights of larger micro-batches are not known")
+    if not isinstance(weighting, str):
+        # weights of 1 are those of losses that are sums
+        is_sum = all(weight == 1 for weight in weighting)
+        weighting = [1.0 if is_sum else sum(weighting[group]) for group in groups]
+    return replace(experiment, sizes=tuple(sum(experiment.sizes[group]) for group in groups), weighting=weighting)
 
 
 def _run_in_evaluation_mode(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:

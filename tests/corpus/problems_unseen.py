@@ -106,6 +106,48 @@ class Branching(Body):
         return h
 
 
+class Logging(Body):
+    """Halves the features of a batch of more than two; reads a number that decides nothing before."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        self.largest = h.max().item()
+        if self.healthy or h.shape[0] > 2:
+            h = h * 0.5  # planted branch-on-size
+        return h
+
+
+class Masked(nn.Module):
+    """Two layers that mask the padding, each at two places; the faulty ones skip it for a batch of one text."""
+
+    def __init__(self, healthy: bool) -> None:
+        super().__init__()
+        self.embedding, self.head, self.healthy = nn.Embedding(30, 8), nn.Linear(8, 30), healthy
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def mask(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.healthy or mask.shape[0] > 1:
+            x = x * mask[:, :, None]  # planted mask-of-one-text
+        return x
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            x = self.mask(x, mask)
+            x = x + self.mask(torch.tanh(layer(x)), mask).cumsum(1) * torch.sigmoid(gate(x))
+        return self.head(x)
+
+
+def _masked(healthy: bool) -> Problem:
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 30, (6, 9)) * (torch.arange(9) >= torch.tensor([0, 3, 5, 2, 4, 1])[:, None])
+    return Problem(
+        Masked(healthy),
+        lambda model, batch: F.cross_entropy(model(*batch)[:, -4:-1].flatten(0, 1), batch[0][:, -3:].flatten()),
+        (tokens, (tokens > 0).float()),
+    )
+
+
 class PerSampleLoop(Body):
     """Treats samples one by one; the faulty one compares each with the batch's mean."""
 
@@ -365,6 +407,8 @@ FAULTS = (
     fault("batch-top-k", lambda: body(TopOfBatch, False), "GAV102", "one threshold for the whole batch"),
     fault("packed-sums", lambda: body(Packed, False), _COUPLED, "the count of samples comes from outside torch"),
     fault("data-dependent-branch", lambda: body(Branching, False), "GAV102", "a branch on the batch's mean"),
+    fault("branch-on-size", lambda: body(Logging, False), "GAV102", "a branch on the number of samples", steps=8),
+    fault("mask-of-one-text", lambda: _masked(False), "GAV102", "a branch that reads no number", steps=6),
     fault("loop-in-the-model", lambda: body(PerSampleLoop, False), _COUPLED, "a loop over samples reads their mean"),
     fault("batch-first", lambda: _recurrent(False), "GAV102", "samples taken for time steps", module="recurrent"),
     fault("reversal-factor", lambda: body(Factor, False), "GAV104", "a number read out scales the backward"),
@@ -393,6 +437,8 @@ TWINS = (
     quiet("fused-attention", lambda: _fused_attention(True), "attention within each sample"),
     quiet("batch-top-k", lambda: body(TopOfBatch, True), "a threshold per sample"),
     quiet("packed-sums", lambda: body(Packed, True), "statistics of the sample itself"),
+    quiet("branch-on-size", lambda: body(Logging, True), "halved whatever the size", steps=8),
+    quiet("mask-of-one-text", lambda: _masked(True), "masked whatever the size", steps=6),
     quiet("data-dependent-branch", lambda: body(Branching, True), "each sample decides for itself"),
     quiet("loop-in-the-model", lambda: body(PerSampleLoop, True), "a loop over samples that reads nothing else"),
     quiet("batch-first", lambda: _recurrent(True), "time is time"),

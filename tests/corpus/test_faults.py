@@ -86,6 +86,16 @@ def test_state_is_named_by_the_part_of_it_that_was_restored_alone(id: str, named
         assert name.removeprefix("buffer ") in control.statement and "proven" in control.statement
 
 
+@pytest.mark.parametrize(("id", "least"), [("branch-on-size", 4), ("mask-of-one-text", 2)])
+def test_branch_on_a_shape_is_proven_by_larger_micro_batches_and_can_be_avoided_by_them(id: str, least: int) -> None:
+    (finding,) = next(case for case in FAULTS if case.id == id).verify().findings
+    control = next(evidence for evidence in finding.evidence if evidence.label == "control")
+    assert control.statement.startswith(f"with micro-batches of at least {least} samples the difference is ")
+    assert finding.remedy.endswith(f"or use micro-batches of at least {least} samples: tested, equivalent")
+    assert "not all forwards run `mul` at" in finding.evidence[0].statement
+    assert "samples interact through choices" not in str(finding.evidence)
+
+
 def test_forgotten_division_names_its_factor() -> None:
     case = next(case for case in FAULTS if case.id == "B02")
     verdict = case.verify()

@@ -15,6 +15,7 @@ from gaverify.passes.layouts import SampleLayout
 from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
 from gaverify.search.trace.traces import (
     DECISIONS,
+    INPUT,
     Frame,
     ModuleCall,
     Result,
@@ -336,6 +337,7 @@ class SuspectFinder:
     def __init__(self, matching: Matching, dependence: Dependence, batch_size: int) -> None:
         self._matching, self._dependence, self._size = matching, dependence, batch_size
         self._full = matching.full
+        self._traces = (matching.full, *matching.parts)
 
     def find_suspects(self, shares: list[torch.Tensor], agree: float, additive: bool) -> Iterator[Suspect]:
         """Yields the suspects: mixed rows and cross-sample matrices first, then reductions that are not sums."""
@@ -530,6 +532,8 @@ class SuspectFinder:
     def _control_flow(self, index: int) -> Suspect:
         """The line of the branch: where a number was read just before the traces differ, else where they differ."""
         trace, start = self._find_first_stray(index)
+        is_lacking = any(trace.steps[start].signature not in each.places for each in self._traces)
+        lacking = describe_step(trace, trace.steps[start]) if is_lacking else None
         decisions = find_decisions(trace, start)
         # A loop that runs more often for some batches: all its rounds are unmatched, and the first of them may be far
         # from the number that ends the loop. Where the traces first differ, that number was read.
@@ -542,20 +546,25 @@ class SuspectFinder:
         in_model = self._in_model(index) or self._in_model_of(trace, start)
         suspect = self._make_suspect(index, "control-flow", describe_step(trace, decisive), in_model)
         frame = decisive.frame if decisions else None
-        return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame)
+        return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame, lacking=lacking)
 
     def _find_first_stray(self, index: int) -> tuple[Trace, int]:
         """The first unmatched step from which a step computes, and its trace."""
         matched = self._matching.is_matched
         strays = find_strays(self._full, index, lambda i: not matched(i))
         if strays:
-            return self._full, min(strays)
+            return self._full, _first_written(self._full, strays)
         for k, part in enumerate(self._matching.parts):
             end = part.loss if index == self._full.loss else self._matching.partner(k, index)
             strays = find_strays(part, end, lambda i, k=k: self._matching.full_step(k, i) is None)  # type: ignore[misc]
             if strays:
-                return part, min(strays)
+                return part, _first_written(part, strays)
         return self._full, index
+
+
+def _first_written(trace: Trace, strays: set[int]) -> int:
+    """The first of some steps that is an operation: a tensor may enter the trace where a branch alone reads it."""
+    return min((step for step in strays if trace.steps[step].name != INPUT), default=min(strays))
 
 
 def _function_of(step: TracedOperation) -> tuple[FunctionKey, ...]:

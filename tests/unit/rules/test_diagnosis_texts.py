@@ -139,6 +139,10 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
     assert "a smaller batch" in finding.remedy
     apart, met = SampleCoupling(0, 0, 0.0, 8), SampleCoupling(0, 5, 0.1, 8)
     assert "look at the loss" in only(divergent(coupling=apart)).remedy
+    in_loss, in_model = (Operation("mul", module, file="model.py", line=3) for module in (None, "layers.0"))
+    assert "look at the loss" in only(divergent(coupling=apart, ruled_out=(in_loss,))).remedy
+    remedy = only(divergent(coupling=apart, ruled_out=(in_model,))).remedy
+    assert remedy.startswith("look at what differs first in the model, `mul` at model.py:3 in `layers.0`; ")
     assert "samples interact inside the model" in only(divergent(coupling=met)).remedy
     assert only(divergent()).remedy.startswith("bisect")
 

@@ -5,7 +5,7 @@ What is heard of the float64 control is what a run of its own would show; where 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import problems_coupling
@@ -21,8 +21,8 @@ from gaverify import Problem, verify
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.records.comparison import Method
-from gaverify.search import state
-from gaverify.search.bench import Bench
+from gaverify.search import proof, state
+from gaverify.search.bench import Bench, ControlFailed
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
 from gaverify.search.trace.traces import (
     ModuleCall,
@@ -404,3 +404,36 @@ def test_statistics_that_are_read_are_state() -> None:
     problem = Problem(Reading(), lambda model, x: model(x).square().mean(), torch.randn(16, 6))
     verdict = gaverify.verify(problem, steps=4)
     assert fault_codes(verdict) == {"GAV401"}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What of an experiment says how a batch is cut and weighted."""
+
+    sizes: tuple[int, ...]
+    weighting: object
+
+    @property
+    def steps(self) -> int:
+        return len(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "merged"),
+    [
+        ("uniform", [2 / 5, 3 / 5]),
+        ("samples", "samples"),
+        ("tokens", "tokens"),
+        ([1.0] * 5, [1.0, 1.0]),
+        ([0.1, 0.2, 0.3, 0.3, 0.1], [0.3, 0.7]),
+    ],
+)
+def test_neighbouring_micro_batches_are_merged_with_their_weights(weighting: object, merged: object) -> None:
+    cut: Any = proof._merge_micro_batches(_Cut((3, 3, 3, 3, 1), weighting), 2)  # type: ignore[arg-type]
+    assert cut.sizes == (6, 7)
+    assert cut.weighting == (merged if isinstance(merged, str) else pytest.approx(merged))
+
+
+def test_micro_batches_that_a_function_weights_are_not_merged() -> None:
+    with pytest.raises(ControlFailed, match="not known"):
+        proof._merge_micro_batches(_Cut((3, 3, 3, 3), len), 2)  # type: ignore[arg-type]
