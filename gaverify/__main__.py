@@ -1,19 +1,20 @@
 """What the command `gaverify`, and `python -m gaverify`, run."""
 
+import faulthandler
 import os
 import signal
 import sys
 import threading
-
-from gaverify.launched import fork_under_watch
+from contextlib import suppress
 
 _leave = os._exit  # before the user's code may put its own in the place
 
 
 def start() -> int:
     """Runs the command line; Ctrl-C is answered while it is still being imported, too."""
+    with suppress(OSError, RuntimeError, ValueError):  # stderr is closed
+        faulthandler.enable(all_threads=False)  # a kernel that crashes leaves the line of the model that called it
     try:
-        fork_under_watch(sys.argv[1:])
         from gaverify.cli import main
     except KeyboardInterrupt:
         print("gaverify: interrupted; nothing was decided", file=sys.stderr)
@@ -28,7 +29,6 @@ def start() -> int:
 
 def _leave_now(code: int) -> None:
     import atexit
-    from contextlib import suppress
 
     with suppress(Exception):
         atexit._run_exitfuncs()  # what libraries want done in the end, temporary files for one

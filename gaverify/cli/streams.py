@@ -126,7 +126,7 @@ def guests() -> Iterator[None]:
 
 @contextmanager
 def _descriptor_redirected() -> Iterator[None]:
-    """Points descriptor 1 at stderr: libraries in C and child processes write to it without asking Python."""
+    """Points descriptor 1 at stderr: child processes write to it without asking Python."""
     try:
         saved_descriptor = os.dup(1)
     except OSError:
@@ -137,17 +137,8 @@ def _descriptor_redirected() -> Iterator[None]:
             os.dup2(2, 1)
         yield
     finally:
-        _flush_c_streams()
         os.dup2(saved_descriptor, 1)
         os.close(saved_descriptor)
-
-
-def _flush_c_streams() -> None:
-    """Writes out what a library's `printf` left in C's buffer, before descriptor 1 is the report's again."""
-    with suppress(Exception):  # no such function on this system: the buffer is written on exit
-        import ctypes
-
-        ctypes.CDLL(None).fflush(None)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from gaverify.cli.streams import guests, harmless, tell
 from gaverify.errors import HardExit
 
 LOUD = """\
-import ctypes
 import os
 import warnings
 
@@ -28,7 +27,6 @@ def loud():
     def loss(model, batch):
         os.write(1, b"raw\\n")
         os.system("echo child")
-        ctypes.CDLL(None).printf(b"from C\\n")
         print("printed")
         warnings.warn(f"odd shape {len(batch)}", stacklevel=2)
         return model(batch).mean()
@@ -102,14 +100,14 @@ def test_stdout_holds_the_report_alone(file: str, capfd: pytest.CaptureFixture[s
     assert main(["run", "--model", f"{file}:loud", "--format", "json"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["outcome"] == "equivalent"
-    for line in ("raw", "child", "from C", "printed"):
+    for line in ("raw", "child", "printed"):
         assert f"{line}\n" in err, line
 
 
 def test_a_warning_is_told_once_and_blamed_on_the_user(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--model", f"{file}:loud"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "odd shape" in line]
-    assert len(told) == 1 and told[0].startswith(f"{file}:15: UserWarning: odd shape ")
+    assert len(told) == 1 and told[0].startswith(f"{file}:13: UserWarning: odd shape ")
 
 
 def test_warnings_outside_are_python_s(capsys: pytest.CaptureFixture[str]) -> None:
