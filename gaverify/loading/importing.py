@@ -140,17 +140,8 @@ def import_factory(name: str) -> Any:
         SpecError: No such module, file or attribute.
         ProblemError: The import itself raised.
     """
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise SpecError(f"`{name}` names a file without a factory; write `{name}:{first_function(name)}`", "model")
-    if not place or not attribute:
-        raise SpecError(f"`{name}` is incomplete; write `package.module:factory` or `file.py:factory`", "model")
-    if place.endswith(".py"):
-        module = _import_file(Path(place))
-    elif os.sep in place or "/" in place:
-        raise SpecError(f"`{place}` is neither a module nor a .py file; write `{place}.py:{attribute}`", "model")
-    else:
-        module = _import_module(place)
+    place, _, attribute = name.rpartition(":")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     return _find_attribute(module, place, attribute)
 
 
@@ -406,20 +397,13 @@ def kind_of(name: str) -> Kind:
     """
     if any(builtin.name == name for builtin in BUILTINS):
         return Kind.BUILTIN
-    place = Path(name)
-    if name.endswith(WEIGHTS) or (name.endswith((".toml", ".ipynb")) and os.path.isfile(name)):
-        raise SpecError(_file_that_is_no_model(name), "model")
-    if os.path.isdir(name):
-        if (place / "config.json").is_file():
-            return Kind.TRANSFORMERS
-        raise SpecError(_folder_that_is_no_model(name, place), "model")
-    if ":" in name or name.endswith(".py"):
-        if wrong := _describe_malformed(name):
-            raise SpecError(wrong, "model")
-        return Kind.FACTORY
-    if _HUB.fullmatch(name) and not os.path.exists(place.parent):
+    is_of_hub = _HUB.fullmatch(name) and not name.endswith((".py", *WEIGHTS)) and not os.path.exists(Path(name).parent)
+    if is_of_hub or os.path.isfile(os.path.join(name, "config.json")):
         return Kind.TRANSFORMERS
-    raise SpecError(_describe_unknown_name(name), "model")
+    is_factory = (":" in name or name.endswith(".py")) and not os.path.isdir(name)
+    if wrong := _explain_name(name) if is_factory else _explain_no_model(name):
+        raise SpecError(wrong, "model")
+    return Kind.FACTORY
 
 
 def check_name(name: str) -> None:
@@ -430,14 +414,12 @@ def check_name(name: str) -> None:
     if kind_of(name) is not Kind.FACTORY:
         return
     place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        return
     if place.endswith(".py"):
         check_file(Path(place))
         check_attribute(parse_file(Path(place)), place, attribute)
         return
     top = place.partition(".")[0]
-    if os.sep in place or "/" in place or top in sys.modules:
+    if top in sys.modules:
         return
     module_spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
     if module_spec is None:
@@ -446,59 +428,45 @@ def check_name(name: str) -> None:
         check_attribute(parse_file(Path(module_spec.origin or "")), place, attribute)
 
 
-def _describe_malformed(name: str) -> str:
-    """What is wrong with a name that has a colon; "" where only the import can tell."""
-    place, _, attribute = os.path.splitdrive(name)[1].rpartition(":")
-    if ":" in place:
-        return f"`{name}` has more than one colon; write `package.module:factory` or `file.py:factory`"
-    if re.fullmatch(r"\.+[\w.]*", place) and not place.endswith(".py"):
-        plain = place.strip(".") or "package.module"
-        return f"`{name}` is relative to a package, and there is none here; write `{plain}:{attribute or 'factory'}`"
-    return ""
+def _explain_name(name: str) -> str:
+    """What a name is that has a colon or is a Python file, and what to write; "" where only the import can tell."""
+    place, colon, attribute = os.path.splitdrive(name)[1].rpartition(":")
+    if not colon:
+        return f"`{name}` is a file; write `{name}:{first_function(name)}`"
+    if attribute and ":" not in place and (place.endswith(".py") or re.fullmatch(r"[^./\\][^/\\]*", place)):
+        return ""
+    return f"`{name}` names no factory; write `package.module:factory` or `file.py:factory`"
 
 
-def _file_that_is_no_model(name: str) -> str:
-    if name.endswith(".toml"):
-        return f"`{name}` is a spec, not a model; write `gaverify run {name}`"
-    if name.endswith(".ipynb"):
-        return f"`{name}` is a notebook; put the factory into a .py file and write `file.py:factory`"
-    if not os.path.exists(name):
-        return (
-            f"checkpoint not found: `{name}`; for one that exists, "
-            f"`gaverify init --model {name}` writes a factory that loads it"
-        )
-    return (
-        f"`{name}` holds weights, not the model's code; `gaverify init --model {name}` writes a factory that loads it"
-    )
+def _explain_no_model(name: str) -> str:
+    """What a name is that no model has, and what to write in its place."""
+    file = f"{name}.py"
+    place, _, attribute = name.rpartition(".")
+    what, instead = "is no Python file", "file.py:factory"
+    if os.path.isdir(name):
+        folder = Path(name)
+        modules = sorted(str(entry) for entry in folder.glob("*.py") if entry.name != "__init__.py")
+        what, instead = "is a folder", f"{modules[0]}:{first_function(modules[0])}" if modules else instead
+        instead = f"gaverify run {name}" if any(folder.glob("*.toml")) else instead
+    elif name.endswith(WEIGHTS):
+        what = "holds weights, not the model's code" if os.path.exists(name) else "does not exist"
+        instead = f"gaverify init --checkpoint {name}"
+    elif name.endswith(".toml") and os.path.exists(name):
+        what, instead = "is a spec", f"gaverify run {name}"
+    elif os.path.isfile(file):
+        what, instead = "is a module", f"{file}:{first_function(file)}"
+    elif place and _is_module(place):
+        what, instead = "has no colon", f"{place}:{attribute}"
+    elif not os.path.exists(name):
+        if not {"/", os.sep} & set(name):
+            find_builtin(name)  # raises `SpecError`, with the nearest
+        what = "does not exist"
+    return f"`{name}` {what}; write `{instead}`"
 
 
-def _folder_that_is_no_model(name: str, folder: Path) -> str:
-    if any(folder.glob("*.toml")):
-        return f"`{name}` is a folder of specs; write `gaverify run {name}`"
-    modules = sorted(entry.name for entry in folder.glob("*.py") if entry.name != "__init__.py")
-    if modules:
-        example = Path(name, modules[0])
-        return f"`{name}` is a folder; name a file in it and a factory: `{example}:{first_function(str(example))}`"
-    return f"`{name}` is a folder without `config.json`, `*.py` or `*.toml`; write `file.py:factory`"
-
-
-def _describe_unknown_name(name: str) -> str:
-    """The sentence for a word without a colon: a built-in that is misspelt, or a factory with a dot for the colon."""
-    place, dot, attribute = name.rpartition(".")
-    if dot and attribute and all(part.isidentifier() for part in place.split(".")):
-        file = os.path.join(*place.split("."))
-        top = place.partition(".")[0]
-        is_module = top in sys.modules or importlib.util.find_spec(top) is not None
-        if is_module or os.path.isfile(f"{file}.py") or os.path.isdir(file):
-            return f"there is no built-in `{name}`; a factory follows a colon: `{place}:{attribute}`"
-    if os.path.isfile(file := f"{name}.py"):
-        return f"`{name}` names a module without a factory; write `{file}:{first_function(file)}`"
-    if "/" in name or os.sep in name:
-        if os.path.exists(name):
-            return f"`{name}` is a file without a factory; write `file.py:factory`"
-        return f"there is no file or folder `{name}`; paths start from the current folder"
-    try:
-        find_builtin(name)
-    except SpecError as error:
-        return error.problems[0]
-    return f"`{name}` is not a model; write `package.module:factory` or `file.py:factory`"
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name, or a file or folder that may be one."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
+    file, top = os.path.join(*name.split(".")), name.partition(".")[0]
+    return os.path.isfile(f"{file}.py") or os.path.isdir(file) or _can_be_found(top)
