@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import runpy
 import sys
@@ -46,7 +45,7 @@ def main(path: str) -> NoReturn:
         if job.command.ranks:
             folder = start_ranks(folder, job.command.ranks, job.port)  # from here on this process is one of them
             job = replace(job, folder=str(folder))
-        recorder = _start_recorder(job, folder)
+        recorder = install_recorder(job, folder)
     except BaseException as error:
         _give_up(error, folder)
     recorder.finish(*_run_to_end(job.command, folder))
@@ -88,20 +87,6 @@ def _enter_view(job: Job, folder: Path) -> None:
         os._exit(IMPOSSIBLE)
 
 
-def _guard_files(job: Job, folder: Path) -> None:
-    """Ends this process, which writes to a folder, before it changes a file that was there before the run."""
-    from gaverify.audit.outputs import Guard, shared_folders, tell_of_saving
-
-    def note_refusal(name: str) -> None:
-        from gaverify.tracebacks import user_place
-
-        (folder / "refused.json").write_text(json.dumps([name, user_place()]), encoding="utf-8")
-
-    tell_of_saving()
-    meeting = [job.meeting] if job.meeting is not None else []
-    Guard(folder, [*shared_folders(), *meeting], note_refusal).install()
-
-
 def _launch(job: Job, path: Path) -> NoReturn:
     """Replaces this process by the launcher; every Python that it starts records itself."""
     command, (first, *words) = job.command, job.command.launcher
@@ -135,14 +120,6 @@ def _write_failure(error: BaseException, folder: Path) -> None:
     if last.startswith(package) and last != __file__:
         _give_up(error, folder)
     _write_error(folder, f"{cause_of(error)}\n{_format_traceback(error)}")
-
-
-def _start_recorder(job: Job, folder: Path) -> Recorder:
-    """Installs the recorder, behind the guard of the user's files where that is needed."""
-    # Audit hooks end with `os.execv`: a launcher has none, and each Python under it guards itself.
-    if job.files == "guard":
-        _guard_files(job, folder)
-    return install_recorder(job, folder)
 
 
 def install_recorder(job: Job, folder: Path) -> Recorder:
@@ -228,7 +205,7 @@ def enter(path: str) -> None:
         _give_up(error, Path(run_job.folder))
     job = replace(run_job, folder=str(folder))
     try:
-        recorder = _start_recorder(job, folder)
+        recorder = install_recorder(job, folder)
         _seed(job.command.seed)
     except BaseException as error:
         _give_up(error, folder)

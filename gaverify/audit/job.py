@@ -365,8 +365,8 @@ def decode_change(fields: Mapping[str, object]) -> Change:
 # Runs of the user's script: their commands, their roles in the audit, and what they change; plain JSON, no torch.
 
 
-Files = Literal["view", "guard", "in-place"]
-"""How a run is kept from the user's files; see `gaverify.audit.outputs`."""
+Files = Literal["view", "in-place"]
+"""How a run is kept from the user's files, if at all; see `gaverify.audit.outputs`."""
 
 Role = Literal["full", "accumulated", "events"]
 """`full` and `accumulated` have the arguments of these runs; `events` is the only run of an audit without gradients."""
@@ -453,7 +453,7 @@ class Job(Run):
     folder: str
     """Path of the folder that the process writes its records into."""
     files: Files = "view"
-    """`view`: private view of all files; `guard`: end before a file changes; `in-place`: write as the script does."""
+    """`view`: private view of all files; `in-place`: write as the script does."""
     port: int = 0
     """Port of the loopback where rank 0 of gaverify's own launcher listens; 0: no such launcher."""
 

@@ -1,14 +1,10 @@
-"""What the runs of an audit write: no run shall see another's files, and none of the user's may change.
+"""A view of the files of its own for every run of an audit: no run sees what another writes, and no file changes.
 
-Two ways, the first that works: a *view* of the files of its own for every run, made by the kernel (Linux with user
-namespaces), whose changes go with the run; else a *guard* in Python that ends a run before it changes a file that was
-there before, and that takes away again what the run added. No torch.
+The kernel makes it (Linux with user namespaces), and its changes go with the run. It covers every folder by an overlay
+whose lower layer is the folder itself. That needs no privilege on Linux 5.11 and later where user namespaces are
+allowed, and holds for compiled code and other programs as well. No torch.
 
-The view covers every folder by an overlay whose lower layer is the folder itself. That needs no privilege on Linux 5.11
-and later where user namespaces are allowed; it also holds for compiled code and for other programs, which no change to
-Python's functions would reach. See namespaces(7), mount_namespaces(7) and the kernel's overlayfs documentation. The
-guard hears of every file that Python opens, moves or removes (PEP 578). What compiled code and other programs write
-stays unseen, but for `torch.save`, which is told of here.
+See namespaces(7), mount_namespaces(7) and the kernel's overlayfs documentation.
 """
 
 from __future__ import annotations
@@ -16,16 +12,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 IMPOSSIBLE = 94
 """Exit status of a child for which no view could be made; it ran nothing of the script."""
-
-REFUSED = 95
-"""Exit status of a child that the guard ended."""
 
 
 def shared_folders() -> list[Path]:
@@ -161,120 +152,3 @@ def _unescape(path: str) -> str:
 
 def _is_under(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_ELSEWHERE = ("/dev", "/proc", "/sys", "/run")
-_CHANGING = ("os.remove", "os.rmdir", "os.truncate", "os.rename")
-_MAKING = {"os.mkdir": 0, "os.link": 1, "os.symlink": 1, "os.rename": 1}  # which argument is what they make
-
-
-class Guard:
-    """Watches this process and those that it forks.
-
-    Args:
-        folder: Of the run; it may write there, and the list of what it adds stands there, a path a line.
-        passed: More folders in which it may write.
-        note_refused: Called before the process ends, with the file that would have been changed.
-    """
-
-    def __init__(self, folder: Path, passed: Sequence[Path], note_refused: Callable[[str], None]) -> None:
-        self._free = tuple(os.path.realpath(path) + os.sep for path in (folder, *passed))
-        self._note_refused = note_refused
-        # Forked processes share this handle: with O_APPEND none overwrites the lines of another.
-        self._list = os.open(folder / "added.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._read = folder / "added.txt"
-        self._added: set[str] = set()
-        self._reading = False
-
-    def install(self) -> None:
-        """Starts to watch; there is no way to stop."""
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._reading:
-            return
-        if event in _CHANGING:
-            self._check_change(args[0])
-        # `os.rename` is in both tables: its source has to be the run's own, and its target may replace no other file.
-        if event in _MAKING:
-            self._note_new_file(args[_MAKING[event]])
-        elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and not isinstance(args[0], int):
-            self._note_new_file(args[0])
-
-    def _note_new_file(self, path: Any) -> None:
-        """Lists a new file as added; ends the run if it opens a file for writing that was there before."""
-        name = self._name(path)
-        if name is None:
-            return
-        if os.path.lexists(name):
-            self._check_change(path)
-            return
-        os.write(self._list, os.fsencode(name) + b"\n")
-        self._added.add(name)
-
-    def _check_change(self, path: Any) -> None:
-        name = self._name(path)
-        if name is not None and os.path.lexists(name) and not os.path.isdir(name) and not self._is_ours(name):
-            self._refuse(name)
-
-    def _name(self, path: Any) -> str | None:
-        """The file's full path; None where the run may do what it likes."""
-        try:
-            text = os.fsdecode(path)
-        except TypeError:
-            return None
-        folder, base = os.path.split(os.path.abspath(text))
-        # Only the folder is resolved: to remove a link changes the link, and not the file that it leads to.
-        name = os.path.join(os.path.realpath(folder), base)
-        # Python itself writes its compiled modules, beside sources of the user's as well.
-        free = name.startswith(self._free) or f"{os.sep}__pycache__{os.sep}" in name
-        return None if free or name.startswith(_ELSEWHERE) else name
-
-    def _is_ours(self, name: str) -> bool:
-        if name not in self._added:  # another process of this run may have made it
-            self._reading = True
-            try:
-                self._added |= set(read_added(self._read))
-            finally:
-                self._reading = False
-        return name in self._added
-
-    def _refuse(self, name: str) -> NoReturn:
-        self._reading = True
-        self._note_refused(name)
-        # An exception could be caught by the script, which would then go on without the file it meant to write.
-        os._exit(REFUSED)
-
-
-def read_added(path: Path) -> list[str]:
-    """Returns what a list of added files holds, in order; nothing where there is no list."""
-    try:
-        return [os.fsdecode(line) for line in path.read_bytes().splitlines()]
-    except OSError:
-        return []
-
-
-def take_away(folder: Path) -> None:
-    """Removes what the guarded run in `folder` added: files, and folders that are empty again."""
-    # A folder was listed before the files in it: the last come first, so that it is empty when its turn comes.
-    for name in reversed(read_added(folder / "added.txt")):
-        try:
-            (os.rmdir if os.path.isdir(name) and not os.path.islink(name) else os.remove)(name)
-        except OSError:
-            continue
-
-
-def tell_of_saving() -> None:
-    """Makes `torch.save` report its file to the audit hooks: it writes in compiled code, which raises no event."""
-    import torch
-
-    original = torch.save
-
-    @wraps(original)
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike):
-            sys.audit("open", os.fspath(f), "wb", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        return original(obj, f, *args, **kwargs)
-
-    torch.save = save

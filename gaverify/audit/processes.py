@@ -36,7 +36,7 @@ from gaverify.audit.folders import (
 )
 from gaverify.audit.job import Job, WatchWeights
 from gaverify.audit.launchers import explain_status
-from gaverify.audit.outputs import IMPOSSIBLE, take_away
+from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.request import Request
 from gaverify.children.launching import Kept, last_lines, start_command
 from gaverify.errors import InternalError, ProblemError
@@ -118,10 +118,6 @@ class Child:
             ) from error
 
 
-class NoView(Exception):
-    """No run can be given a view of its own of the files; the message says why. Nothing of the script has run."""
-
-
 def check(child: Child) -> None:
     """Raises unless the run left a complete record."""
     status = child.status
@@ -135,7 +131,7 @@ def check(child: Child) -> None:
         notes = [folder / name for folder in (child.folder, *folders_of(child.folder)) if (folder / name).exists()]
         return notes[0].read_text(encoding="utf-8") if notes else ""
 
-    room, fault, refused = read_note(ROOM), read_note(INTERNAL), read_note("refused.json")
+    room, fault = read_note(ROOM), read_note(INTERNAL)
     # Before all other causes: on a full disk the script fails as well, and its traceback would mislead the reader.
     if status == DISK_FULL or any((folder / ROOM).exists() for folder in folders_of(child.folder)):
         wanted, free = (bytes_text(count) for count in json.loads(room or "[0, 0]"))
@@ -150,15 +146,11 @@ def check(child: Child) -> None:
     if fault or status == RECORDER_FAILED:
         raise InternalError(f"the recorder failed in the {child.title}: {fault or 'no traceback'}")
     if status == IMPOSSIBLE:
-        raise NoView(read_note("no-view.txt"))  # empty where the view that failed hides the file
-    if refused:
-        name, place = json.loads(refused)
-        where = f" ({place[0]}:{place[1]})" if place else ""
+        reason = read_note("no-view.txt")  # empty where the view that failed hides the file
         raise ProblemError(
-            f"the {child.title} was stopped because it would change the existing file `{name}`{where}; the file is "
-            f"unchanged: {child.command}\n"
-            "This system cannot run a script on a copy of your files. Let each run write into its own folder, such as "
-            '--full "--out a" --accumulated "--out b", or write `--in-place` to allow changes'
+            f"this system cannot run a script on a copy of your files{f': {reason}' if reason else ''}. Write "
+            "`--in-place` to let the runs change your files, and let each write into its own folder, such as "
+            '--full "--out a" --accumulated "--out b"'
         )
     folder = failed_first(child.folder) or child.folder
     cause, trace = _cause(child, folder)
@@ -272,8 +264,8 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
         progress: Told what is running.
 
     Raises:
-        NoView: The kernel makes no view of the files.
-        ProblemError: A script failed, hung, or was killed; the message holds its own traceback and last output.
+        ProblemError: The kernel makes no view of the files; or a script failed, hung, or was killed, and the message
+            holds its own traceback and last output.
     """
     progress(" and ".join(dict.fromkeys(TITLES[job.name] for job in jobs)))
     children: list[Child] = []
@@ -284,8 +276,6 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
         for child in children:
             if child.handle is not None:
                 child.handle.end()
-            for folder in folders_of(child.folder) if child.job.files == "guard" else ():
-                take_away(folder)
     # If one has failed, this function has ended the others: that their records are incomplete says nothing.
     for child in [failed] if failed is not None else children:
         check(child)

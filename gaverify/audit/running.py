@@ -29,7 +29,7 @@ from gaverify.audit.job import (
     merge_changes,
 )
 from gaverify.audit.launchers import free_port
-from gaverify.audit.processes import Child, NoView, check_parameters, check_ranks, check_updates, run_jobs
+from gaverify.audit.processes import Child, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record, UpdateComparison
@@ -65,7 +65,6 @@ class Runner:
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
         self.done, self._last = 0, -1  # runs that have ended, and the number of the last one
-        self._files: Files = "in-place" if self.request.in_place else "view"
 
     def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
         """Makes the first run of an audit, and returns it with the changes that were needed to record it.
@@ -146,7 +145,8 @@ class Runner:
     def _job_of(self, run: Run) -> Job:
         self._last += 1
         port = free_port() if run.command.ranks else 0
-        return Job(**vars(run), folder=str(self.folder / f"{self._last}-{run.kind}"), files=self._files, port=port)
+        files: Files = "in-place" if self.request.in_place else "view"
+        return Job(**vars(run), folder=str(self.folder / f"{self._last}-{run.kind}"), files=files, port=port)
 
     def _read_runs(self, child: Child) -> list[RecordedRun]:
         """Returns what the process of a run recorded, or each rank of its launcher."""
@@ -176,15 +176,11 @@ class Runner:
         if self.reuse_records:
             return [Child.read(Path(job.folder)) for job in jobs]
         # Runs without a private view of files may write into the same folder: one after the other.
-        children, at_once = list[Child](), 2 if self._files == "view" else 1
-        try:
-            for at in range(0, len(jobs), at_once):
-                side_by_side = jobs[at : at + at_once]
-                children += run_jobs(side_by_side, self.request.timeout, lambda what: self.progress(what, self.done, 3))
-            return children
-        except NoView:  # this system has none: all runs of the audit are guarded
-            self._files = "guard"
-            return self._children([replace(job, files="guard") for job in jobs])
+        children, at_once = list[Child](), 1 if self.request.in_place else 2
+        for at in range(0, len(jobs), at_once):
+            side_by_side = jobs[at : at + at_once]
+            children += run_jobs(side_by_side, self.request.timeout, lambda what: self.progress(what, self.done, 3))
+        return children
 
 
 class Trial:

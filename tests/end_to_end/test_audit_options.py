@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from audits import SCRIPTS, Audited, audit, folder, gaverify, marked, refused
+from audits import SCRIPTS, Audited, audit, folder, gaverify, refused
 
-from gaverify.audit import outputs, processes
-from gaverify.audit.job import Job
+from gaverify.audit import outputs
 
 slow = pytest.mark.slow
 CONSTANTS = str(SCRIPTS / "train_constants.py")
@@ -117,19 +116,6 @@ def here(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.fixture
-def no_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without private views of files."""
-    original = processes._start
-
-    def start(job: Job) -> processes.Child:
-        if job.files != "view":
-            return original(job)
-        raise processes.NoView("not allowed here")
-
-    monkeypatch.setattr(processes, "_start", start)
-
-
 def resumed(*options: str, common: str = "") -> Audited:
     """Audits the script anew: what it answers hangs on the folder."""
     return audit(SCRIPTS / "train_resuming.py", common=common, options=options)
@@ -188,27 +174,6 @@ class TestAViewForEveryRun:
         assert (here / "out" / "last.pt").exists()
         assert result.code == 3, str(result)  # the second run went on from the first one's checkpoint
         assert "resume" in result.document["reason"], str(result)
-
-
-@slow
-@pytest.mark.usefixtures("no_view")
-class TestAGuardWhereThereIsNoView:
-    def test_a_change_of_the_users_file_is_refused_before_it_is_made(self, here: Path) -> None:
-        before = saved(here / "out")
-        (here / "out" / "log.txt").unlink()
-        result = resumed()
-        refused(result, "would change", "last.pt", "--in-place", str(marked("train_resuming.py", "saves")[1]))
-        assert (here / "out" / "last.pt").read_bytes() == before
-        assert [path.name for path in (here / "out").iterdir()] == ["last.pt"]
-
-    def test_what_the_runs_add_is_taken_away(self, here: Path) -> None:
-        result = resumed()
-        assert (result.code, result.faults) == (0, set()), str(result)
-        assert not (here / "out").exists()
-
-    def test_a_fault_is_found_all_the_same(self) -> None:
-        result = resumed(common="--undivided")
-        assert (result.code, result.faults) == (1, {"GAV201"}), str(result)
 
 
 @slow

@@ -61,7 +61,7 @@ def test_no_change_is_forgotten_here() -> None:
 
 def test_a_process_reads_what_was_planned(tmp_path: Path) -> None:
     run = Run(COMMAND, "accumulated", 2, ("a", "b"), EVERY_CHANGE, "state")
-    job = Job(**vars(run), folder=str(tmp_path), files="guard", port=29500)
+    job = Job(**vars(run), folder=str(tmp_path), files="in-place", port=29500)
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
 

@@ -31,6 +31,7 @@ from gaverify.audit.folders import (
 )
 from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, free_port
+from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request
 from gaverify.children.launching import start_command
@@ -294,3 +295,16 @@ def test_a_full_disk_of_one_rank_is_told_although_its_launcher_says_nothing(tmp_
     note_fault(NO_SPACE, folder_for(tmp_path, 7))
     with pytest.raises(ProblemError, match=r"no space left in .* while the accumulated run stored its gradients"):
         check(Child(job))
+
+
+@pytest.mark.parametrize("reason", ["user namespaces are not allowed here", ""])
+def test_where_the_kernel_makes_no_view_the_sentence_says_what_to_write(tmp_path: Path, reason: str) -> None:
+    if reason:
+        (tmp_path / "no-view.txt").write_text(reason)
+    kept = start_command([sys.executable, "-c", f"import os; os._exit({IMPOSSIBLE})"])
+    kept.wait()
+    job = Job(Command("train.py"), "full", 1, folder=str(tmp_path))
+    with pytest.raises(
+        ProblemError, match=f"on a copy of your files{f': {reason}' * bool(reason)}. Write `--in-place`"
+    ):
+        check(Child(job, handle=kept))
