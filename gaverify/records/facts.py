@@ -84,7 +84,11 @@ class Draws:
     count: int = 0
     """Draws of the full batch."""
     dealt: int = 0
-    """Draws of which each micro-batch used the rows of its own samples."""
+    """Draws of which each micro-batch used its own rows."""
+    uneven: bool = False
+    """Whether the rows of some are no samples: time steps of packed sequences, picked elements."""
+    unmatched: bool = False
+    """Whether such rows were used in order, and their contents do not show that they are the right ones."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
     """Draw → why it could not be cut into rows of samples."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -265,7 +269,7 @@ def facts_of_loop(loop: Record) -> Facts:
         batch_size=update.data.full if update is not None else 0,
         compared=compared,
         window=window,
-        draws=Draws(loop.dealt, loop.dealt, loop.unaligned),
+        draws=Draws(loop.dealt, loop.dealt, unaligned=loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.controls.coupling),
         state=state,

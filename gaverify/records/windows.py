@@ -81,6 +81,12 @@ class AccumulationWindow:
         """Whether weights were given as numbers where the shares of the samples are right: nothing in a model is so."""
         return self.weighting == EXPLICIT and self.fit is not None and are_shares(self.fit.weights, self.sizes)
 
+    @property
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """The shares of the samples, and of the targets where each micro-batch's were seen."""
+        amounts = [each for each in (self.sizes, self.valid_targets) if len(each) == self.steps and sum(each) > 0]
+        return tuple(tuple(amount / sum(each) for amount in each) for each in amounts)
+
     def name_shares(
         self,
         weights: Sequence[float],

@@ -397,6 +397,9 @@ def control(facts: Facts, cause: Cause) -> Evidence:
         why = cause.failure or "it cannot be kept fixed or replaced from outside"
         return control_evidence("control", f"no control run was possible ({why}): suspected, not proven")
     text = word_difference_left(run)
+    if not _is_told_from_weights(facts, run):
+        text = text.removesuffix(": proven")
+        text += ": suspected, because it repairs wrong loss weights as well, and none could be fitted"
     if not run.rounding:
         remainder = "the other causes listed explain the rest" if facts.cleared else explain_rest(facts, run)
         # with all causes removed, what this one leaves can only come from the weights
@@ -490,6 +493,17 @@ def word_other_fixes(facts: Facts) -> str:
     )
 
 
+def _is_told_from_weights(facts: Facts, run: ControlRun) -> bool:
+    """Whether wrong loss weights would not do as well as a control.
+
+    Cached gradients compute the loss once for all samples, with which wrong weights disappear, too. Weights that were
+    fitted and leave a difference rule them out; those of a model with fewer numbers than micro-batches always fit.
+    """
+    fit = facts.window.fit
+    is_cached = run.kind in (ControlKind.CACHED_GRADIENTS, ControlKind.OWN_CACHE)
+    return not is_cached or (fit is not None and not fit.vacuous)
+
+
 def has_several_causes(facts: Facts) -> bool:
     """Whether more than one cause was found."""
     state = facts.state is not None and bool(facts.state.blamed)
@@ -500,6 +514,8 @@ def has_several_causes(facts: Facts) -> bool:
 def proven(facts: Facts, cause: Cause) -> bool:
     """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
     # its own control decides first; next to other causes it has to explain a share when all of them are removed
-    if cause.control is None or cause.control.rounding:
-        return cause.control is not None
+    if cause.control is None or not _is_told_from_weights(facts, cause.control):
+        return False
+    if cause.control.rounding:
+        return True
     return facts.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)

@@ -224,19 +224,18 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     draws = facts.draws
     # draws were split over micro-batches only where each has a row per sample
     if draws.dealt > 0:
-        were = "was" if draws.count == 1 else "were"
+        # Gradients that agree show as well that each row got its own draws.
+        is_open = draws.unmatched and bool(facts.compared.divergent)
+        aligned = f"aligned: each {'row' if draws.uneven else 'sample'} got the same values in both runs"
         yield finding_of(
-            f"{count_text(draws.count, 'random draw')} (such as dropout) {were} aligned: each sample got the same "
-            "values in both runs",
-            measured_evidence(
-                "random-draws",
-                _word_split_draws(facts),
-                draws=draws.count,
-                dealt=draws.dealt,
-            ),
-            remedy="no action needed: in training the draws differ, and the gradients agree on average",
+            f"{count_text(draws.count, 'random draw')} (such as dropout) {'was' if draws.count == 1 else 'were'} "
+            f"{'split in order: rows may have got the values of other samples' if is_open else aligned}",
+            measured_evidence("random-draws", _word_split_draws(facts), draws=draws.count, dealt=draws.dealt),
+            remedy="compare with the randomness switched off as well (`--mode eval`)"
+            if is_open
+            else "no action needed: in training the draws differ, and the gradients agree on average",
             severity="note",
-            proven=True,
+            proven=not is_open,
         )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
@@ -250,7 +249,10 @@ def _word_split_draws(facts: Facts) -> str:
     # an audit does not count how often each was reused
     how_often = "" if facts.loop is not None else f" {times(draws.dealt)}"
     text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
-    return f"{text}: each got the rows of its own samples"
+    if not draws.uneven:
+        return f"{text}: each got the rows of its own samples"
+    how = "cut in order" if draws.unmatched else "matched by their contents"
+    return f"{text}; rows that are no samples (time steps of packed sequences, picked elements) were {how}"
 
 
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:

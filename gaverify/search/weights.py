@@ -21,7 +21,7 @@ from gaverify.search.neutral import RestoredGradients, find_live_statistics
 from gaverify.search.trace.first_divergence import find_reweighted_operation, has_diverging_branch
 from gaverify.search.trace.state import StateWatch
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGHT, SAME_IN_FLOAT32, SMALL_PART, TINY
-from gaverify.verdict.sketches import SketchedPass, fit_runs, keep_sketch
+from gaverify.verdict.sketches import SketchedPass, Sketches, fit_runs, keep_sketch
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
@@ -34,7 +34,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return _restore_gradients(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
     if fit_and_repeats is None:
         return facts
-    fit, repeatability = fit_and_repeats
+    sketches, repeatability = fit_and_repeats
+    fit = _fit(bench, facts, sketches)
     facts = replace(facts, repeatability=repeatability, window=replace(facts.window, fit=fit))
     return try_weights(bench, facts, fit) if facts.repeats_itself and is_meaningful(bench, facts, fit) else facts
 
@@ -60,7 +61,12 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
     if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):
         return facts
-    fit = _find_joint_fit(bench, facts, facts.window.fit)
+    fit = facts.window.fit
+    if fit is not None and fit.vacuous:
+        # Any gradient is a combination of these few numbers: those of moved parameters are more, and tell.
+        fit = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench)) or fit
+        facts = replace(facts, window=replace(facts.window, fit=fit))
+    fit = _find_joint_fit(bench, facts, fit)
     return try_weights(bench, facts, fit) if fit is not None else facts
 
 
@@ -193,25 +199,37 @@ def fit_jointly(bench: Bench) -> WeightFit:
     return fit_runs(runs)
 
 
-def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[WeightFit, Repeatability | None]:
-    """Fits the weights, and measures whether a pass repeats: the first micro-batch's, else the full batch's.
+def _fit(bench: Bench, facts: Facts, sketches: Sketches) -> WeightFit:
+    """The weights that fit best; shares of samples or targets where these leave nothing and the fit is not unique."""
+    fit = fit_runs([sketches])
+    for shares in () if fit.determined else facts.window.shares:
+        left = sketches.left_by(torch.tensor(shares, dtype=sketches.columns.dtype, device=sketches.columns.device))
+        # They were not fitted: where they leave nothing, that is no coincidence of a model with few parameters.
+        share_fit = replace(fit, weights=shares, residual=left, vacuous=False)
+        if is_explanation(bench, facts, share_fit):
+            return share_fit
+    return fit
+
+
+def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Sketches, Repeatability | None]:
+    """Sketches the micro-batches, and measures whether a pass repeats: the first micro-batch's, else the full batch's.
 
     None: that is not measured yet (`measure_repeatability`).
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
     if reference.shares is not None and isinstance(reference.watch, StateWatch):
-        fit = fit_runs([reference.shares])
+        fit = _fit(bench, facts, reference.shares)
         # Micro-batches that add up to the full batch's gradient are a repetition of it: no other run is needed.
         meaningful = is_meaningful(bench, facts, fit)
         if not meaningful and bench.experiment.limit.seconds is None and find_live_statistics(bench.experiment):
             # Their control is likely to show it, without another pass. A search that may end before that asks now.
             watch.absorb(reference.watch)
-            return fit, None
+            return reference.shares, None
         exactly = meaningful and fit.residual <= facts.repeats
         repeatability = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
         if max(repeatability.forward, repeatability.backward) <= facts.repeats:
             watch.absorb(reference.watch)
-            return fit, repeatability
+            return reference.shares, repeatability
     # A micro-batch that does not repeat itself may be one that cannot be run again: only the full batch decides.
     full = bench.experiment.full_batch(watch)
     if isinstance(reference.watch, StateWatch):
@@ -219,7 +237,7 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Weig
     second_sketch = sketch(full.gradients.values(), bench.experiment.ranks)
     repeatability = _compare_passes(full, second_sketch, reference)
     shares = reference.shares or bench.sketch_micro_batches(full, watch, target=second_sketch)[0]
-    return fit_runs([shares]), repeatability
+    return shares, repeatability
 
 
 def measure_repeatability(bench: Bench, facts: Facts) -> Repeatability:

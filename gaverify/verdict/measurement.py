@@ -256,13 +256,16 @@ def _choose_reading(
 ) -> tuple[Experiment, _Accumulation]:
     """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
-    Only the right reading can make the gradients of an equivalent model agree.
+    Only the right reading can make the gradients of an equivalent model agree. Where something else makes them differ,
+    the contents of rows tell.
     """
     by_contents = experiment.with_second_reading()
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
         second = _accumulate(by_contents, full, listens, find_worst)
-        if second.total < first.total:
+        reports = first.result.draws, second.result.draws
+        finds_rows = reports[0].unmatched and not (reports[1].unmatched or reports[1].is_doubtful)
+        if finds_rows or second.total < first.total:
             return by_contents, second
     return experiment, first
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.randomness import foreign
 from gaverify.passes.randomness.draws import (
     LOOSE,
@@ -70,6 +71,10 @@ class DealingReport:
     """How often a micro-batch got rows of a draw, another draw than the next, or a generator's end state."""
     ambiguous: bool = False
     """The draws that were dealt may be those of other samples."""
+    uneven: bool = False
+    """The rows of some draw are no samples: time steps of packed sequences, picked elements."""
+    unmatched: bool = False
+    """Such rows were dealt in order, and their contents do not show that they are the right ones."""
     counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
     """Micro-batch → call site → number of draws; empty in the second reading."""
     prints: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
@@ -305,7 +310,9 @@ class Dealer:
         self.known: dict[Any, tuple[torch.Size, DealtDraw | None]] = {}
         self._next = 0
         self._made: Counter[int] = Counter()
-        self._doubts: list[torch.Tensor] = []  # stay on their devices until the end: reading one waits for all before
+        # They stay on their devices until the end: reading one waits for all before.
+        self._doubts: list[torch.Tensor] = []
+        self._doubts_of_uneven: list[torch.Tensor] = []
         self._foreign = ForeignDealer(dealing, self._micro_batch, batch_size, self._made)
         if not self._reading.by_contents and not self._is_full_batch:
             self._report.counts[self._micro_batch] = self._made
@@ -349,9 +356,8 @@ class Dealer:
             self._finish_last()
         if not self._reading.by_contents:
             self._note_missed(range(self._next, len(self._draws)))
-        for device in {doubt.device for doubt in self._doubts}:  # one wait per device, not one per draw
-            doubts = torch.stack([doubt for doubt in self._doubts if doubt.device == device])
-            self._report.ambiguous = self._report.ambiguous or bool(doubts.any())
+        self._report.ambiguous = self._report.ambiguous or _is_any(self._doubts)
+        self._report.unmatched = self._report.unmatched or _is_any(self._doubts_of_uneven)
         self._foreign.finish()
 
     def _finish_last(self) -> None:
@@ -424,17 +430,41 @@ class Dealer:
         self._report.ambiguous = self._report.ambiguous or dealt.guessed
         if dealt.doubt is not None:
             self._doubts.append(dealt.doubt)
+        if dealt.selection and not _has_rows_of_samples(self._draws[index], rows):
+            self._note_uneven(self._dealing.draw(index), dealt, rows)
         if not self._is_full_batch:
             self._dealing.given[index] = dealt.given
             if not dealt.selection:
                 self._report.share(run.operation)
         return dealt
 
+    def _note_uneven(self, draw: Draw, dealt: DealtDraw, rows: Rows) -> None:
+        self._report.uneven = True
+        loose_rows = replace(rows, tolerance=max(rows.tolerance, LOOSE))
+        doubt = have_other_contents(draw, loose_rows, dealt.selection) if self._searches else dealt.doubt
+        if doubt is None:
+            self._report.unmatched = True
+        else:
+            self._doubts_of_uneven.append(doubt)
+
     def _renew_prints(self, index: int, rows: Rows) -> None:
         """Takes the fingerprints of this run: micro-batches that follow have the same precision and weights."""
         recorded = self._draws[index].prints
         if recorded is not None and rows.prints is not None and recorded.shape == rows.prints.shape:
             self._report.prints[index] = rows.prints, rows.tolerance
+
+
+def _is_any(doubts: Sequence[torch.Tensor]) -> bool:
+    """Whether any of some flags is set; with one wait per device, not one per flag."""
+    devices = {doubt.device for doubt in doubts}
+    return any(bool(torch.stack([doubt for doubt in doubts if doubt.device == device]).any()) for device in devices)
+
+
+def _has_rows_of_samples(draw: Draw, rows: Rows) -> bool:
+    """Whether a dimension of a draw has the same number of rows for each sample."""
+    start, stop = rows.micro_batch
+    layout = SampleLayout.find(draw.value.shape, rows.shape, rows.batch_size, stop - start)
+    return layout is not None and any(dimension.fold for dimension in layout.dimensions)
 
 
 def _why_not(draw: Draw, run: Drawing, shape: torch.Size) -> str:
