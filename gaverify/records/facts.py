@@ -87,8 +87,6 @@ class Draws:
     """Draws of which each micro-batch used its own rows."""
     uneven: bool = False
     """Whether the rows of some are no samples: time steps of packed sequences, picked elements."""
-    unmatched: bool = False
-    """Whether such rows were used in order, and their contents do not show that they are the right ones."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
     """Draw → why it could not be cut into rows of samples."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)

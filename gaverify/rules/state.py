@@ -222,20 +222,16 @@ def _judge_average(loop: Record) -> Iterator[Finding]:
 def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     """Yields a note where random draws were dealt out per sample, and one where a draw has no row per sample."""
     draws = facts.draws
-    # draws were split over micro-batches only where each has a row per sample
-    if draws.dealt > 0:
-        # Gradients that agree show as well that each row got its own draws.
-        is_open = draws.unmatched and bool(facts.compared.divergent)
-        aligned = f"aligned: each {'row' if draws.uneven else 'sample'} got the same values in both runs"
+    # draws were split over micro-batches only where each has a row per sample; other rows may be unaligned (GAV302)
+    if draws.dealt > 0 and not (draws.uneven and draws.unaligned):
+        were = "was" if draws.count == 1 else "were"
         yield finding_of(
-            f"{count_text(draws.count, 'random draw')} (such as dropout) {'was' if draws.count == 1 else 'were'} "
-            f"{'split in order: rows may have got the values of other samples' if is_open else aligned}",
+            f"{count_text(draws.count, 'random draw')} (such as dropout) {were} aligned: each "
+            f"{'row' if draws.uneven else 'sample'} got the same values in both runs",
             measured_evidence("random-draws", _word_split_draws(facts), draws=draws.count, dealt=draws.dealt),
-            remedy="compare with the randomness switched off as well (`--mode eval`)"
-            if is_open
-            else "no action needed: in training the draws differ, and the gradients agree on average",
+            remedy="no action needed: in training the draws differ, and the gradients agree on average",
             severity="note",
-            proven=not is_open,
+            proven=True,
         )
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
@@ -251,8 +247,8 @@ def _word_split_draws(facts: Facts) -> str:
     text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
     if not draws.uneven:
         return f"{text}: each got the rows of its own samples"
-    how = "cut in order" if draws.unmatched else "matched by their contents"
-    return f"{text}; rows that are no samples (time steps of packed sequences, picked elements) were {how}"
+    rows = "rows that are no samples (time steps of packed sequences, picked elements)"
+    return f"{text}; {rows} were matched by their contents, or by their order"
 
 
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:

@@ -192,6 +192,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     valid = tuple(float(mean.divisor) for mean in means) if len(means) == experiment.steps else ()
     ignored = bool(valid) and any(float(mean.valid) < mean.total for mean in means)
     weighting = experiment.weighting if isinstance(experiment.weighting, str) else EXPLICIT
+    is_divergent = any(row.outcome is Outcome.DIVERGENT for row in decision.rows)
     return Facts(
         batch_size=experiment.batch_size,
         compared=Compared(decision.rows, decision.method, decision.float64_failure, precision=decision.precision),
@@ -209,8 +210,8 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
             experiment.draws.count,
             draws.dealt,
             uneven=draws.uneven,
-            unmatched=draws.unmatched,
-            unaligned=dict(draws.unaligned),
+            # Gradients that agree show that each row got its own draws.
+            unaligned={**(draws.unmatched if is_divergent else {}), **draws.unaligned},
             places=dict(draws.places),
             foreign_differ=accumulated.foreign_draws_differ,
             shared=dict(draws.shared),

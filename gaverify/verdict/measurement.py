@@ -263,9 +263,8 @@ def _choose_reading(
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
         second = _accumulate(by_contents, full, listens, find_worst)
-        reports = first.result.draws, second.result.draws
-        finds_rows = reports[0].unmatched and not (reports[1].unmatched or reports[1].is_doubtful)
-        if finds_rows or second.total < first.total:
+        report = second.result.draws
+        if (report.is_found and not report.unaligned) or second.total < first.total:
             return by_contents, second
     return experiment, first
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from problems import classified, cross_entropy, fault, language_model, mlp, quiet, token_batch, token_loss
 from problems_coupling import squared_batch_norm
 from problems_lookalikes import nn_loss
-from problems_weights import mean_loss
+from problems_weights import mean_loss, packed_tokens
 from torch import nn
 
 from gaverify import Problem
@@ -142,7 +143,7 @@ def drawn_negatives() -> Problem:
     return Problem(Skipgram(), lambda model, batch: model(*batch), pairs)
 
 
-UNALIGNED = (drawn_by_python, drawn_negatives)
+UNALIGNED = (drawn_by_python, drawn_negatives, partial(packed_tokens, of_inputs=True))
 
 
 def disagreeing_rows() -> Problem:

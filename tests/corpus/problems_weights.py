@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import classified, fault, language_model, mlp, quiet, token_batch, token_loss
+from problems import classified, fault, language_model, mlp, quiet, squared_error, token_batch, token_loss
 from torch import nn
 
 from gaverify import Problem
@@ -38,6 +38,41 @@ def tokens_by_hand(*, masked: bool = False) -> Problem:
     batch = token_batch(RAGGED)
     labels = batch["labels"] if masked else batch["labels"].clamp(min=-1)
     return Problem(language_model(), loss, {**batch, "labels": labels})
+
+
+class Packed(nn.Module):
+    """A recurrent network on packed rows, with dropout between its layers or on its inputs: its rows are time steps."""
+
+    def __init__(self, of_inputs: bool = False) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 5, 2, batch_first=True, dropout=0.3 * (not of_inputs)), nn.Linear(5, 4)
+        self.of_inputs = of_inputs
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(features, lengths, batch_first=True, enforce_sorted=False)
+        if self.of_inputs:
+            packed = packed._replace(data=F.dropout(packed.data, 0.3))
+        scores: torch.Tensor = self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+        return scores
+
+
+def packed_tokens(*, of_inputs: bool = False) -> Problem:
+    """Means over labels of rows of different lengths; `of_inputs`: over as many in each, and time steps look alike."""
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        scores = model(*batch[:2]).transpose(1, 2)
+        return F.cross_entropy(scores, batch[2][:, : scores.shape[2]])  # planted packed-dropout
+
+    torch.manual_seed(0)
+    lengths = (6, 2, 5, 3, 4, 4, 3, 5) if of_inputs else (6, 2, 1, 3, 5, 6, 2, 4)
+    features = torch.randn(6) * torch.randint(2, (8, 6, 1)) if of_inputs else torch.randn(8, 6, 6)
+    return Problem(Packed(of_inputs), loss, (features, torch.tensor(lengths), token_batch(lengths, 4)["labels"]))
+
+
+def few_numbers() -> Problem:
+    """Two weights and a bias in 8 micro-batches, of two samples and of one: any gradient is a combination of them."""
+    torch.manual_seed(0)
+    return Problem(nn.Linear(2, 1), squared_error, (torch.randn(15, 2), torch.randn(15, 1)))
 
 
 def even_tokens() -> Problem:
@@ -347,6 +382,8 @@ def _learned_step(of_batch: bool) -> Problem:
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
     fault("tokens-by-hand", tokens_by_hand, "GAV202", "the same, divided by hand"),
+    fault("packed-dropout", packed_tokens, "GAV202", "draws per time step hide no weights", notes="GAV301"),
+    fault("few-numbers", few_numbers, "GAV202", "a fit of many weights to few numbers", steps=8),
     fault("B02", mean_loss, "GAV201", "four means are added", weighting="none"),
     fault("B04", two_micro_batches, "GAV201", "two divided by the configured four", steps=2, weighting=(0.25, 0.25)),
     fault("B05", mean_loss, "GAV201", "divided by K twice", weighting=(1 / 16,) * 4),
@@ -380,6 +417,8 @@ TWINS = (
     quiet("B01", ragged_tokens, "weighted by valid tokens", weighting="tokens"),
     quiet("tokens-by-hand", tokens_by_hand, "the loss's call says what it ignores", weighting="tokens"),
     quiet("masked-by-hand", lambda: tokens_by_hand(masked=True), "it ignores no target", weighting="tokens"),
+    quiet("packed-dropout", packed_tokens, "weighted by valid tokens", weighting="tokens", notes="GAV301"),
+    quiet("few-numbers", few_numbers, "weighted n_k/N", steps=8, weighting="samples"),
     quiet("B02", mean_loss, "divided by K"),
     quiet("B04", two_micro_batches, "divided by the two that there are", steps=2, weighting=(0.5, 0.5)),
     quiet("B05", mean_loss, "divided once", weighting=(1 / 4,) * 4),

@@ -25,6 +25,7 @@ from gaverify.passes.randomness.draws import (
     Rows,
     Selection,
     fingerprint,
+    have_equal_contents,
     have_other_contents,
     place_draw,
     select_by_contents,
@@ -39,6 +40,7 @@ from gaverify.tracebacks import calling_frame, display_path, hands_over
 _NAMES = {"numpy": "numpy.random"}
 _HIDDEN = "its kernel draws random numbers that gaverify can neither see nor replace"
 _FEWER = "a micro-batch drew random numbers less often than the full batch"
+_UNMATCHED = "its rows are no samples, and their contents do not tell whose they are"
 _MORE = "a micro-batch drew random numbers more often than the full batch"
 _SEARCHED = 64  # draws of one place that are searched for contents
 DrawCounts = Mapping[MicroBatch, Mapping[int, int]]
@@ -73,8 +75,10 @@ class DealingReport:
     """The draws that were dealt may be those of other samples."""
     uneven: bool = False
     """The rows of some draw are no samples: time steps of packed sequences, picked elements."""
-    unmatched: bool = False
-    """Such rows were dealt in order, and their contents do not show that they are the right ones."""
+    is_found: bool = False
+    """Rows were found by their contents, elsewhere than at the samples' places."""
+    unmatched: dict[str, str] = field(default_factory=dict)
+    """Operation → why the contents of such rows do not show whose they are."""
     counts: dict[MicroBatch, Counter[int]] = field(default_factory=dict)
     """Micro-batch → call site → number of draws; empty in the second reading."""
     prints: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
@@ -84,6 +88,11 @@ class DealingReport:
     def is_doubtful(self) -> bool:
         """Whether a micro-batch may have got other draws than its samples'."""
         return self.ambiguous or bool(self.unaligned)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing shows that rows which are no samples got their own draws."""
+        return self.is_doubtful or bool(self.unmatched)
 
     def share(self, name: str) -> None:
         """Notes a draw without a row per sample, and the line of the user's code that is running."""
@@ -146,6 +155,8 @@ class DealtDraw:
     """Whether the order of folded rows is a guess."""
     doubt: torch.Tensor | None
     """Whether the rows were drawn for other contents, on their device; None where there is no way to tell."""
+    is_found: bool = False
+    """Whether the rows were found by their contents, elsewhere than at the samples' places."""
 
 
 @dataclass(frozen=True)
@@ -170,20 +181,21 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
     # the micro-batch may run in another precision than the full batch did
     rows = replace(rows, tolerance=max(rows.tolerance, draw.tolerance))
     selection, guessed, after = select_by_position(draw, rows, reading.by_contents, given)
-    doubt = None
+    doubt, is_found = None, False
     if reading.by_contents:
-        selection, after = _look_elsewhere(draw, rows, selection, given, after)
+        selection, after, is_found = _look_elsewhere(draw, rows, selection, given, after)
     elif selection is not None:
         doubt = have_other_contents(draw, rows, selection)
     if selection is None:
         return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not match")
-    return DealtDraw(draw.value, selection, after, guessed, doubt)
+    return DealtDraw(draw.value, selection, after, guessed, doubt, is_found)
 
 
 def _look_elsewhere(
     draw: Draw, rows: Rows, selection: Selection | None, given: GivenRows, after: GivenRows
-) -> tuple[Selection | None, GivenRows]:
-    """The selected rows where their contents are the micro-batch's; else the rows that have its contents, if any."""
+) -> tuple[Selection | None, GivenRows, bool]:
+    """The selected rows where their contents are the micro-batch's; else those with its contents, if any, and True."""
+    is_found = False
     # A layer before may compute in lower precision than its result shows: the loose tolerance only if nothing fits.
     for level in (rows, replace(rows, tolerance=max(rows.tolerance, LOOSE))):
         doubt = None if selection is None else have_other_contents(draw, level, selection)
@@ -191,9 +203,9 @@ def _look_elsewhere(
             break  # they stand in their place, or nothing tells
         found_rows = select_by_contents(draw, level, given)
         if found_rows is not None:
-            selection, after = found_rows, after.withdraw(draw, rows)
+            selection, after, is_found = found_rows, after.withdraw(draw, rows), True
             break
-    return selection, after if selection is None else after.take(draw, selection)
+    return selection, after if selection is None else after.take(draw, selection), is_found
 
 
 class ForeignDealer:
@@ -312,7 +324,7 @@ class Dealer:
         self._made: Counter[int] = Counter()
         # They stay on their devices until the end: reading one waits for all before.
         self._doubts: list[torch.Tensor] = []
-        self._doubts_of_uneven: list[torch.Tensor] = []
+        self._doubts_of_uneven: dict[str, list[torch.Tensor]] = {}
         self._foreign = ForeignDealer(dealing, self._micro_batch, batch_size, self._made)
         if not self._reading.by_contents and not self._is_full_batch:
             self._report.counts[self._micro_batch] = self._made
@@ -357,7 +369,9 @@ class Dealer:
         if not self._reading.by_contents:
             self._note_missed(range(self._next, len(self._draws)))
         self._report.ambiguous = self._report.ambiguous or _is_any(self._doubts)
-        self._report.unmatched = self._report.unmatched or _is_any(self._doubts_of_uneven)
+        for operation, doubts in self._doubts_of_uneven.items():
+            if _is_any(doubts):
+                self._report.unmatched[operation] = _UNMATCHED
         self._foreign.finish()
 
     def _finish_last(self) -> None:
@@ -430,7 +444,10 @@ class Dealer:
         self._report.ambiguous = self._report.ambiguous or dealt.guessed
         if dealt.doubt is not None:
             self._doubts.append(dealt.doubt)
-        if dealt.selection and not _has_rows_of_samples(self._draws[index], rows):
+        # Time steps may be a multiple of the samples by chance: then their contents were found in other places.
+        if (dealt.is_found and dealt.selection) or (
+            dealt.selection and not _has_rows_of_samples(self._draws[index], rows)
+        ):
             self._note_uneven(self._dealing.draw(index), dealt, rows)
         if not self._is_full_batch:
             self._dealing.given[index] = dealt.given
@@ -439,13 +456,21 @@ class Dealer:
         return dealt
 
     def _note_uneven(self, draw: Draw, dealt: DealtDraw, rows: Rows) -> None:
+        """Notes rows that are no samples, and whether they may be those of others."""
         self._report.uneven = True
-        loose_rows = replace(rows, tolerance=max(rows.tolerance, LOOSE))
-        doubt = have_other_contents(draw, loose_rows, dealt.selection) if self._searches else dealt.doubt
+        self._report.is_found = self._report.is_found or dealt.is_found
+        doubt = dealt.doubt
+        if dealt.is_found:
+            doubt = have_equal_contents(draw, dealt.selection)
+        elif self._searches:
+            doubt = have_other_contents(draw, replace(rows, tolerance=max(rows.tolerance, LOOSE)), dealt.selection)
         if doubt is None:
-            self._report.unmatched = True
+            self._report.unmatched[draw.operation] = _UNMATCHED
         else:
-            self._doubts_of_uneven.append(doubt)
+            self._doubts_of_uneven.setdefault(draw.operation, []).append(doubt)
+        frame = calling_frame()
+        if frame is not None:
+            self._report.places.setdefault(draw.operation, (display_path(frame[0]), frame[1]))
 
     def _renew_prints(self, index: int, rows: Rows) -> None:
         """Takes the fingerprints of this run: micro-batches that follow have the same precision and weights."""

@@ -383,6 +383,16 @@ def have_other_contents(draw: Draw, rows: Rows, selection: Selection) -> torch.T
     return rows_differ(rows.prints, expected, rows.tolerance) if expected.shape == rows.prints.shape else None
 
 
+def have_equal_contents(draw: Draw, selection: Selection) -> torch.Tensor:
+    """Whether rows that were found by their contents have others with the same contents: then these do not tell."""
+    ((dim, chosen),) = selection
+    assert draw.prints is not None
+    rows = _project_along(draw.prints, dim)
+    equal = _EQUAL * torch.finfo(rows.dtype).eps * rows.abs().max()
+    distances = (rows[chosen].unsqueeze(1) - rows).abs().amax(2)
+    return (distances <= equal).sum(1).max() > 1
+
+
 def take_selection(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Returns the selected rows of a tensor."""
     for dim, rows in selection:

@@ -184,6 +184,17 @@ def test_what_is_proven_was_shown_by_a_control(case: str) -> None:
             ), finding
 
 
+@pytest.mark.parametrize(
+    ("fit", "proven"),
+    [(None, False), (WeightFit((0.25,) * 4, 0.0, vacuous=True), False), (WeightFit((0.25,) * 4, 0.4), True)],
+)
+def test_cached_gradients_prove_a_loss_only_where_weights_were_fitted_and_do_not_fit(fit, proven: bool) -> None:
+    (finding,) = findings_for(divergent(causes=(coupled(),), fit=fit))
+    assert finding.code == "GAV103" and finding.proven == proven
+    (control,) = [evidence.statement for evidence in finding.evidence if evidence.label == "control"]
+    assert control.endswith("proven" if proven else "repairs wrong loss weights as well, and none could be fitted")
+
+
 def test_an_empty_micro_batch_is_proven_by_weights_without_it() -> None:
     found = {}
     for left in (1e-16, 0.1):
