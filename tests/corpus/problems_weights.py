@@ -56,12 +56,16 @@ class Packed(nn.Module):
         return scores
 
 
-def packed_tokens(*, of_inputs: bool = False) -> Problem:
+def packed_tokens(*, of_inputs: bool = False, by_hand: bool = False) -> Problem:
     """Means over labels of rows of different lengths; `of_inputs`: over as many in each, and time steps look alike."""
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
         scores = model(*batch[:2]).transpose(1, 2)
-        return F.cross_entropy(scores, batch[2][:, : scores.shape[2]])  # planted packed-dropout
+        labels = batch[2][:, : scores.shape[2]]
+        if by_hand:
+            total = F.cross_entropy(scores, labels.clamp(min=0), reduction="none") * (labels >= 0)
+            return total.sum() / (labels >= 0).sum()  # planted packed-by-hand
+        return F.cross_entropy(scores, labels)  # planted packed-dropout
 
     torch.manual_seed(0)
     lengths = (6, 2, 5, 3, 4, 4, 3, 5) if of_inputs else (6, 2, 1, 3, 5, 6, 2, 4)
@@ -70,9 +74,20 @@ def packed_tokens(*, of_inputs: bool = False) -> Problem:
 
 
 def few_numbers() -> Problem:
-    """Two weights and a bias in 8 micro-batches, of two samples and of one: any gradient is a combination of them."""
+    """One weight in 8 micro-batches, of two samples and of one: any gradient is a multiple of any other one."""
     torch.manual_seed(0)
-    return Problem(nn.Linear(2, 1), squared_error, (torch.randn(15, 2), torch.randn(15, 1)))
+    return Problem(nn.Linear(1, 1, bias=False), squared_error, (torch.randn(15, 1), torch.randn(15, 1)))
+
+
+def few_numbers_coupled() -> Problem:
+    """Three weights and a bias in 8 micro-batches: loss weights that always fit say nothing of a loss that couples."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        scores = model(batch)
+        return scores.std() + scores.mean() ** 2  # planted few-coupled
+
+    torch.manual_seed(0)
+    return Problem(nn.Linear(3, 1), loss, torch.randn(16, 3))
 
 
 def even_tokens() -> Problem:
@@ -383,6 +398,8 @@ FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
     fault("tokens-by-hand", tokens_by_hand, "GAV202", "the same, divided by hand"),
     fault("packed-dropout", packed_tokens, "GAV202", "draws per time step hide no weights", notes="GAV301"),
+    fault("packed-by-hand", lambda: packed_tokens(by_hand=True), "GAV202", "the same, divided by hand", notes="GAV301"),
+    fault("few-coupled", few_numbers_coupled, "GAV103", "weights that fit any gradient explain none", steps=8),
     fault("few-numbers", few_numbers, "GAV202", "a fit of many weights to few numbers", steps=8),
     fault("B02", mean_loss, "GAV201", "four means are added", weighting="none"),
     fault("B04", two_micro_batches, "GAV201", "two divided by the configured four", steps=2, weighting=(0.25, 0.25)),

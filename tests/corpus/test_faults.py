@@ -129,6 +129,13 @@ def test_mean_of_means_names_the_right_weights(id: str, weights: list[float]) ->
     assert fitted == pytest.approx(weights, rel=1e-6)
 
 
+@pytest.mark.parametrize("id", ["tokens-by-hand", "packed-dropout", "packed-by-hand", "few-numbers"])
+def test_weights_that_hide_behind_draws_or_few_numbers_are_repaired(id: str) -> None:
+    (finding, *_) = next(case for case in FAULTS if case.id == id).verify().findings
+    remedy = finding.remedy or ""
+    assert remedy.endswith("tested, equivalent") and ("--weighting" in remedy or "by-hand" in id), remedy
+
+
 def test_sums_in_micro_batches_of_unequal_size_are_added_up() -> None:
     verdict = next(case for case in FAULTS if case.id == "sum-by-samples").verify()
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV202"]

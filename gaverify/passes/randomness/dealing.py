@@ -89,11 +89,6 @@ class DealingReport:
         """Whether a micro-batch may have got other draws than its samples'."""
         return self.ambiguous or bool(self.unaligned)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether nothing shows that rows which are no samples got their own draws."""
-        return self.is_doubtful or bool(self.unmatched)
-
     def share(self, name: str) -> None:
         """Notes a draw without a row per sample, and the line of the user's code that is running."""
         if name not in self.shared:
@@ -445,9 +440,8 @@ class Dealer:
         if dealt.doubt is not None:
             self._doubts.append(dealt.doubt)
         # Time steps may be a multiple of the samples by chance: then their contents were found in other places.
-        if (dealt.is_found and dealt.selection) or (
-            dealt.selection and not _has_rows_of_samples(self._draws[index], rows)
-        ):
+        is_uneven = dealt.is_found or not _has_rows_of_samples(self._draws[index], rows)
+        if dealt.selection and is_uneven:
             self._note_uneven(self._dealing.draw(index), dealt, rows)
         if not self._is_full_batch:
             self._dealing.given[index] = dealt.given
