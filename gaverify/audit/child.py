@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, NoReturn
 from gaverify.audit.editing import PLACED, Edits
 from gaverify.audit.folders import ERROR, SCRIPT_FAILED, folder_for, note_fault, note_rank
 from gaverify.audit.job import Command, Job
-from gaverify.audit.launchers import entry_variables, find_program, start_ranks, torchrun_variables
-from gaverify.children.launching import cause_of
+from gaverify.audit.launchers import entry_variables, find_program, start_ranks
+from gaverify.children.last_words import cause_of
+from gaverify.children.ranks import torchrun_variables
 from gaverify.errors import ProblemError
 from gaverify.records.events import Ending
 

@@ -29,7 +29,8 @@ from gaverify.audit.job import (
 from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import RECORDED, Request, encode_request, read_request
 from gaverify.audit.running import Progress, Runner, Trial
-from gaverify.children.launching import ended_as_interrupted, remove, told_where_full, working_folder
+from gaverify.children.folders import remove, told_where_full, working_folder
+from gaverify.children.launching import ended_as_interrupted
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport

@@ -13,38 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gaverify.audit.folders import ERROR, LOG, SCRIPT_FAILED, folder_for, note_rank
-from gaverify.children.launching import signal_name
+from gaverify.children.last_words import Ended
+from gaverify.children.ranks import HERE, torchrun_variables
 from gaverify.errors import ProblemError, SpecError
 
 JOB = "GAVERIFY_AUDIT_JOB"
 """The variable that tells a process started by a launcher where its job is described."""
 
-_HERE = "127.0.0.1"
 _PORTS, _TRIES = range(10_000, 32_768), 64
 _LINGER = 0.5  # seconds
 _ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
-
-
-def torchrun_variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
-    """Returns the variables that torchrun gives to a process of one machine; gloo is kept on the loopback.
-
-    Args:
-        rank: From 0.
-        ranks: How many processes there are.
-        port: Where rank 0 listens.
-    """
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "GROUP_RANK": 0,
-        "MASTER_ADDR": _HERE,
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in values.items()} | {
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    }
 
 
 def start_ranks(run: Path, ranks: int, port: int) -> Path:
@@ -92,10 +70,7 @@ def _wait_for_ranks(folders: dict[int, Path]) -> int:
 
 def explain_status(status: int) -> str:
     """Returns why a process ended that has not said so itself; the status of one that a signal ended is negative."""
-    if status < 0:
-        # Linux ends a process by signal 9 where memory runs out, and leaves no other message.
-        return f"it was killed by {signal_name(-status)}" + " (out of memory?)" * (-status == 9)
-    return f"it ended with exit code {status}, and not through Python's own exit (os._exit?)"
+    return f"it {Ended(status)}" + (", and not through Python's own exit (os._exit?)" if status >= 0 else "")
 
 
 def free_port() -> int:
@@ -107,9 +82,9 @@ def free_port() -> int:
     for _ in range(_TRIES):
         port = _PORTS.start + secrets.randbelow(len(_PORTS))
         with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind((_HERE, port))
+            free.bind((HERE, port))
             return port
-    raise ProblemError(f"no free port on {_HERE} in {_TRIES} attempts: end the programs that listen there")
+    raise ProblemError(f"no free port on {HERE} in {_TRIES} attempts: end the programs that listen there")
 
 
 def entry_variables(job: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -38,7 +38,8 @@ from gaverify.audit.job import Job, WatchWeights
 from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.request import Request
-from gaverify.children.launching import Kept, last_lines, start_command
+from gaverify.children.last_words import last_lines
+from gaverify.children.launching import Kept, start_command
 from gaverify.errors import InternalError, ProblemError
 from gaverify.records.audit_report import TITLES
 from gaverify.records.events import Backward, Ending, Step

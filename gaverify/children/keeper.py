@@ -50,6 +50,11 @@ def _prepare_child() -> None:
     """In the child, before its program starts: signals as they were, and a second guard should the keeper be killed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Has the system end this process when its parent is killed."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,52 +1,102 @@
-"""Starts a child process behind a keeper and ends it; its folders, which go with gaverify; what it said in the end."""
+"""Starts a child process behind a keeper, or forks one, talks with it, and ends it with everything that it started."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
-import shutil
+import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from gaverify.errors import GaverifyError, is_out_of_space
+from gaverify.children import keeper
 
-try:
-    import fcntl
-except ImportError:  # Windows: the folders of killed runs stay
-    fcntl = None  # type: ignore[assignment]
-
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
 # The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 _PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
-_OWNER = "owner"
-_TAIL = 15
-_READ = 1 << 14  # bytes of a log that are read from its end
-_NO_NUMPY = "UserWarning: Failed to initialize NumPy"
-_MARK = "Traceback (most recent call last):"
+_TICK = 0.01
+_ENDING_SIGNALS = [
+    number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
+]
+
+
+class Channel:
+    """The pipes between gaverify and a process that it started.
+
+    Args:
+        reads: Where messages come from; None: nothing comes.
+        writes: Where messages go; None: nothing goes.
+    """
+
+    def __init__(self, reads: Connection | None, writes: Connection | None) -> None:
+        self.reads, self.writes = reads, writes
+
+    def send(self, message: object) -> None:
+        """Sends a message."""
+        assert self.writes is not None
+        # Not `Connection.send`: torch would hand tensors over in memory that ends with this process.
+        self.writes.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> Any:
+        """Waits for a message and returns it.
+
+        Raises:
+            EOFError: Nobody can send any more.
+        """
+        assert self.reads is not None
+        return pickle.loads(self.reads.recv_bytes())
+
+    def read_all(self) -> Iterator[Any]:
+        """Yields the messages that are there."""
+        try:
+            while self.reads is not None and self.reads.poll():
+                yield self.receive()
+        except (EOFError, OSError):  # also in the middle of a message
+            assert self.reads is not None
+            self.reads.close()
+            self.reads = None
+
+    def close(self) -> None:
+        """Closes the pipes."""
+        for pipe in (self.reads, self.writes):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        self.reads = self.writes = None
 
 
 class Kept:
     """A child process that ends with gaverify.
 
     Args:
-        process: The keeper, whose streams and exit status are the child's; on Windows the child itself.
-        alive: The end of the pipe that is closed when gaverify is gone; None on Windows.
+        process: The keeper, whose streams and exit status are the child's; on Windows, or where it was forked, the
+            child itself.
+        alive: The end of the pipe that is closed when gaverify is gone; None where there is no keeper.
+        channel: How to talk with the child.
     """
 
-    def __init__(self, process: subprocess.Popen[Any], alive: int | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[Any] | Fork, alive: int | None, channel: Channel | None = None
+    ) -> None:
         self.process, self._alive = process, alive
+        self.channel = channel or Channel(None, None)
+
+    @property
+    def status(self) -> int | None:
+        """How it ended: its exit code, of one that a signal ended the negative number; None while it runs."""
+        return self.process.poll()
 
     def wait(self) -> int:
-        """Waits until the child has ended; returns its exit code, of one that a signal ended the negative number."""
+        """Waits until the child has ended; returns its status."""
         return int(self.process.wait())
 
     def end(self) -> None:
@@ -54,49 +104,126 @@ class Kept:
         if self._alive is not None:
             alive, self._alive = self._alive, None
             os.close(alive)
-        elif self.process.poll() is None:
+        else:
             self.process.terminate()
         try:
             self.process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:  # stuck in the kernel: nobody can end it, and nobody has to wait for it
             self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        self.channel.close()
 
 
-def start_with_job(module: str, job: Mapping[str, Any], **options: Any) -> Kept:
-    """Starts `main()` of a module of gaverify's in a fresh process, whose stdout is a pipe, and hands it its job.
+class Fork:
+    """A forked process that leads a group of processes, by the names of `subprocess.Popen`."""
+
+    def __init__(self, number: int) -> None:
+        self.pid = number
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns how it ended; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Waits until it has ended, and returns how.
+
+        Raises:
+            subprocess.TimeoutExpired: It runs on.
+        """
+        limit = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            time.sleep(_TICK)
+        return code
+
+    def terminate(self) -> None:
+        """Ends it and its group, of which others may go on when it has ended itself."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it leads no group yet, or nobody is left
+            if self.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    kill = terminate
+
+
+def fork(work: Callable[[Channel], object]) -> Kept:
+    """Forks a process that runs `work` and ends, at the latest with this one.
+
+    Neither the terminal's signals nor the report's stdout reach it: what it prints goes to stderr.
 
     Args:
-        module: With a `main` that reads the job, as JSON, from stdin.
-        job: What the process is told.
+        work: Is given what sends messages to this process.
+    """
+    parent = os.getpid()
+    reads, writes = Pipe(duplex=False)
+    number = os.fork()
+    if not number:
+        _run_fork(work, Channel(None, writes), parent)
+    writes.close()  # the child has its own; with this one open, reading would never reach the end of the pipe
+    return Kept(Fork(number), None, Channel(reads, None))
+
+
+def _run_fork(work: Callable[[Channel], object], channel: Channel, parent: int) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        keeper.end_with_parent()
+        if os.getppid() != parent:  # it was killed before that
+            os._exit(code)
+        for number in _ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, or under nohup
+                signal.signal(number, signal.SIG_DFL)
+        # A thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here.
+        sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+        os.dup2(2, 1)
+        work(channel)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)  # threads that the user's code left are not waited for
+
+
+def start_module(module: str, **options: Any) -> Kept:
+    """Starts `main()` of a module of gaverify's in a fresh process, which calls `open_channel` to talk with this one.
+
+    Args:
+        module: Its name.
         options: As for `subprocess.Popen`.
 
     Raises:
         OSError: It cannot be started.
     """
-    child = start_module(module, **options)
-    assert child.process.stdin is not None
+    command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
+    (tasks, sends), (reads, answers) = Pipe(duplex=False), Pipe(duplex=False)
     try:
-        with suppress(BrokenPipeError):  # it died at once; its exit code says how
-            child.process.stdin.write(json.dumps(job).encode())
-            child.process.stdin.close()
-    except BaseException:
-        child.end()
-        raise
+        child = start_command(command, stdin=tasks.fileno(), stdout=answers.fileno(), **options)
+    finally:
+        tasks.close()
+        answers.close()
+    child.channel = Channel(reads, sends)
     return child
 
 
-def start_module(module: str, **options: Any) -> Kept:
-    """Starts `main()` of a module of gaverify's in a fresh process, whose stdin and stdout are pipes.
+def open_channel() -> Channel:
+    """Returns how a process that `start_module` has started talks with gaverify.
 
-    Raises:
-        OSError: It cannot be started.
+    Code of the user's then reads from stdin what it would read in CI, and prints to stderr.
     """
-    command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
-    return start_command(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+    channel = Channel(Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace", line_buffering=True)  # type: ignore[union-attr]
+    return channel
 
 
 def start_command(command: Sequence[str], **options: Any) -> Kept:
@@ -112,9 +239,9 @@ def start_command(command: Sequence[str], **options: Any) -> Kept:
     if os.name != "posix":
         return Kept(subprocess.Popen(list(command), **options), None)
     watched, alive = os.pipe()
-    keeper = [sys.executable, "-I", "-S", _KEEPER, str(watched)]
+    kept_by = [sys.executable, "-I", "-S", keeper.__file__, str(watched)]
     try:
-        process = subprocess.Popen([*keeper, *command], pass_fds=(watched,), start_new_session=True, **options)
+        process = subprocess.Popen([*kept_by, *command], pass_fds=(watched,), start_new_session=True, **options)
     except BaseException:
         os.close(alive)
         raise
@@ -136,7 +263,8 @@ def ended_as_interrupted() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    # Python turns SIGINT into the same by itself.
+    numbers = [number for number in _ENDING_SIGNALS if number != signal.SIGINT]
     ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, interrupt)
@@ -145,142 +273,3 @@ def ended_as_interrupted() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-
-
-@contextmanager
-def working_folder(prefix: str) -> Iterator[Path]:
-    """Gives a new folder in the system's place for temporary files, and takes away those of runs that were killed.
-
-    The owner holds a lock on a file in the folder. The system lets go of it when the process ends, however it ends, and
-    a folder whose lock is free has no owner any more.
-
-    Args:
-        prefix: Of the folder's name.
-    """
-    remove_abandoned(prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        with _lock_owner_file(folder), told_where_full(folder):
-            yield folder
-    finally:
-        remove(folder)
-
-
-@contextmanager
-def told_where_full(folder: Path) -> Iterator[None]:
-    """Names the folder where a disk fills up: what fails to write knows of no file.
-
-    Raises:
-        GaverifyError: There was no space left.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if not is_out_of_space(error):
-            raise
-        raise GaverifyError(f"no space left in `{folder}`; free some, or set TMPDIR to a larger disk") from error
-
-
-def remove_abandoned(prefix: str) -> None:
-    """Removes folders with this prefix whose owner is gone; those of other users stay, and so do links."""
-    if fcntl is None:
-        return
-    for owner in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_OWNER}"):
-        with suppress(OSError):
-            if owner.parent.is_symlink() or owner.parent.stat().st_uid != os.geteuid():
-                continue
-            with owner.open("r+b") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(owner.parent)
-
-
-@contextmanager
-def _lock_owner_file(folder: Path) -> Iterator[None]:
-    new = folder / f"{_OWNER}.new"
-    with new.open("wb") as lock:
-        if fcntl is not None:
-            # A file system without locks: the folder looks abandoned only to a run that has them.
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(folder / _OWNER)  # the name appears only once it is locked
-        yield
-
-
-def remove(folder: Path) -> None:
-    """Removes a file, or a folder with all that it holds, also what an overlay leaves without permissions."""
-
-    def retry_with_permissions(function: Callable[[str], object], path: str, error: object) -> None:
-        with suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            if function in (os.scandir, os.open, os.lstat):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                function(path)
-
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder, onerror=retry_with_permissions)
-    else:
-        folder.unlink(missing_ok=True)
-
-
-def private_stdout() -> int:
-    """Returns a descriptor of stdout for the answer, and points what everybody else calls stdout at stderr."""
-    descriptor = os.dup(1)
-    os.dup2(2, 1)
-    return descriptor
-
-
-def last_lines(log: Path) -> list[str]:
-    """Returns the last lines of a child's output; none where it printed nothing."""
-    with suppress(OSError), log.open("rb") as stream:
-        stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - _READ))
-        lines = stream.read().decode("utf-8", "replace").splitlines()
-        return [line for line in _without_numpy(lines) if line.strip()][-_TAIL:]
-    return []
-
-
-def _without_numpy(lines: list[str]) -> list[str]:
-    """Leaves out what torch says at every import where NumPy is not installed: it would read as a run's last words.
-
-    Python prints a warning as its text and, indented below, the line of source that it comes from.
-    """
-    other_lines: list[str] = []
-    warned = False
-    for line in lines:
-        source = warned and line.startswith("  ")
-        warned = _NO_NUMPY in line
-        if not warned and not source:
-            other_lines.append(line)
-    return other_lines
-
-
-def signal_name(number: int) -> str:
-    """Returns the name of the signal that ended a child, such as SIGKILL; `signal 40` where it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def cause_of(error: BaseException) -> str:
-    """Returns an exception in a line: `ValueError: the first line of its message`.
-
-    An exception that carries the traceback of another process (of a data loader's worker, of `mp.spawn`) is told by
-    that traceback's last line.
-    """
-    name = type(error).__name__
-    try:
-        message = str(error).strip()
-    except Exception:
-        return name
-    lines = [line for line in message.splitlines() if line.strip()]
-    if _MARK in message:
-        ends = [
-            line
-            for line in lines[lines.index(next(line for line in lines if _MARK in line)) + 1 :]
-            if not line.startswith(" ")
-        ]
-        return ends[-1].strip() if ends else name
-    return f"{name}: {lines[0].strip()}" if lines else name

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.children.launching import (
-    Kept,
-    ended_as_interrupted,
-    private_stdout,
-    signal_name,
-    start_module,
-    working_folder,
-)
+from gaverify.children.group import Group
+from gaverify.children.last_words import Ended
+from gaverify.children.launching import Kept, open_channel
 from gaverify.errors import InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
 
@@ -55,8 +47,6 @@ class _Worker:
     """
 
     process: Kept
-    answers: Connection
-    tasks: Connection
     number: int = -1
     spec: Spec | None = None
     started: float | None = None
@@ -77,43 +67,35 @@ class _Worker:
         # Importing torch must not count: the time limit is the verification's.
         self.started = time.monotonic() if self.is_ready else None
         with suppress(OSError):  # it has died; reading its answer tells how
-            self.tasks.send_bytes(pickle.dumps(spec))
+            self.process.channel.send(spec)
 
-    def read(self, progress: Callable[[int, str, int, int], None]) -> Any:
-        """Returns the answer to its spec, or None where it has not come yet."""
-        try:
-            while self.answers.poll():
-                message = pickle.loads(self.answers.recv_bytes())
-                if isinstance(message, _Ready):
-                    self.is_ready, self.started = True, time.monotonic()
-                elif isinstance(message, _Step):
-                    self.step = message.label
-                    progress(self.number, *message)
-                else:
-                    return message
-        except (EOFError, OSError):
-            return self._death()
-        return self._lateness() if time.monotonic() >= self.deadline else None
+    def answer(self, message: Any, progress: Callable[[int, str, int, int], None]) -> Any:
+        """Returns the answer to its spec that a message is, or None where it is none.
 
-    def _death(self) -> ProblemError:
-        self.is_over, code = True, self.process.wait()
-        how = f"signal {signal_name(-code).removeprefix('signal ')}" if code < 0 else f"exit code {code}"
-        return ProblemError(f"the verification's process ended with {how} during: {self.step}")
-
-    def _lateness(self) -> ProblemError:
-        assert self.spec is not None
-        self.is_over = True
-        return ProblemError(
-            f"did not finish within {self.spec.timeout:g} s and was stopped during: {self.step}; "
-            "give a larger `--timeout` or a smaller batch"
-        )
-
-    def end(self) -> None:
-        """Ends the process and all that it started."""
-        self.process.end()
-        for pipe in (self.answers, self.tasks):
-            with suppress(OSError):
-                pipe.close()
+        Args:
+            message: What its process said; None: its time is over.
+            progress: As of `verify_in_workers`.
+        """
+        if isinstance(message, Ended):
+            self.is_over = True
+            return ProblemError(f"the verification's process {message} during: {self.step}")
+        if isinstance(message, _Ready):
+            self.is_ready, self.started = True, time.monotonic()
+            return None
+        if isinstance(message, _Step):
+            self.step = message.label
+            progress(self.number, *message)
+            if time.monotonic() < self.deadline:
+                return None
+            message = None
+        if message is None:
+            assert self.spec is not None
+            self.is_over = True
+            return ProblemError(
+                f"did not finish within {self.spec.timeout:g} s and was stopped during: {self.step}; "
+                "give a larger `--timeout` or a smaller batch"
+            )
+        return message
 
 
 def needs_worker(spec: Spec) -> bool:
@@ -134,31 +116,27 @@ def verify_in_workers(
     """
     # Reversed, because `pop` takes the last one.
     waiting = list(enumerate(specs))[::-1]
-    workers: list[_Worker] = []
-    with ExitStack() as stack:
-        stack.enter_context(ended_as_interrupted())
-        folder = str(stack.enter_context(working_folder("gaverify-run-")))
-        stack.callback(_end_all, workers)
+    workers: dict[Kept, _Worker] = {}
+    with Group("gaverify-run-") as group:
         while waiting or workers:
             while waiting and len(workers) < count:
-                workers.append(_start_worker(folder, count, debug=debug))
-                workers[-1].give(*waiting.pop())
-            now = time.monotonic()
-            # A worker that hangs sends nothing: without the next deadline `wait` would never return.
-            nearest = min(worker.deadline for worker in workers)
-            wait([worker.answers for worker in workers], max(nearest - now, 0) if nearest < math.inf else None)
-            for worker in list(workers):
-                answer = worker.read(progress)
-                if answer is None:
-                    continue
-                number = worker.number  # read before the worker is given the next spec
-                # A process that died or was stopped at its limit can verify nothing more.
-                if worker.is_over or not waiting:
-                    workers.remove(worker)
-                    worker.end()
-                else:
-                    worker.give(*waiting.pop())
-                yield number, answer
+                process = _start_worker(group, count, debug=debug)
+                workers[process] = _Worker(process)
+                workers[process].give(*waiting.pop())
+            # A worker that hangs says nothing: the next deadline ends the wait.
+            due = min(workers.values(), key=lambda worker: worker.deadline)
+            process, message = group.receive(due.deadline) or (due.process, None)
+            worker = workers[process]
+            answer = worker.answer(message, progress)
+            if answer is None:
+                continue
+            number = worker.number  # read before the worker is given the next spec
+            if worker.is_over or not waiting:
+                del workers[process]
+                group.end(process)
+            else:
+                worker.give(*waiting.pop())
+            yield number, answer
 
 
 def verify_in_worker(spec: Spec) -> Verdict:
@@ -175,49 +153,29 @@ def verify_in_worker(spec: Spec) -> Verdict:
     return verdict
 
 
-def _end_all(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
-
-
-def _start_worker(folder: str, count: int, *, debug: bool) -> _Worker:
-    # what a verification that is ended leaves in the place for temporary files goes with this folder
-    environment = {**os.environ, "TMPDIR": folder}
-    if count > 1:
+def _start_worker(group: Group, count: int, *, debug: bool) -> Kept:
+    variables = {"GAVERIFY_DEBUG": "1" if debug else ""}
+    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Workers that use all cores each are slower together than one after the other.
-        environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
-    environment["GAVERIFY_DEBUG"] = "1" if debug else ""
-    worker = start_module("gaverify.cli.workers", env=environment)
-    assert worker.process.stdin is not None and worker.process.stdout is not None
-    # Connection and Popen each close their descriptor: without `dup` one would close the other's.
-    answers = Connection(os.dup(worker.process.stdout.fileno()), writable=False)
-    return _Worker(worker, answers, Connection(os.dup(worker.process.stdin.fileno()), readable=False))
+        variables["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // count, 1))
+    return group.start_module("gaverify.cli.workers", variables)
 
 
 def main() -> None:
-    """Runs in a worker: verifies each spec that stdin names, and writes verdicts and errors to stdout."""
-    tasks = Connection(os.dup(0), writable=False)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # the user's code reads what it would read in CI, and no specs
-    answers = Connection(private_stdout(), readable=False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace", line_buffering=True)  # type: ignore[union-attr]
+    """Runs in a worker: verifies each spec that it is sent, and sends verdicts and errors."""
+    channel = open_channel()
     try:
         from gaverify.verification import verify_spec
     except Exception as error:
-        _send(answers, InternalError(f"torch cannot be imported: {error}"))
+        channel.send(InternalError(f"torch cannot be imported: {error}"))
         os._exit(1)
-    _send(answers, _Ready())
+    channel.send(_Ready())
     while True:
         try:
-            spec = pickle.loads(tasks.recv_bytes())
+            spec = channel.receive()
         except (EOFError, OSError):
             os._exit(0)  # threads that the user's code left are not waited for
-        _send(answers, _verify(verify_spec, spec, lambda *step: _send(answers, _Step(*step))))
-
-
-def _send(answers: Connection, message: object) -> None:
-    answers.send_bytes(pickle.dumps(message))
+        channel.send(_verify(verify_spec, spec, lambda *step: channel.send(_Step(*step))))
 
 
 def _verify(verify_spec: Callable[..., Any], spec: Spec, progress: Progress) -> Any:

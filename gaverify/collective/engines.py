@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gaverify.children.launching import working_folder
+from gaverify.children.folders import working_folder
 from gaverify.collective.membership import Member, TrafficMeter
 from gaverify.errors import ProblemError
 from gaverify.passes.experiment import Experiment

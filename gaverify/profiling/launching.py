@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.children.launching import Kept, ended_as_interrupted, signal_name, start_with_job
+from gaverify.children.group import Group
+from gaverify.children.last_words import Ended
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
-from gaverify.records.profile import LABELS, Memory, Plan, Profile, Row, Seconds, Setting, Status
+from gaverify.records.profile import LABELS, Plan, Profile, Row, Seconds, Setting, Status
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
@@ -24,6 +23,22 @@ Progress = Callable[[str, int, int], None]
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 """Makes glibc return freed tensors to the system at once, see mallopt(3). By default much of it stays with the process,
 more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
+
+
+class Job(NamedTuple):
+    """One row to measure.
+
+    Args:
+        spec: The problem, with the K and the strategy of the row.
+        plan: The row.
+        repeats: Updates whose time is taken.
+        optimizer: Include this optimizer's step in every update; None: no step.
+    """
+
+    spec: Spec
+    plan: Plan
+    repeats: int
+    optimizer: str | None
 
 
 class Refused(GaverifyError):
@@ -61,22 +76,15 @@ def profile_spec(
     setting: Setting | None = None
     interrupted = False
     try:
-        with ended_as_interrupted():
+        with Group("gaverify-profile-") as group:
             for plan in plans:
                 strategy = "accumulate" if plan.strategy == "full-batch" else plan.strategy
                 label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
-                job = {
-                    "spec": replace(spec, steps=plan.steps, strategy=strategy).to_dict(),
-                    "strategy": plan.strategy,
-                    "steps": plan.steps,
-                    "repeats": repeats,
-                    "optimizer": optimizer,
-                }
-                messages = run_job(job, _reporter(progress, label, len(rows), len(plans)))
+                job = Job(replace(spec, steps=plan.steps, strategy=strategy), plan, repeats, optimizer)
+                messages = run_job(group, job, _reporter(progress, label, len(rows), len(plans)))
                 rows.append(row_from(plan, messages))
                 # A row that ran out of memory while it loaded has none, and all others have the same.
-                if setting is None and "about" in messages:
-                    setting = Setting(**messages["about"])
+                setting = setting or messages.get("setting")
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -90,35 +98,28 @@ def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable
     return lambda stage: progress(f"{label}: {stage}", done, total)
 
 
-def run_job(job: dict[str, Any], report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Returns everything that the child reported of one job, its messages laid over each other, and how it ended.
+def run_job(group: Group, job: Job, report: Callable[[str], None]) -> dict[str, Any]:
+    """Returns everything that a process reported of one job, its messages laid over each other, and how it ended.
 
-    Keys are those of the worker's messages; `returncode` and `stderr` (its last lines) are added.
+    Keys are those of the worker's messages; `ended` and `stderr` (its last lines) are added.
     """
     messages: dict[str, Any] = {}
-    # A file, because nobody reads stderr while the child runs, and a full pipe would stop it.
+    # A file, because nobody reads stderr while the process runs, and a full pipe would stop it.
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
-        child = start_with_job("gaverify.profiling.worker", job, stderr=stderr, env={**os.environ, **ENVIRONMENT})
-        try:
-            _follow(child, messages, report)
-        finally:
-            child.end()
-        messages["returncode"] = child.process.returncode
+        process = group.start_module("gaverify.profiling.worker", ENVIRONMENT, stderr=stderr)
+        with suppress(OSError):  # it died at once; its exit code says how
+            process.channel.send(job)
+        while "ended" not in messages:
+            news = group.receive()
+            assert news is not None
+            message: dict[str, Any] = {"ended": news[1]} if isinstance(news[1], Ended) else news[1]
+            if "stage" in message:
+                report(message["stage"])
+            messages |= message
         stderr.seek(0)
         # A traceback ends with what was raised; a model that logs a lot would bury it.
         messages["stderr"] = stderr.read()[-2000:]
     return messages
-
-
-def _follow(child: Kept, messages: dict[str, Any], report: Callable[[str], None]) -> None:
-    """Takes what the child says until it has ended."""
-    assert child.process.stdout is not None
-    for line in child.process.stdout:
-        message = json.loads(line)
-        if "stage" in message:
-            report(message["stage"])
-        messages.update(message)
-    child.wait()
 
 
 def row_from(plan: Plan, messages: dict[str, Any]) -> Row:
@@ -129,8 +130,8 @@ def row_from(plan: Plan, messages: dict[str, Any]) -> Row:
         InternalError: It met a fault in gaverify.
     """
     status, message = _end(messages)
-    memory, times, verdict = messages.get("memory"), messages.get("seconds"), messages.get("verdict", {})
-    outcome = Outcome(verdict["outcome"]) if verdict else None
+    times, verdict = messages.get("seconds"), messages.get("verdict", {})
+    outcome = verdict.get("outcome")
     if status != "measured" and messages.get("activation_bytes") is not None:
         # everything was measured, and only the comparison failed: verifying needs more memory than training
         status, outcome = "measured", Outcome.INCONCLUSIVE
@@ -142,7 +143,7 @@ def row_from(plan: Plan, messages: dict[str, Any]) -> Row:
         message,
         tuple(messages.get("micro_batches", ())),
         messages.get("activation_bytes"),
-        Memory(**memory) if memory else None,
+        messages.get("memory"),
         Seconds.of(times) if times else None,
         outcome,
         verdict.get("relative_difference"),
@@ -156,7 +157,7 @@ def _end(told: dict[str, Any]) -> tuple[Status, str]:
     if error is None and told.get("done"):
         return "measured", ""
     if error is None:
-        return _death(told["returncode"], told["stderr"], told.get("stage", "starting"))
+        return _explain_death(told["ended"], told["stderr"], told.get("stage", "starting"))
     kind, message = error["kind"], error["message"]
     if kind == "refused":
         raise Refused(message)
@@ -165,14 +166,13 @@ def _end(told: dict[str, Any]) -> tuple[Status, str]:
     return kind, message
 
 
-def _death(code: int, stderr: str, stage: str) -> tuple[Status, str]:
-    """What the exit code of a child that said nothing means."""
-    if code == -getattr(signal, "SIGKILL", 9):  # Windows has no such signal
-        return "out-of-memory", f"the system killed the process{_during(stage)}, as it does when its memory runs out"
-    if code < 0:
-        return "failed", f"the process died of {signal_name(-code)}{_during(stage)}"
+def _explain_death(ended: Ended, stderr: str, stage: str) -> tuple[Status, str]:
+    """Returns the status and the sentence for a process that said nothing of its end."""
+    sentence = f"the process {ended}{_during(stage)}"
+    if ended.code < 0:
+        return "out-of-memory" if ended.is_killed else "failed", sentence
     last = stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-    return "failed", f"the process left with exit code {code}{_during(stage)}: {last[0]}"
+    return "failed", f"{sentence}: {last[0]}"
 
 
 def _during(stage: str) -> str:

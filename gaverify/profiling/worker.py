@@ -1,4 +1,4 @@
-"""One row, measured in a process of its own: a job on stdin, one JSON message per finished stage on stdout.
+"""One row, measured in a process of its own, which says what each finished stage has found.
 
 Everything that the user's code prints goes to stderr. A stage that is done is sent at once, so that what was measured
 survives when the process is killed for its memory later.
@@ -6,40 +6,41 @@ survives when the process is killed for its memory later.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import IO, Any
+from typing import Any
 
-from gaverify.children.launching import private_stdout
+from gaverify.children.launching import open_channel
+from gaverify.profiling.launching import Job
+from gaverify.records.profile import Setting
 
 
 def main() -> None:
-    """Measures the row that the job on stdin describes."""
-    job = json.load(sys.stdin)
-    channel = os.fdopen(private_stdout(), "w", encoding="utf-8")
+    """Measures the row that it is sent."""
+    channel = open_channel()
+    job = channel.receive()
     _prefer_for_killing()
+
+    def send(**message: Any) -> None:
+        channel.send(message)
+
     try:
-        _measure(job, channel)
-        _send(channel, done=True)
+        _measure(job, send)
+        send(done=True)
     except BaseException as error:
         traceback.print_exc()
-        _send(channel, error=_describe_failure(error))
+        send(error=_describe_failure(error))
     sys.stderr.flush()
     os._exit(0)  # everything is said; taking torch and the model apart would take the better part of a second
 
 
-def _measure(job: dict[str, Any], channel: IO[str]) -> None:
-    # Imported here, behind `private_stdout`: what torch or the user's code prints must not reach the channel.
-    from gaverify.records.profile import Plan
-    from gaverify.spec import parse_spec
-
-    _send(channel, stage="loading")
-    spec = parse_spec(job["spec"], "profile")
-    plan = Plan(job["strategy"], job["steps"])
+def _measure(job: Job, send: Callable[..., None]) -> None:
+    spec, plan, repeats, optimizer = job
+    send(stage="loading")
     problem = _load_trimmed(spec)
     _check_fits(problem, plan)
 
@@ -52,18 +53,16 @@ def _measure(job: dict[str, Any], channel: IO[str]) -> None:
         workload,
     )
 
-    with workload(problem, spec, plan, job["optimizer"]) as work, _group(spec):
-        _send(channel, about=_about(work, spec, job), micro_batches=work.experiment.sizes, stage="memory")
+    with workload(problem, spec, plan, optimizer) as work, _group(spec):
+        send(setting=_setting(work, job), micro_batches=tuple(work.experiment.sizes), stage="memory")
         # The peak comes first: what another stage has freed would stay with the process and hide it.
-        memory = peak_memory(work)
-        _send(channel, memory=None if memory is None else vars(memory), stage="time")
-        total = WARM_UP + job["repeats"]
-        times = update_seconds(work, job["repeats"], lambda k: _send(channel, stage=f"time {k + 1}/{total}"))
-        _send(channel, seconds=times, stage="activations")
-        _send(channel, activation_bytes=activation_bytes(work), stage="verdict")
+        send(memory=peak_memory(work), stage="time")
+        times = update_seconds(work, repeats, lambda k: send(stage=f"time {k + 1}/{WARM_UP + repeats}"))
+        send(seconds=times, stage="activations")
+        send(activation_bytes=activation_bytes(work), stage="verdict")
         work.optimizer = None  # `verify` takes no step; the state would only take memory from it
         if plan.strategy != "full-batch":
-            _send(channel, verdict=compare_with_full_batch(work, spec))
+            send(verdict=compare_with_full_batch(work, spec))
 
 
 def _group(spec: Any) -> AbstractContextManager[None]:
@@ -112,7 +111,7 @@ def _check_fits(problem: Any, plan: Any) -> None:
         raise _Unfit(str(error)) from error
 
 
-def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _setting(work: Any, job: Job) -> Setting:
     import torch
 
     from gaverify.passes.modes import layers_in_evaluation, mode_word
@@ -124,28 +123,28 @@ def _about(work: Any, spec: Any, job: dict[str, Any]) -> dict[str, Any]:
     # Parameters of several types are named by the coarsest, which decides how much rounding there is.
     lowest = max({p.dtype.to_real() for p in experiment.parameters.values()}, key=lambda dtype: torch.finfo(dtype).eps)
     module = torch.get_device_module(experiment.device) if counts_memory(experiment.device) else None
-    return {
-        "model": spec.model,
-        "parameters": sum(p.numel() for p in unique),
-        "trainable": sum(p.numel() for p in experiment.parameters.values()),
-        "batch_size": experiment.batch_size,
-        "device": str(experiment.device),
-        "device_name": module.get_device_name(experiment.device)
+    return Setting(
+        model=job.spec.model,
+        parameters=sum(p.numel() for p in unique),
+        trainable=sum(p.numel() for p in experiment.parameters.values()),
+        batch_size=experiment.batch_size,
+        device=str(experiment.device),
+        device_name=module.get_device_name(experiment.device)
         if module
         else platform.processor() or platform.machine(),  # Linux often names no processor
-        "device_memory": module.get_device_properties(experiment.device).total_memory if module else None,
-        "dtype": short_name(lowest),
-        "autocast": spec.autocast,
-        "mode": mode_word(spec.mode, layers_in_evaluation(experiment.modules)),
-        "seed": spec.seed,
-        "threads": torch.get_num_threads(),
-        "optimizer": job["optimizer"],
-        "repeats": job["repeats"],
-        "torch": torch.__version__,
-        "gaverify": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+        device_memory=module.get_device_properties(experiment.device).total_memory if module else None,
+        dtype=short_name(lowest),
+        autocast=job.spec.autocast,
+        mode=mode_word(job.spec.mode, layers_in_evaluation(experiment.modules)),
+        seed=job.spec.seed,
+        threads=torch.get_num_threads(),
+        optimizer=job.optimizer,
+        repeats=job.repeats,
+        torch=str(torch.__version__),  # a class of torch's, which the other side does not import
+        gaverify=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+    )
 
 
 def _describe_failure(error: BaseException) -> dict[str, str]:
@@ -172,8 +171,3 @@ def _prefer_for_killing() -> None:
     """When the system runs out of memory, this process shall go and not the user's shell; see proc(5)."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("1000")
-
-
-def _send(channel: IO[str], **message: Any) -> None:
-    channel.write(json.dumps(message) + "\n")
-    channel.flush()

@@ -159,7 +159,7 @@ def compare_with_full_batch(work: Workload, spec: Spec) -> dict[str, Any]:
     # a difference relative to a gradient that is itself nothing but rounding says nothing
     differences = [row.relative_difference for row in verdict.parameters if not row.vanishing]
     return {
-        "outcome": verdict.outcome.value,
+        "outcome": verdict.outcome,
         "method": verdict.method,
         "relative_difference": max(differences, default=None),
     }

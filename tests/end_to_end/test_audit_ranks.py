@@ -166,7 +166,7 @@ def test_a_rank_that_raises(options: tuple[str, ...]) -> None:
 
 def test_a_rank_that_is_killed() -> None:
     result = audit("ranks_failing.py", FULL, CUT, "--fault die", RANKS)
-    refused(result, "(rank 1 of 2) failed: it was killed by SIGKILL")
+    refused(result, "(rank 1 of 2) failed: it was ended by signal SIGKILL")
 
 
 def test_a_rank_that_leaves_early() -> None:

@@ -122,7 +122,7 @@ def test_rows_stand_in_the_order_of_the_files_whoever_is_done_first(folder: Path
     assert [row[1].strip(",") for row in rows] == [f"all/{name}.toml" for name in "abcde"], done.stderr
     assert [row[0] for row in rows] == ["EQUIVALENT", "EQUIVALENT", "ERROR", "ERROR", "DIVERGENT"]
     assert done.returncode == 2
-    assert "the verification's process ended with signal SIGSEGV" in done.stdout
+    assert "the verification's process was ended by signal SIGSEGV" in done.stdout
     assert "raised ValueError at models.py:" in done.stdout
     assert "skipped: all/f.toml: " in done.stderr
 

@@ -132,7 +132,7 @@ def test_a_rank_that_was_killed_is_named_before_those_that_fail_because_of_it(tm
         "os._exit(96)\n"
     )
     assert start_command([sys.executable, "-c", code]).wait() == SCRIPT_FAILED
-    with pytest.raises(ProblemError, match=r"accumulated run \(rank 1 of 2\) failed: it was killed by SIGKILL"):
+    with pytest.raises(ProblemError, match=r"accumulated run \(rank 1 of 2\) failed: it was ended by signal SIGKILL"):
         check(Child(job))
 
 

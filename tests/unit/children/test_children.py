@@ -14,14 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.children.launching import (
-    cause_of,
-    ended_as_interrupted,
-    last_lines,
-    remove_abandoned,
-    start_command,
-    working_folder,
-)
+from gaverify.children.folders import remove_abandoned, working_folder
+from gaverify.children.last_words import cause_of, last_lines
+from gaverify.children.launching import ended_as_interrupted, start_command
 from gaverify.errors import GaverifyError, as_foreseen
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
@@ -39,7 +34,8 @@ time.sleep(600)
 """
 PARENT = """
 import sys, time
-from gaverify.children.launching import ended_as_interrupted, start_command, working_folder
+from gaverify.children.folders import working_folder
+from gaverify.children.launching import ended_as_interrupted, start_command
 with ended_as_interrupted(), working_folder("gaverify-test-") as folder:
     kept = start_command([sys.executable, "-c", sys.argv[1], sys.argv[2]])
     try:

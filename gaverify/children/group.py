@@ -1,0 +1,107 @@
+"""Processes that run at the same time: what they say, how each ended, and the end of all of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gaverify.children.folders import working_folder
+from gaverify.children.last_words import Ended
+from gaverify.children.launching import Channel, Kept, ended_as_interrupted, fork, start_module
+
+_TICK = 0.05  # seconds between two looks whether a process has ended
+
+
+class Group:
+    """Processes that gaverify starts, and ends with everything that they started.
+
+    For as long as a `with` block runs, SIGTERM and SIGHUP interrupt it. Behind it no process of the group is left, and
+    no folder.
+
+    Args:
+        prefix: Of the name of a folder for the processes' temporary files; empty: they need none.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._stack = ExitStack()
+        self._messages: deque[tuple[Kept, Any]] = deque()
+        self.processes: list[Kept] = []
+        self.folder = Path()
+
+    def __enter__(self) -> Group:
+        self._stack.enter_context(ended_as_interrupted())
+        if self._prefix:
+            self.folder = self._stack.enter_context(working_folder(self._prefix))
+        self._stack.callback(self._end_all)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def add(self, process: Kept) -> Kept:
+        """Takes a process that was started into the group, and returns it."""
+        self.processes.append(process)
+        return process
+
+    def start_module(self, module: str, variables: Mapping[str, str], **options: Any) -> Kept:
+        """Starts `main()` of a module of gaverify's in a fresh process.
+
+        Args:
+            module: Its name.
+            variables: Added to this process's environment.
+            options: As for `subprocess.Popen`.
+        """
+        # What a process that is ended leaves in the place for temporary files goes with the folder.
+        environment = {**os.environ, "TMPDIR": str(self.folder), **variables}
+        return self.add(start_module(module, env=environment, **options))
+
+    def fork(self, work: Callable[[Channel], object]) -> Kept:
+        """Forks a process that runs `work`, which is given what sends messages to this one."""
+        return self.add(fork(work))
+
+    def receive(self, until: float = math.inf) -> tuple[Kept, Any] | None:
+        """Waits until a process says something or ends, or until a time has come.
+
+        Args:
+            until: As `time.monotonic` counts.
+
+        Returns:
+            The process and its message, in the end `Ended`, with which it leaves the group; None: the time has come.
+        """
+        while not self._messages:
+            pipes = [process.channel.reads for process in self.processes if process.channel.reads is not None]
+            # What a process said before it ended is there now.
+            ended = [process for process in self.processes if process.status is not None]
+            is_over = time.monotonic() >= until
+            wait(pipes, 0 if ended or is_over else min(until - time.monotonic(), _TICK))
+            for process in self.processes:
+                self._messages.extend((process, message) for message in process.channel.read_all())
+            for process in ended:
+                process.end()  # what it started may go on
+                self.processes.remove(process)
+                self._messages.append((process, Ended(process.wait())))
+            if is_over and not self._messages:
+                return None
+        return self._messages.popleft()
+
+    def end(self, process: Kept) -> None:
+        """Ends one of the processes, of which nothing more is received."""
+        process.end()
+        self._messages = deque(news for news in self._messages if news[0] is not process)
+        if process in self.processes:
+            self.processes.remove(process)
+
+    def _end_all(self) -> None:
+        for process in list(self.processes):
+            self.end(process)
