@@ -6,7 +6,7 @@ State is a module's buffer, frozen parameter or attribute, such as a moving aver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,15 @@ from gaverify.audit.coupling_controls import (
     difference_allowed,
     rows_of_pair,
 )
-from gaverify.audit.job import Change, DisableCompilation, RestoreState, Role, UseEvaluationMode, WeightMicroBatches
+from gaverify.audit.job import (
+    AlignState,
+    Change,
+    DisableCompilation,
+    RestoreState,
+    Role,
+    UseEvaluationMode,
+    WeightMicroBatches,
+)
 from gaverify.audit.outcome import is_explained, is_proven
 from gaverify.audit.ranks import compare_weighed_run, gradient_difference
 from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples, labels
@@ -32,10 +40,11 @@ from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_gradients, fit_of
 from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Backward, ChangedValue
+from gaverify.records.events import Backward, ChangedValue, ValuePlace
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import State, StateChange
 from gaverify.records.windows import common_rounds, rounds_of
+from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, TINY
 from gaverify.tracebacks import Place, display_path
@@ -252,10 +261,74 @@ def _norm(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient))
 
 
+# The control for state that one update leaves to the next: it is set to the full-batch run's before each update.
+
+
+_MOST_ALONE = 6  # values that are restored or set one by one, each in a run of its own
+
+
+def control_carried_state(trial: Trial, record: Record) -> Record:
+    """Sets the state before each update to the full-batch run's, if an update that differs found other state.
+
+    An update whose state differs also seems to mix its samples, so this comes before the search for such code.
+    """
+    update = record.divergent
+    if update is None or record.ranks > 1 or is_explained(record):
+        return record
+    carried = [each for each in trial.accumulated.closing.control.carried if each.update == update.number]
+    places = {each.name: each.place for each in carried}
+    if not places or not _align(trial, record, update, tuple(places))[1].rounding:
+        return record
+    names = _find_carried(places, lambda names: _align(trial, record, update, names)[1].rounding)
+    run, control, holds = _align(trial, record, update, names)
+    lines = {each.name: each.line for each in run.closing.control.carried}
+    state = State(
+        tuple(StateChange(name, place) for name, place in places.items()),
+        control,
+        tuple(StateChange(name, places[name], _writer_of(name, lines.get(name))) for name in names),
+        (control,) if holds else (),
+        together=len(names) > 1,
+    )
+    return replace(record, controls=replace(record.controls, state=state))
+
+
+def _find_carried(places: Mapping[str, ValuePlace], is_enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    """Returns the values that have to be set together: one alone if that is enough, else without those it can miss."""
+    single = [(name,) for name, place in places.items() if place != "parameter"]
+    parameters = tuple(name for name, place in places.items() if place == "parameter")  # a teacher's move together
+    parts = [*single, *([parameters] if parameters else [])][:_MOST_ALONE]
+    alone = next((part for part in parts if len(parts) > 1 and is_enough(part)), None)
+    if alone is not None:
+        return alone
+    needed = tuple(places)
+    for part in parts:
+        rest = tuple(name for name in needed if name not in part)
+        if rest and is_enough(rest):
+            needed = rest
+    return needed
+
+
+def _align(
+    trial: Trial, record: Record, update: UpdateComparison, names: tuple[str, ...]
+) -> tuple[RecordedRun, ControlRun, bool]:
+    """Returns a run with values of the full-batch run's state, the control, and whether no later update differs."""
+    run = trial.run(trial.control("accumulated", AlignState(names), shown_as="state"))
+    left = {
+        each.number: gradient_difference(trial.full, run, update=each.number)
+        for each in record.updates
+        if each.judged and each.number >= update.number
+    }
+    rounding = [
+        left[each.number] <= max(MANY_UNITS * record.unit, floors_allowed(record.unit) * each.noise)
+        for each in record.updates
+        if each.number in left
+    ]
+    what = f"full-batch run's {join_texts([f'`{name}`' for name in names], 2)} before each update"
+    control = ControlRun(what, left[update.number], rounding[0], kind=ControlKind.STATE_ALIGNED)
+    return run, control, all(rounding)
+
+
 # The control for state that forwards change and read again: it is restored before each micro-batch.
-
-
-_MOST_ALONE = 6  # values that are restored one by one, each in a run of its own
 
 
 def control_state(trial: Trial, record: Record) -> Record:

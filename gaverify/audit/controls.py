@@ -15,7 +15,12 @@ from itertools import pairwise
 
 import torch
 
-from gaverify.audit.code_controls import control_backward, control_state, find_transformed_gradients
+from gaverify.audit.code_controls import (
+    control_backward,
+    control_carried_state,
+    control_state,
+    find_transformed_gradients,
+)
 from gaverify.audit.coupling_controls import find_coupling
 from gaverify.audit.job import (
     Change,
@@ -380,7 +385,9 @@ def explain_difference(trial: Trial, record: Record) -> Record:
         control_terms,
     )
     for_one_process = () if trial.runner.request.has_ranks else for_weights
-    return _run_controls(trial, record, (control_ranks, *for_one_process, find_coupling, control_state))
+    return _run_controls(
+        trial, record, (control_ranks, *for_one_process, control_carried_state, find_coupling, control_state)
+    )
 
 
 def _run_controls(trial: Trial, record: Record, controls: Sequence[Callable[[Trial, Record], Record]]) -> Record:

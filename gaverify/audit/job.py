@@ -231,6 +231,18 @@ class RestoreState(Change):
 
 
 @dataclass(frozen=True)
+class AlignState(Change):
+    """Begins each update with the full-batch run's state, also where the script's own code makes it."""
+
+    names: tuple[str, ...]
+    """Names of the values; `EVERYTHING` stands for all."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Lets the recorder set the values, and look for the lines that change them."""
+        recorder.controls.carried.aligned = self.names
+
+
+@dataclass(frozen=True)
 class WatchModules(Change):
     """Records the outputs of every module call and their gradients, row by row, in the last update that is recorded."""
 

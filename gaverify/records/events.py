@@ -424,8 +424,22 @@ class ChangedValue:
 
 
 @dataclass(frozen=True)
+class CarriedValue:
+    """A value of a module that an update finds other than the same update of the full-batch run."""
+
+    update: int
+    """The update."""
+    name: str
+    """Path of the module and name of the value."""
+    place: ValuePlace
+    """How the module holds it."""
+    line: Line | None = None
+    """The line of the script's own code that changes it, where one was looked for and found."""
+
+
+@dataclass(frozen=True)
 class ControlSummary:
-    """What only controls record."""
+    """What controls record, and what they are chosen by."""
 
     cleared: int = 0
     """Backward passes before which gradients were cleared."""
@@ -433,6 +447,8 @@ class ControlSummary:
     """The user's line that writes gradients during a backward pass; None where none was found."""
     changed_values: tuple[ChangedValue, ...] = ()
     """Values of modules that forwards change."""
+    carried: tuple[CarriedValue, ...] = ()
+    """Values with which an update begins other than the full-batch run's."""
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,7 @@ class ControlKind(Enum):
     DECISIONS = "the full batch's decisions taken by every micro-batch"
     LARGER_MICRO_BATCHES = "micro-batches of more samples, which run the operations of the full batch"
     STATE_RESTORED = "the state restored before each micro-batch"
+    STATE_ALIGNED = "the state before each update taken from the full-batch run"
     STATE_PRIMED = "one forward of the full batch before both runs, whose changes stay"
     STATE_PRIMED_AND_PINNED = "one forward of the full batch before both runs, writes to state without effect after it"
     STATE_PINNED = "writes to state without effect"

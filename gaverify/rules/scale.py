@@ -344,6 +344,9 @@ def weighted_term(loop: Record) -> LossTerm | None:
 
 def unexplained_term(loop: Record) -> bool:
     """Whether a term of the loss has no weights that alone give the full batch's gradient: samples meet in it."""
+    state = loop.controls.state
+    if state is not None and state.control is not None and state.control.rounding:
+        return False  # with other state all terms agree
     fits = [term.fit for term in loop.controls.terms if term.samples and not term.fit.vacuous]
     return any(loop.tolerance < min(fit.residual, fit.factor_residual) < math.inf for fit in fits)
 

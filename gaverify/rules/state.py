@@ -48,10 +48,21 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
         return
     named = join_texts([f"{_PLACES.get(change.place, change.place)} `{change.name}`" for change in blamed])
     summary = f"the forward changes {named}, which the next micro-batch reads"
-    if is_set_once(state):
+    if is_carried(state):
+        summary = _word_carried(named)
+    elif is_set_once(state):
         summary = f"the first forward initialises {named} from its batch"
         summary += ", and later forwards update it" if _moves_on(state) else ""
     yield _finding_of_state(facts, state, blamed, summary)
+
+
+def is_carried(state: State) -> bool:
+    """Whether an update begins with other state than the full batch's, which the script's own code has made."""
+    return state.control is not None and state.control.kind is ControlKind.STATE_ALIGNED
+
+
+def _word_carried(named: str) -> str:
+    return f"an update begins with another value of {named} than in the full-batch run"
 
 
 def _finding_of_state(facts: Facts, state: State, blamed: list[StateChange], summary: str) -> Finding:
@@ -116,6 +127,12 @@ def _moves_on(state: State) -> bool:
 
 def _remedy(state: State) -> str:
     """The repair that was run."""
+    if is_carried(state):
+        tested = ": with the full-batch run's value every compared update agrees" if state.remedies else ""
+        return (
+            "compute it from all micro-batches of the window: add up what each of them contributes, and clear that sum "
+            f"only after the step{tested}"
+        )
     first = "run one forward pass on a full batch first, without a step"
     if is_set_once(state) and _moves_on(state):
         return f"{first}, and update the state once per optimizer step, after it: tested with the state kept fixed"
@@ -154,6 +171,8 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
             blamed = list(state.blamed)
             named = quote_names(change.name for change in blamed)
             summary = f"the forward changes {named}, and reads at least one of them again"
+        if is_carried(state):
+            summary = _word_carried(named)
         yield _finding_of_state(facts, state, blamed, summary)
     elif twice is not None and twice.forward > facts.repeats:
         yield finding_of(
@@ -185,6 +204,8 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
                 "update these buffers once per optimizer step, after it: the next forward reads "
                 f"{quote_names(blamed)}, so another update rate does not help"
             )
+        if facts.state is not None and is_carried(facts.state):
+            remedy = f"repair {quote_names(blamed)} first, as the other finding says; no update rate repairs it"
         yield finding_of(
             f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per optimizer step and {end} up "
             f"different{after}",

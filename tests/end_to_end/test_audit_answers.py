@@ -70,7 +70,7 @@ HALF = {"full": "--batch-size 16 --accum 1", "accumulated": "--batch-size 8 --ac
 RAGGED = {"full": "--micro 16", "accumulated": "--micro 6"}
 ANOTHER = {"full": "--batch-size 8 --accum 1 --generated 1", "accumulated": "--batch-size 2 --accum 4 --generated 8"}
 CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unusual.py"
-STATE = "loops_state.py"
+STATE, CARRIED = "loops_state.py", "loops_carried.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
 BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
@@ -320,6 +320,20 @@ ROWS = [
         proven=True,
     ),
     Row(STATE, "--kind codebook", "GAV401", "codebook", "buffer `2.codes`, which", proven=True, notes="GAV402"),
+    # state that the script makes after its step, of the whole window or of its last micro-batch
+    looped(CARRIED, "routed", "GAV401", "--last", quick=True, proven=True, words="buffer `bias`", options=UPDATES_3),
+    looped(CARRIED, "routed", quick=True, options=UPDATES_3),
+    looped(CARRIED, "plain", "GAV403", "--last", mark="routed", proven=True, words="of `bias`", options=UPDATES_3),
+    looped(CARRIED, "plain", options=UPDATES_3),
+    looped(CARRIED, "before", "GAV401", "--last", mark="routed", proven=True, options=UPDATES_3),
+    looped(CARRIED, "before", options=UPDATES_3),
+    looped(CARRIED, "taught", "GAV401", "--last", proven=True, words="Sequential.0.weight", options=UPDATES_3),
+    looped(CARRIED, "taught", options=UPDATES_3),
+    looped(CARRIED, "queued", "GAV401", "--last", proven=True, words="buffer `queue`", options=UPDATES_3),
+    looped(CARRIED, "queued", options=UPDATES_3),
+    looped(CARRIED, "cooled", "GAV403", "--last", proven=True, words="`temperature`", options=UPDATES_3),
+    looped(CARRIED, "cooled", options=UPDATES_3),
+    looped(CARRIED, "normalised", notes="GAV402", options=UPDATES_3),
     Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre", proven=True),
     Row(STATE, "--kind codebook --batchnorm", "GAV401 GAV101", "codebook", proven=True),
     # what a hook adds is the next gradient less the last, which other weights of micro-batches seem to mend

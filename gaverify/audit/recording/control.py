@@ -1,15 +1,15 @@
 """The machinery of changes: losses scaled, gradients cleared, weights moved, steps led along the full-batch run.
 
-A run is led along the full-batch run if its optimizers step with that run's gradients, and its buffers are that run's
-after each step. Its own gradients are recorded before. So its next update starts from the full-batch run's weights and
-optimizer state, and is judged for its own faults only. How the step treats the same gradients is compared as well: a
-step that divides by K shows.
+A run is led along the full-batch run if its optimizers step with that run's gradients. Its own gradients are recorded
+before. So its next update starts from the full-batch run's weights and optimizer state (and other state, by `carried`),
+and is judged for its own faults only. How the step treats the same gradients is compared as well: a step that divides
+by K shows.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from gaverify.audit.recording.graph import Terms
-from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import copy_values, plain, same
 from gaverify.audit.recording.watching import Watch, Watched
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.precision import Coins, move, rounding_share
@@ -238,45 +236,6 @@ def _move_to_parameter(parameter: torch.Tensor, stored: torch.Tensor | None) -> 
     ):
         return None
     return stored.to(parameter.device)
-
-
-class Buffers:
-    """Stores the buffers of the script's models after each step, or copies the full-batch run's into them.
-
-    Running statistics, queues and power iterations change with each micro-batch. A later update would start from other
-    buffers than the full batch's, and be judged for a fault of an earlier one.
-
-    Args:
-        source: The folder of the full-batch run; None where this is that run.
-    """
-
-    def __init__(self, source: Path | None) -> None:
-        self._source = source
-        self._latest: dict[str, torch.Tensor | None] = {}  # values that need not be stored again
-
-    def remember(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Remembers buffers as they are before the first forward: a buffer that never changes is not stored."""
-        for name, buffer in buffers.items():
-            if name not in self._latest:
-                self._latest[name] = copy_values(buffer)
-
-    def store(self, storage: Storage, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Stores the buffers that have changed since they were last stored."""
-        readable = {name: value for name, buffer in buffers.items() if (value := plain(buffer)) is not None}
-        changed = {name: value for name, value in readable.items() if not same(self._latest.get(name), value)}
-        if changed:
-            storage.tensors(f"buffers-{step}", changed)
-        self._latest |= {name: copy_values(value) for name, value in changed.items()}
-
-    def load(self, step: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Copies the full-batch run's buffers after the same step into these."""
-        path = self._source / f"buffers-{step}.pt" if self._source is not None else None
-        if path is None or not path.exists():
-            return
-        for name, value in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
-            buffer = plain(buffers[name]) if name in buffers else None
-            if buffer is not None and buffer.shape == value.shape and buffer.dtype is value.dtype:
-                buffer.copy_(value)
 
 
 @contextmanager

@@ -123,11 +123,16 @@ class Recorder:
             self.modules.pin,
             self.modules.record,  # what the script is given, pinned or not
         )
-        bus.after(ForwardCall, self.forwards.note_result, self.gradients.note_result)
+        bus.after(ForwardCall, self.forwards.note_result, self.gradients.note_result, self.controls.end_forward)
 
         for kind in (BackwardCall, GradCall):
             bus.outside(kind, self.data.pause)
-            bus.before(kind, self.by_hand.begin_differentiation, self.gradients.begin_differentiation)
+            bus.before(
+                kind,
+                self.by_hand.begin_differentiation,
+                self.controls.begin_differentiation,
+                self.gradients.begin_differentiation,
+            )
             bus.around(kind, self.gradients.run_differentiation, self.draws.run_differentiation)
         bus.before(
             BackwardCall,

@@ -65,15 +65,22 @@ class Value:
             )
 
 
-def values_of(root: nn.Module, prefix: str) -> dict[str, Value]:
-    """Returns the values that forwards of a module may change and read again, by their names."""
+def values_of(root: nn.Module, prefix: str, *, unread: bool = False, trained: bool = False) -> dict[str, Value]:
+    """Returns the values that forwards of a module may change and read again, by their names.
+
+    Args:
+        root: The module.
+        prefix: What stands before their names.
+        unread: Also the running statistics that no forward in training reads.
+        trained: Also the parameters that need a gradient.
+    """
     values: dict[str, Value] = {}
     for path, module in root.named_modules():
         # A frozen parameter may be a moving average that a forward updates, as those of a teacher are.
         names: dict[str, ValuePlace] = {
-            name: "parameter" for name, p in module.named_parameters(recurse=False) if not p.requires_grad
+            name: "parameter" for name, p in module.named_parameters(recurse=False) if trained or not p.requires_grad
         }
-        if not _has_unread_statistics(module):
+        if unread or not _has_unread_statistics(module):
             names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
         names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
         start = prefix + (f"{plain_name(path)}." if path else "")

@@ -287,19 +287,15 @@ class Names:
         """Returns the position of a noted module."""
         return next(at for at, model in enumerate(self.models) if model is module)
 
-    def buffers(self, *, of_losses: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all buffers of the noted modules by `model:name`.
-
-        Args:
-            of_losses: Those of modules without parameters as well, as a criterion is.
-        """
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns all buffers of the noted modules by `model:name`."""
         named = ((str(at), *pair) for at, model in enumerate(self.models) for pair in model.named_buffers())
-        by_name = {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
-        if of_losses:
-            losses = [module for module, trains in self._known.values() if not trains and not [*module.parameters()]]
-            named = ((f"loss {at}", *pair) for at, module in enumerate(losses) for pair in module.named_buffers())
-            by_name |= {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
-        return by_name
+        return {f"{at}:{plain_name(name)}": buffer for at, name, buffer in named}
+
+    def is_part(self, module: nn.Module) -> bool:
+        """Whether a module is a noted one, lies in one, or holds parameters of one."""
+        is_inner = any(module is inner for model in self.models for inner in model.modules())
+        return is_inner or any(id(parameter) in self._names for parameter in module.parameters())
 
     def prefix(self, module: nn.Module) -> str:
         """Returns what stands before the names of a module's values: nothing for a model, else its class."""

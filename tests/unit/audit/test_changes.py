@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gaverify.audit.job import (
+    AlignState,
     Change,
     ClearGradients,
     Command,
@@ -45,6 +46,7 @@ EVERY_CHANGE = (
     DifferentiateGathers(),
     UseEvaluationMode(("0:1.running_mean",)),
     RestoreState(("0:count",)),
+    AlignState(("0:bias",)),
     WatchModules(("(script)",)),
     PinModules(("1", ""), (((0, (1, 2)), None),), 2.0),
     ReplayData("batches", 4, 2),

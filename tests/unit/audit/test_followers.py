@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from torch import nn
 import gaverify
 from gaverify.audit.job import Command, Job
 from gaverify.audit.recording.calls import BackwardCall, ForwardCall
-from gaverify.audit.recording.control import Buffers
+from gaverify.audit.recording.carried import CarriedState
 from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Roundoff
+from gaverify.audit.recording.values import Names, Roundoff
 from gaverify.collective.membership import TrafficMeter
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
@@ -27,37 +28,72 @@ from gaverify.preparation import place_experiment
 from gaverify.verdict.measurement import working_unit
 
 
-class TestBuffers:
-    def run_of(self, folder: Path, scale: float) -> tuple[Buffers, nn.Module, Storage]:
+class Served(nn.Module):
+    """Has running statistics, which forwards move, and values that the script moves between forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.register_buffer("bias", torch.zeros(2))
+        self.temperature, self.recent = 1.0, deque([0.0], maxlen=4)
+
+
+class TestCarriedState:
+    """The state before an update: what forwards leave is the full-batch run's, what the script makes is compared."""
+
+    def run(
+        self, folder: Path, source: Path | None, *, scale: float, factor: float = 1.0, aligned: tuple[str, ...] = ()
+    ) -> tuple[Served, tuple[str, ...]]:
+        """Makes an update: a forward, and what the script makes of its state. Returns what differed before the next."""
         torch.manual_seed(0)
-        model = nn.BatchNorm1d(3)
-        model.register_buffer("still", torch.ones(2, device="cpu"))
-        kept = Buffers(None)
-        kept.remember(dict(model.named_buffers()))
-        model(scale * torch.randn(8, 3, device="cpu"))
-        return kept, model, Storage(folder)
+        model, names = Served(), Names()
+        names.add(model)
+        state = CarriedState(names, Storage(folder), source, nullcontext)
+        state.aligned = aligned
+        for update in (1, 2):
+            state.begin_call()
+            state.begin_forward(model, trains=True, update=update, unit=6e-8)
+            if update == 1:
+                model.norm(scale * torch.randn(8, 3, device="cpu"))
+                state.end_call()
+                with torch.no_grad():
+                    model.bias.add_(factor)
+                model.temperature, model.recent = 2.0 * factor, deque([factor], maxlen=4)
+                state.end_step("0-1")
+        return model, tuple(value.name for value in state.describe())
+
+    def folders(self, folder: Path) -> tuple[Path, Path]:
+        for name in ("full", "accumulated"):
+            (folder / name).mkdir()
+        return folder / "full", folder / "accumulated"
 
     def test_running_statistics_become_those_of_the_full_batch(self, tmp_path: Path) -> None:
-        kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.store(storage, "0-1", dict(full.named_buffers()))
-        other = self.run_of(tmp_path, 3.0)[1]
-        assert not torch.equal(other.running_var, full.running_var)
-        Buffers(tmp_path).load("0-1", dict(other.named_buffers()))
-        assert torch.equal(other.running_var, full.running_var)
+        full, accumulated = self.folders(tmp_path)
+        reference = self.run(full, None, scale=1.0)[0]
+        model, differing = self.run(accumulated, full, scale=3.0)
+        assert torch.equal(model.norm.running_var, reference.norm.running_var) and not differing
 
-    def test_what_never_changes_is_not_written(self, tmp_path: Path) -> None:
-        kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.store(storage, "0-1", dict(full.named_buffers()))
-        assert "still" not in torch.load(tmp_path / "buffers-0-1.pt", weights_only=True)
-        kept.store(storage, "0-2", dict(full.named_buffers()))
-        assert not (tmp_path / "buffers-0-2.pt").exists()
+    def test_what_the_script_makes_is_compared_and_stays(self, tmp_path: Path) -> None:
+        full, accumulated = self.folders(tmp_path)
+        self.run(full, None, scale=1.0)
+        model, differing = self.run(accumulated, full, scale=1.0, factor=3.0)
+        assert differing == ("bias", "temperature", "recent")
+        assert model.bias.tolist() == [3.0, 3.0] and model.temperature == 6.0
 
-    def test_buffers_of_another_shape_are_left_alone(self, tmp_path: Path) -> None:
-        kept, full, storage = self.run_of(tmp_path, 1.0)
-        kept.store(storage, "0-1", dict(full.named_buffers()))
-        other = nn.BatchNorm1d(5)
-        Buffers(tmp_path).load("0-1", dict(other.named_buffers()))
-        assert torch.equal(other.running_var, torch.ones(5, device="cpu"))
+    def test_a_control_sets_what_it_names(self, tmp_path: Path) -> None:
+        full, accumulated = self.folders(tmp_path)
+        self.run(full, None, scale=1.0)
+        model, differing = self.run(accumulated, full, scale=1.0, factor=3.0, aligned=("bias", "recent"))
+        assert model.bias.tolist() == [1.0, 1.0] and model.temperature == 6.0
+        assert model.recent == deque([1.0], maxlen=4) and model.recent.maxlen == 4
+        assert len(differing) == 3
+
+    def test_only_what_changes_is_written(self, tmp_path: Path) -> None:
+        full, _ = self.folders(tmp_path)
+        self.run(full, None, scale=1.0)
+        changed, by_script = torch.load(full / "state-0-1.pt", weights_only=True)
+        assert "0:norm.running_mean" in changed and "0:norm.weight" not in changed
+        assert by_script == ["0:bias", "0:recent", "0:temperature"]
 
 
 BF16 = torch.bfloat16

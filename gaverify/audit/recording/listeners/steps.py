@@ -8,7 +8,8 @@ from typing import Any
 
 from gaverify.audit.recording.bus import Bus
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, Recording, StepCall
-from gaverify.audit.recording.control import Buffers, Control, GradientClearing, Lead, Perturbation
+from gaverify.audit.recording.carried import CarriedState
+from gaverify.audit.recording.control import Control, GradientClearing, Lead, Perturbation
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.listeners.forwards import DataListener
 from gaverify.audit.recording.listeners.gradients import GradientListener
@@ -23,7 +24,7 @@ from gaverify.tracebacks import Place, user_place
 
 
 class ControlListener:
-    """Changes weights, steps, losses, gradients and buffers for a control, and keeps buffers for other runs.
+    """Changes weights, steps, losses, gradients and state for a control, and keeps state for other runs.
 
     Args:
         recording: What listeners share.
@@ -33,7 +34,8 @@ class ControlListener:
 
     def __init__(self, recording: Recording, gradients: GradientListener, by_hand: HandListener) -> None:
         self._recording, self._gradients, self._by_hand = recording, gradients, by_hand
-        self._buffers = Buffers(recording.job.source)
+        self.carried = CarriedState(recording.names, recording.storage, recording.job.source, recording.guard.work)
+        """Compares the state that an update leaves to the next one."""
         self._undone: ByHand | None = None  # the weights before the step that is running
         self.contexts = Control()
         """What surrounds forwards and backward passes."""
@@ -49,17 +51,20 @@ class ControlListener:
         """Restores values before micro-batches; None restores none."""
 
     def begin_forward(self, call: ForwardCall) -> None:
-        """Moves weights before their first use, and remembers buffers."""
+        """Looks at the state before the forward, and moves weights before their first use."""
+        recording = self._recording
+        self._begin_call()
+        if self._is_compared:
+            unit = recording.roundoff.unit
+            self.carried.begin_forward(call.module, trains=call.trains, update=recording.journal.update, unit=unit)
         if not call.trains:
             return
-        watch, names = self._recording.watch, self._recording.names
+        watch = recording.watch
         if self.perturbation is not None:
             self.perturbation.move([*call.module.parameters(), *watch.all_parameters()])
             # Neither an optimizer nor the script has moved them: the next look must not find it.
             watch.look()
             self._by_hand.accept_weights()
-        if self._recording.job.is_reference:
-            self._buffers.remember(names.buffers(of_losses=True))
 
     def restore_state(self, call: ForwardCall) -> AbstractContextManager[None]:
         """Surrounds a forward, before which values are restored."""
@@ -71,6 +76,14 @@ class ControlListener:
     def run_forward(self, call: ForwardCall) -> AbstractContextManager[None]:
         """Surrounds a forward."""
         return self.contexts.forward(call.module)
+
+    def end_forward(self, _: ForwardCall) -> None:
+        """Looks at the state that a forward has left."""
+        self._end_call()
+
+    def begin_differentiation(self, _: Differentiation) -> None:
+        """Looks at the state before forwards may be recomputed."""
+        self._begin_call()
 
     def begin_backward(self, call: BackwardCall) -> None:
         """Clears gradients."""
@@ -98,9 +111,11 @@ class ControlListener:
         """A micro-batch ends."""
         if self.state is not None:
             self.state.end_micro_batch()
+        self._end_call()
 
     def begin_step(self, call: StepCall) -> None:
         """Replaces gradients, and keeps weights that will be restored."""
+        self.carried.end_hunt()
         if call.can_lead:
             self.lead.replace_gradients(call.entry)
         if self._by_hand.undoes_steps:
@@ -114,22 +129,35 @@ class ControlListener:
         call.was_led = self.lead.restore_gradients()
 
     def end_window(self, call: StepCall) -> None:
-        """Stores or loads buffers; the next forward begins a window."""
+        """The next forward begins a window."""
         if self.state is not None:
             self.state.end_window()
-        recording, step = self._recording, f"{call.entry.index}-{call.entry.steps}"
-        buffers = recording.names.buffers(of_losses=True)  # a criterion may keep a running average, too
-        if recording.job.is_reference:
-            self._buffers.store(recording.storage, step, buffers)
-        elif call.was_led:
-            self._buffers.load(step, buffers)
+        if self._recording.job.is_reference or call.was_led:
+            self.carried.end_step(f"{call.entry.index}-{call.entry.steps}")
+        self.carried.hunt()
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether the run is the one that others follow, or follows it."""
+        return self._recording.job.is_reference or self._recording.job.source is not None
+
+    def _begin_call(self) -> None:
+        self.carried.end_hunt()
+        if self._recording.job.is_reference:
+            self.carried.begin_call()
+
+    def _end_call(self) -> None:
+        if self._recording.job.is_reference:
+            self.carried.end_call()
+        self.carried.hunt()
 
     def summarise(self) -> ControlSummary:
-        """Returns what only controls record."""
+        """Returns what was seen of controls and of state."""
         changed_values = self.state.describe() if self.state is not None else ()
+        carried = self.carried.describe()
         if self.clearing is None:
-            return ControlSummary(changed_values=changed_values)
-        return ControlSummary(self.clearing.count, self.clearing.setter, changed_values)
+            return ControlSummary(changed_values=changed_values, carried=carried)
+        return ControlSummary(self.clearing.count, self.clearing.setter, changed_values, carried)
 
 
 # Steps of torch's optimizers, which torch's own hooks announce in two halves.
