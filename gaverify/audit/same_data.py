@@ -111,6 +111,11 @@ def read_rows(path: Path) -> Sequence[ForwardInputs]:
 _ENTRY = re.compile(r" \(\d+\)$")
 
 
+_SHIFTS = (0, 1)
+"""Steps that a row may have lost: `ids[:, :-1]`, the input of a next-token loss, takes its last token from the longest
+row of a micro-batch, and padding from the others. Rows that have lost none are paired first: "ann" is no "anne"."""
+
+
 Side = tuple[list[int], int]
 """The running hashes of a row, and after how many steps only equal ones follow."""
 
@@ -182,8 +187,9 @@ def _check(
     full_left, micro_left = _without(full_rows, shared), _without(micro_rows, shared)
     exactly = len(full_left)
     # Tokenizers pad on the right or on the left, to the longest row of a batch: the full batch's rows are often longer.
-    for side in (0, 1):
-        full_left, micro_left = _pair_padded(full_left, micro_left, side)
+    for shift in _SHIFTS:
+        for side in (0, 1):
+            full_left, micro_left = _pair_padded(full_left, micro_left, side, shift)
     padded = len(full_left) < exactly
     full_left, micro_left = _to_rounding(full_left, micro_left)
     return RowCheck(len(full_rows), len(micro_rows), max(len(full_left), len(micro_left)), path, padded)
@@ -229,9 +235,11 @@ def _sides(hashes: torch.Tensor, tails: torch.Tensor | None) -> list[Side]:
     return list(zip(hashes.tolist(), tails.tolist(), strict=True))
 
 
-def alike(row: Row, other: Row) -> bool:
-    """Whether two rows hold the same sample, whatever each was padded to."""
-    return row.contents == other.contents or any(map(_goes_on, row.sides, other.sides))
+def alike(row: Row, other: Row, shift: int = 0) -> bool:
+    """Whether two rows hold the same sample, whatever each was padded to and with what shift."""
+    return row.contents == other.contents or any(
+        _goes_on(*sides, shift) for sides in zip(row.sides, other.sides, strict=True)
+    )
 
 
 def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
@@ -245,12 +253,13 @@ def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
     return unpaired
 
 
-def _pair_padded(full: list[Row], accumulated: list[Row], side: int) -> tuple[list[Row], list[Row]]:
-    """Pairs rows of different length whose shorter one is the beginning of the longer, and the rest is constant."""
+def _pair_padded(full: list[Row], accumulated: list[Row], side: int, shift: int) -> tuple[list[Row], list[Row]]:
+    """Pairs rows of different length whose shorter one is the beginning of the longer, and the rest is padding."""
     candidates, unpaired = list(accumulated), []
     for row in full:
         partner = next(
-            (at for at, candidate in enumerate(candidates) if _goes_on(row.sides[side], candidate.sides[side])), None
+            (at for at, candidate in enumerate(candidates) if _goes_on(row.sides[side], candidate.sides[side], shift)),
+            None,
         )
         if partner is None:
             unpaired.append(row)
@@ -260,11 +269,11 @@ def _pair_padded(full: list[Row], accumulated: list[Row], side: int) -> tuple[li
     return unpaired, candidates
 
 
-def _goes_on(one: Side, other: Side) -> bool:
-    """Whether the longer of two rows begins with the shorter, and what is behind that is constant."""
+def _goes_on(one: Side, other: Side, shift: int = 0) -> bool:
+    """Whether the longer of two rows begins with the shorter, and what is behind that and the shift is constant."""
     # The long row has to be constant from where the short one ends: else it holds another sample.
     (short, _), (long, tail) = sorted((one, other), key=lambda side: len(side[0]))
-    return tail <= len(short) < len(long) and long[len(short) - 1] == short[-1]
+    return tail <= len(short) + shift < len(long) and long[len(short) - 1] == short[-1]
 
 
 def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -352,12 +361,15 @@ class Matcher:
         return sorted(alike, key=lambda pair: bool(micro_batch[pair[0]].readings))
 
     def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:
-        spots = []
-        for forward in among:
-            full_rows = self._rows(forward, path)
-            for start in range(len(full_rows) - len(rows) + 1):
-                if all(alike(row, full_rows[start + at]) for at, row in enumerate(rows)):
-                    spots.append(Spot(forward, tuple(range(start, start + len(rows)))))
+        for shift in _SHIFTS:
+            spots = []
+            for forward in among:
+                full_rows = self._rows(forward, path)
+                for start in range(len(full_rows) - len(rows) + 1):
+                    if all(alike(row, full_rows[start + at], shift) for at, row in enumerate(rows)):
+                        spots.append(Spot(forward, tuple(range(start, start + len(rows)))))
+            if spots:
+                break
         return spots
 
     def _find_scattered(self, among: Sequence[int], path: str, rows: list[Row]) -> Spot | None:
@@ -371,9 +383,10 @@ class Matcher:
             places: dict[int, None] = {}
             for row in rows:
                 # Only a row that was padded to another length has to be held against every other one.
-                candidates = exact.get(row.contents) or [
-                    at for at, full_row in enumerate(full_rows) if alike(row, full_row)
-                ]
+                candidates = exact.get(row.contents) or next(
+                    filter(None, ([at for at, each in enumerate(full_rows) if alike(row, each, n)] for n in _SHIFTS)),
+                    [],
+                )
                 free = [at for at in candidates if at not in places]
                 if not free:
                     break

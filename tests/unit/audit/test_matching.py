@@ -59,6 +59,25 @@ def test_padding_hides_no_other_samples(other: float) -> None:
     assert check_rows([prints(padded)], [prints(part) for part in parts]).same is (other == 0.0)
 
 
+@pytest.mark.parametrize("side", [1, -1], ids=["right", "left"])
+def test_the_shift_of_a_next_token_loss_takes_a_token_from_the_longest_row_alone(side: int) -> None:
+    """`ids[:, :-1]`, padded on the right, or `ids[:, 1:]`, padded on the left."""
+
+    def fed(*rows: list[int], longest: int) -> dict[str, Any]:
+        return prints(torch.tensor([(row + [0] * (longest - len(row)))[: longest - 1][::side] for row in rows]))
+
+    ann, anne, other = [5, 6, 6], [5, 6, 6, 7], [5, 6, 8, 9, 4, 3]
+    full = fed(anne, ann, other, longest=6)
+    parts = [fed(anne, longest=4), fed(ann, other, longest=6)]
+    assert check_rows([full], parts).same
+    assert Matcher([full]).find([0], parts[0]) is not None
+    # whichever comes first, a row that has lost nothing is paired with its own
+    assert check_rows([full], [fed(ann, longest=4), fed(anne, longest=5), fed(other, longest=6)]).same
+    # one sample twice, the other not at all; a row that is short of two tokens
+    assert not check_rows([full], [fed(ann, longest=3), fed(ann, other, longest=6)]).same
+    assert not check_rows([full], [fed(anne[:3], longest=3), fed(ann, other, longest=6)]).same
+
+
 @pytest.mark.parametrize("turn", [1, -1])
 def test_padding_of_one_input_is_told_beside_another(turn: int) -> None:
     fed = torch.cat([SAMPLES, torch.zeros(8, 2)], 1), SAMPLES
