@@ -27,6 +27,7 @@ from gaverify.audit.job import (
     ClearGradients,
     DifferentiateGathers,
     DifferentiateTerm,
+    Role,
     ScaleLosses,
     SynchroniseGradients,
     UndoSteps,
@@ -52,6 +53,7 @@ from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, 
 from gaverify.verdict.criteria import floors_allowed
 
 _MORE_FLOORS = ((1, 1.3), (2, 1.7), (3, 2.9))  # seeds of directions, and factors on losses: no powers of two
+_ROLES: tuple[Role, ...] = ("full", "accumulated")
 _MOST_UNDONE = 64  # micro-batches that the control with undone steps runs at most
 
 
@@ -59,18 +61,32 @@ def control_noise_floor(trial: Trial, record: Record) -> Record:
     """Measures the noise floor again if all differences are near it: one run may measure a floor that is too small.
 
     The gradient of terms that cancel consists of their rounding. Small weights that move by a roundoff hardly change
-    that rounding, so the losses are multiplied by odd factors as well, which rounds every term differently. The largest
-    floor counts.
+    that rounding, so the losses are multiplied by odd factors as well, which rounds every term differently. The full
+    batch's terms may cancel exactly where those of micro-batches do not, so both runs are perturbed. The largest floor
+    counts.
     """
-    rows = [row for update in record.updates if update.differs for row in update.parameters]
-    differences = [row.relative_difference for row in rows if row.outcome is Outcome.DIVERGENT]
-    if not differences or not all(difference < SMALLEST_FAULT for difference in differences):
+    shares = [share for update in record.updates if update.judged for share in _shares_of_differences(update)]
+    if not shares or not all(share < SMALLEST_FAULT for share in shares):
         return record
     more_perturbed = trial.runner.record(
-        *(trial.perturbed_control(seed, ScaleLosses(factor)) for seed, factor in _MORE_FLOORS)
+        *(
+            trial.perturbed_control(seed, ScaleLosses(factor), role=role)
+            for seed, factor in _MORE_FLOORS
+            for role in _ROLES
+        )
     )
-    factors = [factor for _, factor in _MORE_FLOORS]
+    factors = [factor for _, factor in _MORE_FLOORS for _ in _ROLES]
     return replace(record, updates=trial.compare(extra_perturbed=[*zip(more_perturbed, factors, strict=True)]))
+
+
+def _shares_of_differences(update: UpdateComparison) -> list[float]:
+    """Returns the differences of parameters that are not equivalent, relative to the gradient of all parameters.
+
+    A gradient that is zero in exact arithmetic consists of rounding, so that its own size says nothing.
+    """
+    size = math.hypot(*(row.reference_norm for row in update.parameters))
+    open_rows = [row for row in update.parameters if row.outcome is not Outcome.EQUIVALENT]
+    return [row.difference_norm / size if size else math.inf for row in open_rows]
 
 
 def control_clipping(trial: Trial, record: Record) -> Record:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,12 +239,13 @@ class Trial:
         whole_batches = [replace(change, parts=1) for change in self.changes if isinstance(change, ReplayData)]
         return self.control("full", *whole_batches, *changes, source=self.full, updates=updates, shown_as=shown_as)
 
-    def perturbed_control(self, seed: int = 0, *changes: Change) -> Run:
-        """Returns a full-batch run with weights moved by their roundoff, in directions that the seed gives."""
+    def perturbed_control(self, seed: int = 0, *changes: Change, role: Role = "full") -> Run:
+        """Returns a run with weights moved by their roundoff, in directions that the seed gives."""
         # A script without modules has no forward before which its weights could be moved.
         unit, has_modules = self.full.closing.arithmetic.unit, bool(self.full.closing.models.classes)
         perturbation = PerturbWeights(unit, seed, at_optimizer=not has_modules)
-        return self.full_batch_control(perturbation, *changes)
+        plan = self.full_batch_control if role == "full" else partial(self.control, role)
+        return plan(perturbation, *changes)
 
     def run(self, control: Run) -> RecordedRun:
         """Makes a control.

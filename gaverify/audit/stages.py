@@ -199,14 +199,15 @@ def compare_gradients(
     floor = dict.fromkeys(keys, 0.0)
     # The largest difference counts: one run with moved weights may round alike by chance and measure no noise.
     for run, factor in ((runs.perturbed, 1.0), *runs.extra_perturbed):
-        perturbed = run.gradients(round_, summed=summed)
-        perturbed_by_key = {
-            key: perturbed[place] / factor if place in perturbed else None for key, place in keys.items()
-        }
-        for row in measure(perturbed_by_key, reference) if perturbed else []:
-            # What is far apart under a factor was clipped, say: no rounding.
-            if math.isfinite(row.difference) and (factor == 1.0 or row.difference < COMPUTED_FLOAT32 * row.scale):
-                floor[row.name] = max(row.difference, floor[row.name])
+        unmoved = full if run.role == runs.full.role else accumulated
+        moved = run.gradients(round_, summed=summed)
+        moved_by_key = {key: moved[place] / factor if place in moved else None for key, place in keys.items()}
+        unmoved_by_key = {key: unmoved.get(place) for key, place in keys.items()}
+        rows = [row for row in measure(moved_by_key, unmoved_by_key) if math.isfinite(row.difference)] if moved else []
+        # A run that is far off under a factor was clipped, say: no rounding. All parameters together tell, because a
+        # gradient that is zero in exact arithmetic is far off by rounding alone.
+        if factor == 1.0 or relative_total((row.difference, row.reference) for row in rows) < COMPUTED_FLOAT32:
+            floor |= {row.name: max(row.difference, floor[row.name]) for row in rows}
     noise = relative_total((floor[row.name], row.reference) for row in working)
     samples = [run.samples(round_) for run in (runs.full, runs.accumulated)]
     if any(each.by_change for each in samples):
@@ -214,8 +215,8 @@ def compare_gradients(
         rounding = weight_rounding(samples[0], unit)
         floor = {key: max(floor[key], rounding.get(place, 0.0)) for key, place in keys.items()}
     sizes = {key: terms.get(place, 0.0) for key, place in keys.items()}
-    rows = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
-    named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in rows)
+    decided = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
+    named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in decided)
     return Rows(named, noise)
 
 

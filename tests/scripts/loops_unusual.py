@@ -5,7 +5,7 @@ import math
 import torch
 from points import loader_for, loops_of, network, parsed
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss, normalize
+from torch.nn.functional import cross_entropy, mse_loss, normalize, softplus
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,6 +104,52 @@ def cancelling(args, _):
         if (i + 1) % args.accum == 0:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def ranked(args, _):
+    """Pairs are ranked by the difference of their scores, which the last bias cannot move: its gradient is zero."""
+    model = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 1))
+    aside = nn.Linear(10, 2)  # is trained by a term that is far smaller than the other
+    optimizer = torch.optim.Adam([*model.parameters(), *aside.parameters()], lr=1e-3)
+    generator = torch.Generator().manual_seed(11 + args.seed)
+    pairs = torch.randn(96, 10, generator=generator), torch.randn(96, 10, generator=generator)
+    for i, (better, worse) in enumerate(zip(*(side.split(args.batch_size) for side in pairs), strict=True)):
+        scores = model(torch.cat([better, worse])).squeeze(1)
+        apart = scores[: len(better)] - scores[len(better) :]
+        small = 1e-6 * aside(better).square().mean() / (1 if args.running else args.accum)
+        loss = (0.1 - apart).relu().mean() if args.all else softplus(-apart).mean()
+        (loss / (1 if args.undivided else args.accum) + small).backward()  # here: ranked
+        if (i + 1) % args.accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 24), nn.Linear(24, 32)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).cumsum(1))
+
+
+def sliced(args, _):
+    """Rows are padded to the longest of their micro-batch, then cut: the last token is padding in all but that row."""
+    generator = torch.Generator().manual_seed(5)
+    model = Reader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = [torch.randint(1, 32, (4 + i % 7 + i // 16,), generator=generator) for i in range(48)]
+    for start in range(0, 48, args.batch_size * args.accum):
+        batch = rows[start : start + args.batch_size * args.accum]
+        tokens = sum(len(row) - 1 for row in batch)
+        for at in range(0, len(batch), args.batch_size):
+            part = batch[at : at + args.batch_size]
+            ids = nn.utils.rnn.pad_sequence(part, batch_first=True)
+            loss = cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], ignore_index=0, reduction="sum")
+            own = sum(len(row) - 1 for row in part) * args.accum
+            (loss / (own if args.running else tokens)).backward()  # here: sliced
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Rounded(nn.Conv2d):
