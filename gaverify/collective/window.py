@@ -38,7 +38,6 @@ from gaverify.records.ranks import Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather
 from gaverify.tracebacks import Owner, display_path, owner_of
 
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", SYNC_BATCH_NORM_MODULE, "torch.distributed.tensor")
 """What calls collectives for the user, `SyncBatchNorm` among it."""
 

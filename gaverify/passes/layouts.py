@@ -281,11 +281,6 @@ class SampleLayout:
         return layout if is_leading else None
 
     @classmethod
-    def locate(cls, shape: Shape, batch_size: int) -> SampleLayout | None:
-        """Returns the layout by one shape alone: the first dimension of B entries; None where there is none."""
-        return next((cls((SampleDimension(at),)) for at, size in enumerate(shape) if size == batch_size), None)
-
-    @classmethod
     def match(cls, full: Sequence[Shape], micro: Sequence[Shape]) -> tuple[list[SampleLayout], int, int] | None:
         """Returns the layouts of several tensors whose numbers of samples are not known, with B and n.
 

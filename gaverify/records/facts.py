@@ -54,20 +54,6 @@ class State:
 
 
 @dataclass(frozen=True)
-class SampleCoupling:
-    """Whether the outputs of one sample depend on the inputs of other samples."""
-
-    sample: int
-    """Index of the sample whose outputs were differentiated."""
-    other_samples: int
-    """Number of other samples with a gradient that is not zero."""
-    strength: float
-    """Largest of these gradients, relative to that of the sample itself."""
-    batch: int
-    """Number of samples that were looked at, which may be the first ones of a larger batch."""
-
-
-@dataclass(frozen=True)
 class Repeatability:
     """Relative difference between a pass and its repetition from the restored state."""
 
@@ -125,8 +111,6 @@ class Forward:
     """Whether the loss adds a constant of the batch: it has no gradient, and the losses differ by it."""
     shares: tuple[float, ...] = ()
     """The weights with which the losses come nearest."""
-    coupling: SampleCoupling | None = None
-    """Whether one sample's outputs depend on other samples; None where not measured."""
     ruled_out: tuple[Operation, ...] = ()
     """Operations whose control did not help."""
     modules: tuple[ModuleDifference, ...] = ()

@@ -37,7 +37,7 @@ from gaverify.rules.remainder import (
     unexplained,
     uninformative_batch,
 )
-from gaverify.rules.rule import Rule, coupling_seen, harm
+from gaverify.rules.rule import Rule, harm
 from gaverify.rules.state import (
     aligned_randomness,
     buffer_drift,
@@ -167,6 +167,4 @@ def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
         is_reported = finding.severity == "fault" or finding.code == unexplained.code
         matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and is_reported
         extra = harm(facts) if matters else ()
-        if matters and finding.code in {rule.code for rule in FORWARD}:
-            extra = (*coupling_seen(facts, in_model=finding.code != batch_coupled_loss.code), *extra)
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -147,32 +147,6 @@ def word_trial(run: ControlRun, behind: str = "") -> str:
     return f"tested{behind}, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
 
 
-def coupling_seen(facts: Facts, *, in_model: bool) -> tuple[Evidence, ...]:
-    """Whether the model lets samples meet, by the gradient of one sample's outputs with respect to the others.
-
-    Args:
-        facts: What was measured.
-        in_model: Whether the finding says that they meet in the model, not in the loss.
-    """
-    probe = facts.forward.coupling
-    if probe is None:
-        return ()
-    values = {"sample": probe.sample, "others": probe.other_samples, "strength": probe.strength}
-    # gradients of exactly zero still allow samples to interact through choices
-    if probe.other_samples == 0:
-        text = "the model's output for a sample has exactly zero gradient with respect to all other samples"
-        # a branch on a shape is none of these: no sample is read
-        if in_model and not any(cause.suspect.is_branch_on_shape for cause in facts.forward.causes):
-            text += ": samples interact through choices (sorting, a threshold, a branch), which have no gradient"
-        return (Evidence("coupling", "samples", text, values),)
-    where = f"among the first {probe.batch} samples, " if probe.batch < facts.batch_size else ""
-    text = (
-        f"{where}the model's output for sample {probe.sample} depends on {probe.other_samples} of {probe.batch - 1} "
-        f"other samples, measured by gradients up to {probe.strength:.2g} times as strongly as on its own input"
-    )
-    return (Evidence("coupling", "samples", text, values),)
-
-
 def harm(facts: Facts) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
     fit = facts.window.fit

@@ -24,7 +24,7 @@ from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, 
 from gaverify.records.experiment import ControlKind, is_constant
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
-from gaverify.search import backward, confirming, counts, coupling, operations, state, weights
+from gaverify.search import backward, confirming, counts, operations, state, weights
 from gaverify.search.bench import Bench
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
@@ -62,7 +62,6 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
     weights.ask,
     state.ask,
     counts.ask,
-    coupling.ask,
     weights.ask_at_moved_parameters,
     operations.ask,
     state.ask_unnamed,

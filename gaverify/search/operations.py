@@ -64,7 +64,7 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
         explanation: The result of the search.
         weights_run: An earlier run with other weights, if the operations explain the difference that it left.
     """
-    forward = replace(explanation.forward or facts.forward, coupling=facts.forward.coupling)
+    forward = explanation.forward or facts.forward
     ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
     if weights_run is not None and explanation.is_complete and len(causes) == 1:
         # The one cause makes all that the weights leave.

@@ -46,11 +46,6 @@ def test_a_leading_dimension_holds_the_samples() -> None:
     assert SampleLayout.find_leading((3, 5), (3, 5), 8, 8) is None
 
 
-def test_one_shape_alone_tells_the_first_dimension_of_the_batch_size() -> None:
-    assert SampleLayout.locate((3, 8, 8), 8) == COLUMNS
-    assert SampleLayout.locate((3, 16), 8) is None
-
-
 class TestMatch:
     def test_rows_of_the_first_dimension(self) -> None:
         assert SampleLayout.match([(8, 4), (8,)], [(2, 4), (2,)]) == ([ROWS, ROWS], 8, 2)

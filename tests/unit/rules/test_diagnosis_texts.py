@@ -29,7 +29,7 @@ from measured import (
 
 from gaverify.records.comparison import Method, PrecisionLoss
 from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
-from gaverify.records.facts import Facts, Repeatability, SampleCoupling, State, StateChange
+from gaverify.records.facts import Facts, Repeatability, State, StateChange
 from gaverify.records.findings import Location
 from gaverify.rules import findings_for
 from gaverify.rules.rule import exact
@@ -137,23 +137,11 @@ def test_unexplained_says_each_reason_once_and_advises_by_what_is_known() -> Non
     assert text.count("out of memory") == 1 and "state, backward could not run" in text
     assert text.count("`mm` at a.py:1") == 1
     assert "a smaller batch" in finding.remedy
-    apart, met = SampleCoupling(0, 0, 0.0, 8), SampleCoupling(0, 5, 0.1, 8)
-    assert "look at the loss" in only(divergent(coupling=apart)).remedy
     in_loss, in_model = (Operation("mul", module, file="model.py", line=3) for module in (None, "layers.0"))
-    assert "look at the loss" in only(divergent(coupling=apart, ruled_out=(in_loss,))).remedy
-    remedy = only(divergent(coupling=apart, ruled_out=(in_model,))).remedy
+    assert only(divergent(ruled_out=(in_loss,))).remedy.startswith("bisect")
+    remedy = only(divergent(ruled_out=(in_model,))).remedy
     assert remedy.startswith("look at what differs first in the model, `mul` at model.py:3 in `layers.0`; ")
-    assert "samples interact inside the model" in only(divergent(coupling=met)).remedy
     assert only(divergent()).remedy.startswith("bisect")
-
-
-def test_a_coupling_of_a_part_says_among_which_samples() -> None:
-    facts = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, 4))
-    said = evidence(only(facts), "samples")
-    assert facts.batch_size > 4
-    assert said.startswith("among the first 4 samples, the model's output for sample 1 depends on 3 of 3"), said
-    whole = divergent(causes=(cause(),), coupling=SampleCoupling(1, 3, 0.1, facts.batch_size))
-    assert evidence(only(whole), "samples").startswith("the model's output for sample 1 depends on 3 of ")
 
 
 def test_the_reduction_is_the_culprit_of_what_reads_it() -> None:

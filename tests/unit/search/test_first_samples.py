@@ -36,7 +36,7 @@ from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.facts import Facts, Repeatability, StateChange
 from gaverify.records.windows import AccumulationWindow
-from gaverify.search import confirming, coupling, investigation, operations, proof, state, weights
+from gaverify.search import confirming, investigation, operations, proof, state, weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.trace import operations as tracing
 from gaverify.search.trace.traces import describe_tensor
@@ -787,7 +787,6 @@ def planted(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("room", "name"),
     [
-        (coupling, "measure_coupling"),
         (operations, "trace_divergences"),
         (tracing, "describe_tensor"),
         (proof, "PinnedResults"),

@@ -81,7 +81,6 @@ PART = [4, 2, 2]
 """The same of the first samples."""
 TRACE = [4, 2, 2]
 """The shapes of the first micro-batch are known from the passes of both strategies."""
-COUPLING = [4]
 
 
 def test_frozen_layers_of_a_library_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +135,14 @@ def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_
 ) -> None:
     verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8))), monkeypatch)
     assert single[-5:] == BATCH and len(single) <= 10 + len(PART)
-    assert double == [*PART, *COUPLING, *TRACE, *PART]
+    assert double == [*PART, *TRACE, *PART]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
     assert finding.proven and "tested" in finding.remedy and "eval()" in finding.remedy
 
 
 def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, single, double = verify_in_part(problem(network(NormAct(8))), monkeypatch)
-    assert single[-5:] == BATCH and double == [*PART, *COUPLING, *TRACE]
+    assert single[-5:] == BATCH and double == [*PART, *TRACE]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
     assert finding.proven and "first 4 samples" not in control.statement, "it ran on all of the batch"
@@ -154,7 +153,7 @@ def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch
     assert single[-5:] == BATCH and fault_codes(verdict) == ["GAV101", "GAV101"]
     assert all(finding.proven for finding in verdict.findings if finding.code == "GAV101")
     # two traces, the controls of both, and the first released beside the second
-    assert double == [*PART, *COUPLING, *TRACE, *PART, 2, *TRACE, *PART, *PART]
+    assert double == [*PART, *TRACE, *PART, 2, *TRACE, *PART, *PART]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])
