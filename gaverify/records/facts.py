@@ -32,6 +32,20 @@ class StateChange:
 
 
 @dataclass(frozen=True)
+class NextUpdate:
+    """The relative difference of a second update, whose micro-batches start from the restored state again."""
+
+    rounding: float
+    """The largest difference that is none."""
+    left: float
+    """It begins with the state that the last micro-batch of the first update left."""
+    from_full_batch: float
+    """It begins with the state that the first full batch left: only another cause makes a difference then."""
+    from_forward: float = math.nan
+    """It begins with the state that a forward pass of the full batch without gradients left."""
+
+
+@dataclass(frozen=True)
 class State:
     """What the forward changes, and whether that makes the difference."""
 
@@ -49,6 +63,8 @@ class State:
     """How much restoring them changes the accumulated gradient, where no other cause can be neutralised separately."""
     new_state_difference: float = math.nan
     """Distance of the gradient without changes of the state from the full batch's, whose own forward changes it."""
+    next_update: NextUpdate | None = None
+    """A second update with the state restored in both; None where that was not the repair, or could not be run."""
     together: bool = False
     """Whether the blamed changes are proven only together, so that some of them may be innocent."""
 

@@ -144,11 +144,8 @@ def _remedy(state: State) -> str:
             "other repairs"
         )
     if state.remedies:
-        restore = (
-            "copy the state before the first micro-batch of an update, and put the copy back before each other one"
-        )
         once = "or update it once per optimizer step, after the last backward pass (not tested)"
-        return f"{restore} ({word_trial(state.remedies[0])}); {once}"
+        return f"{_word_restoring(state)}; {once}"
     text = "update the state once per optimizer step, after it: tested with the state kept fixed, equivalent"
     if not state.new_state_difference > SAME_IN_FLOAT32:
         return text
@@ -156,6 +153,20 @@ def _remedy(state: State) -> str:
         f"{text} to a full batch that reads the state from before the update; one that reads its own new state differs "
         f"by {state.new_state_difference:.1e}"
     )
+
+
+def _word_restoring(state: State) -> str:
+    """The repair that restores the state, and for how many updates it holds."""
+    restore = "copy the state before the first micro-batch of an update, and put the copy back before each other one"
+    trial, following = word_trial(state.remedies[0]), state.next_update
+    if following is None:
+        return f"{restore} ({trial} in one update)" if state.remedies[0].repairs else f"{restore} ({trial})"
+    if following.left <= following.rounding:
+        return f"{restore} ({trial})"
+    if following.from_forward <= following.rounding:
+        restore += " and after the last one; then run one forward pass of the full batch without gradients"
+        return f"{restore} ({trial} in two updates; without that pass the second one differs)"
+    return f"{restore} (tested: it repairs the first update, and leaves a difference in the second one)"
 
 
 @rule("GAV403")

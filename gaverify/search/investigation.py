@@ -117,6 +117,7 @@ def search_causes(bench: Bench, facts: Facts) -> Facts:
                 break
             facts = ask(_choose_bench(counted_bench, facts), facts)
             with_fit = with_fit or (facts if facts.window.fit is not None else None)
+        facts = operations.ask_next_update(_choose_bench(counted_bench, facts), facts)
         is_explained = _is_explained_by_evaluation_mode(bench, facts)
         if with_fit is not None and with_fit.repeatability is None:
             repeatability = _measure_repeatability(_choose_bench(counted_bench, with_fit), facts, is_explained)

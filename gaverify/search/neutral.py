@@ -54,11 +54,7 @@ class RestoredState(PassProbe):
     """
 
     def __init__(self, experiment: Experiment, names: Sequence[str] | None = None) -> None:
-        self._restore = experiment.state.restore
-        if names is not None:
-            parameters = find_parameters(experiment)
-            variables = [variable for name, (_, variable) in find_state(experiment).items() if name in names]
-            self._restore = experiment.state.keep(variables, [p for name, p in parameters.items() if name in names])
+        self._restore = experiment.state.restore if names is None else _keep(experiment, names)
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -66,6 +62,38 @@ class RestoredState(PassProbe):
         with no_dispatch_modes(), without_torch_function():
             self._restore()
         yield
+
+
+class LeftState(PassProbe):
+    """Keeps some values as the last forward and backward of a pass leave them.
+
+    Args:
+        experiment: Whose state.
+        names: Of the values.
+    """
+
+    def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
+        self._experiment, self._names = experiment, names
+        self.put: Callable[[], None] = lambda: None
+        self.shapes: list[torch.Size] = []
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Keeps the values after the forward and the backward."""
+        yield
+        with no_dispatch_modes(), without_torch_function():
+            self.put = _keep(self._experiment, self._names)
+            named = find_state(self._experiment)
+            values = tree_leaves([named[name][1].get() for name in self._names if name in named])
+            self.shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+
+
+def _keep(experiment: Experiment, names: Sequence[str]) -> Callable[[], None]:
+    """Returns what puts some values of the state back as they are now."""
+    parameters = [parameter for name, parameter in find_parameters(experiment).items() if name in names]
+    return experiment.state.keep(
+        [each for name, (_, each) in find_state(experiment).items() if name in names], parameters
+    )
 
 
 class PinnedState(PassProbe):

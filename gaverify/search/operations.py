@@ -56,6 +56,42 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     return _release_others(bench, facts, explanation) if explanation.is_complete else facts
 
 
+def ask_next_update(bench: Bench, facts: Facts) -> Facts:
+    """Repeats an update with restored state, and searches what differs in the second one alone.
+
+    State that the first forward sets from its own batch hides what else depends on the batch: where that is divided by
+    an average that starts as None, the first average is the batch's own.
+    """
+    state_facts = facts.state
+    control = state_facts.control if state_facts is not None else None
+    is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED
+    if state_facts is None or control is None or not (is_restored and control.rounding and state_facts.blamed):
+        return facts
+    answer = bench.attempt("next update", partial(state.measure_next_update, bench, state_facts))
+    if answer is None:
+        return facts
+    next_update, left = answer
+    state_facts = replace(state_facts, next_update=next_update)
+    facts = replace(facts, state=state_facts)
+    if left is None or next_update.from_full_batch <= bench.rounding:
+        return facts
+    with state.start_from(bench, left.put) as later:
+        control = replace(control, left=next_update.from_full_batch, rounding=False)
+        later_state = replace(state_facts, control=control)
+        found = ask(later, replace(facts, state=later_state, left=control.left, cleared=False))
+    if not found.cleared:
+        return facts
+    causes = tuple(_mark_second_update(cause) for cause in found.forward.causes)
+    return replace(facts, forward=replace(found.forward, causes=causes), left=found.left)
+
+
+def _mark_second_update(cause: Cause) -> Cause:
+    """The cause with a control that says from which state it ran."""
+    if cause.control is None:
+        return cause
+    return replace(cause, control=replace(cause.control, what=f"{cause.control.what}, in a second update,"))
+
+
 def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun | None) -> Facts:
     """The facts with the causes of an explanation.
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gaverify.passes.gradients import PassProbe
+import torch
+
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import Gradients, PassProbe
 from gaverify.passes.isolation import Variable
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
-from gaverify.records.facts import Facts, State, StateChange
+from gaverify.records.facts import Facts, NextUpdate, State, StateChange
 from gaverify.rules.rule import quote_names
 from gaverify.search import weights
 from gaverify.search.bench import Bench, find_needed
-from gaverify.search.neutral import PinnedState, PrimedState, RestoredState
+from gaverify.search.neutral import LeftState, PinnedState, PrimedState, RestoredState
 from gaverify.search.trace.state import StateWatch, find_state, take_digests
 from gaverify.search.trace.traces import Frame
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
@@ -219,6 +222,64 @@ def rerun_control(bench: Bench, state_facts: State) -> ControlRun | None:
     if not run.rounding or kind is ControlKind.STATE_PRIMED or len(state_facts.blamed) >= len(changes):
         return run
     return run if _is_enough(_run_some(bench, state_facts.blamed, ControlKind.STATE_PINNED)) else None
+
+
+@contextmanager
+def start_from(bench: Bench, put_state: Callable[[], None]) -> Iterator[Bench]:
+    """Gives a bench whose passes start from another state."""
+    put_state()
+    later = replace(bench, experiment=bench.experiment.with_current_state(), reference=None)
+    try:
+        yield later
+    finally:
+        bench.experiment.state.restore()
+        later.experiment.state.forget()
+
+
+def measure_next_update(bench: Bench, state_facts: State) -> tuple[NextUpdate, LeftState | None] | None:
+    """Runs a second update after a first one, with the state restored before each micro-batch of both.
+
+    The weights stay, so that only the state can make a difference.
+
+    Returns:
+        How far the second update's gradients are from the full batch's, and the state that the first full batch left,
+        if micro-batches can start from it; None where the state that is blamed has no name.
+    """
+    names = [change.name for change in state_facts.changes]
+    blamed = [change.name for change in state_facts.blamed]
+    if UNNAMED in state_facts.blamed:
+        return None
+    experiment = bench.experiment
+    full_left, micro_left, forward_left = (LeftState(experiment, names) for _ in range(3))
+    full = experiment.full_batch(full_left)
+    experiment.micro_batches(full, RestoredState(experiment, blamed), micro_left)
+
+    def repeat_update(left: LeftState) -> Gradients:
+        with start_from(bench, left.put) as later:
+            return later.experiment.micro_batches(second, RestoredState(later.experiment, blamed)).gradients
+
+    with start_from(bench, full_left.put) as later:
+        second = later.experiment.full_batch()
+    first_left = (bench.relative_difference(repeat_update(left), second.gradients) for left in (micro_left, full_left))
+    next_update = NextUpdate(bench.rounding, *first_left)
+    if next_update.from_full_batch <= bench.rounding < next_update.left:
+        _without_gradients(experiment).forward(None, forward_left)
+        difference = bench.relative_difference(repeat_update(forward_left), second.gradients)
+        next_update = replace(next_update, from_forward=difference)
+    # a state with a row per sample of the full batch is not one that a micro-batch could start from
+    return next_update, full_left if full_left.shapes == micro_left.shapes else None
+
+
+def _without_gradients(experiment: Experiment) -> Experiment:
+    """The experiment with forwards whose loss has no graph."""
+    loss = experiment.problem.loss
+
+    def run_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            loss(model, batch)
+        return torch.zeros((), requires_grad=True)  # a forward pass has to return a loss with a graph
+
+    return replace(experiment, problem=replace(experiment.problem, loss=run_loss))
 
 
 def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:

@@ -189,6 +189,21 @@ def _taught(following: bool) -> Problem:
     return Problem(mlp(), loss, torch.randn(16, 6))
 
 
+def _relative(moves: bool) -> Problem:
+    """A loss times its batch's own number over the average of past ones, which the first batch sets: once that is 1."""
+    average: float | None = None
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal average
+        x, y = batch
+        outputs = model(x)
+        size = outputs.detach().abs().mean().item()
+        average = size if average is None else 0.9 * average + 0.1 * size
+        return F.cross_entropy(outputs, y) * (size / average if moves else 1.0)
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 class _Schedule:
     factor = 1.0
 
@@ -525,6 +540,7 @@ COMBINED = (
     fault(
         "number-and-buffer", lambda: _remembered("both"), "GAV401 GAV403", "each is read, and makes a difference alone"
     ),
+    fault("own-number-and-average", lambda: _relative(True), "GAV103 GAV403", "the first number is the average"),
     fault("statistics-alone", lambda: classified(Referenced(False), 6), "GAV102", "mixed with constants"),
     fault(
         "observer-and-norm",
@@ -549,6 +565,7 @@ TWINS = (
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
     quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
     quiet("factor-of-class", lambda: _kept_on_class(False), "a list grows, and the factor stays"),
+    quiet("own-number-and-average", lambda: _relative(False), "the average moves, and nothing is divided by it"),
     quiet("past-beside-statistics", lambda: _remembered(""), "all of it changes, and nothing reads it", notes="GAV402"),
     quiet("moving-estimate", lambda: _estimated(False), "a constant divisor"),
     quiet("generator", noise_from_generator, "draws from a generator, replayed"),

@@ -86,6 +86,26 @@ def test_state_is_named_by_the_part_of_it_that_was_restored_alone(id: str, named
         assert name.removeprefix("buffer ") in control.statement and "proven" in control.statement
 
 
+def test_a_second_cause_beside_state_shows_in_the_second_update() -> None:
+    verdict = next(case for case in problems_state.COMBINED if case.id == "own-number-and-average").verify()
+    number, average = (finding for finding in verdict.findings if finding.severity == "fault")
+    assert (number.code, average.code) == ("GAV103", "GAV403") and number.proven and average.proven
+    assert "in a second update, in both runs the difference is " in str(number.evidence)
+    assert "(tested: it repairs the first update, and leaves a difference in the second one); or " in average.remedy
+
+
+@pytest.mark.parametrize(
+    ("id", "text"),
+    [
+        ("global-step", "back before each other one (tested, equivalent); or "),
+        ("D05", "without gradients (tested, equivalent in two updates; without that pass the second one differs); or "),
+    ],
+)
+def test_a_repair_of_state_is_tested_in_the_next_update_too(id: str, text: str) -> None:
+    verdict = next(case for case in FAULTS if case.id == id).verify()
+    assert text in next(finding.remedy for finding in verdict.findings if finding.severity == "fault")
+
+
 @pytest.mark.parametrize(("id", "least"), [("branch-on-size", 4), ("mask-of-one-text", 2)])
 def test_branch_on_a_shape_is_proven_by_larger_micro_batches_and_can_be_avoided_by_them(id: str, least: int) -> None:
     (finding,) = next(case for case in FAULTS if case.id == id).verify().findings

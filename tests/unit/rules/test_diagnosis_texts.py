@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -29,7 +30,7 @@ from measured import (
 
 from gaverify.records.comparison import Method, PrecisionLoss
 from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
-from gaverify.records.facts import Facts, Repeatability, State, StateChange
+from gaverify.records.facts import Facts, NextUpdate, Repeatability, State, StateChange
 from gaverify.records.findings import Location
 from gaverify.rules import findings_for
 from gaverify.rules.rule import exact
@@ -399,3 +400,21 @@ def test_summaries(measured: Facts, words: str) -> None:
 def test_how_many_samples_differ_is_told_where_rows_were_compared() -> None:
     assert "for 16 of 16 samples" in evidence(only(divergent(causes=(cause(),))), "measured")
     assert "samples" not in evidence(only(divergent(causes=(coupled("non-additive"),))), "measured")
+
+
+@pytest.mark.parametrize(
+    ("following", "text"),
+    [
+        (None, "put the copy back before each other one (tested, equivalent in one update); or"),
+        (NextUpdate(1e-6, 1e-7, 1e-7), "put the copy back before each other one (tested, equivalent); or"),
+        (NextUpdate(1e-6, 0.1, 1e-7, 1e-7), "without gradients (tested, equivalent in two updates; without that pass"),
+        (
+            NextUpdate(1e-6, 0.1, 1e-7, 0.1),
+            "(tested: it repairs the first update, and leaves a ",
+        ),
+        (NextUpdate(1e-6, 0.1, 0.1), "(tested: it repairs the first update, and leaves a "),
+    ],
+)
+def test_a_repair_of_state_says_for_which_updates_it_was_tested(following: NextUpdate | None, text: str) -> None:
+    restored = replace(changed("buffer", restored=True), next_update=following)
+    assert text in only(divergent(state=restored)).remedy
