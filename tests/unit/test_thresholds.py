@@ -16,7 +16,6 @@ ROOMS = ("verdict", "search", "rules", "records", "collective", "audit")
 DECIDE_NOTHING = {
     "verdict/comparison.py": "the norms at which float32 can sum squares",
     "verdict/control.py": "what `frexp` gives for a power of two",
-    "verdict/measurement.py": "learning rates of optimizers, as torch has them",
     "search/trace/traces.py": "what values are folded at, and what stands for infinity",
     "search/trace/suspects.py": "what stands for NaN",
     "records/numbers.py": "where a unit of memory or time ends",
