@@ -38,6 +38,7 @@ from gaverify.audit.job import Job, WatchWeights
 from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.request import Request
+from gaverify.children.group import Group
 from gaverify.children.last_words import last_lines
 from gaverify.children.launching import Kept, start_command
 from gaverify.errors import InternalError, ProblemError
@@ -67,7 +68,7 @@ class Child:
     @property
     def status(self) -> int | None:
         """How it ended; None while it runs."""
-        return self.handle.process.poll() if self.handle is not None else 0
+        return self.handle.status if self.handle is not None else 0
 
     @property
     def folder(self) -> Path:
@@ -269,15 +270,10 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
             holds its own traceback and last output.
     """
     progress(" and ".join(dict.fromkeys(TITLES[job.name] for job in jobs)))
-    children: list[Child] = []
-    try:
-        children += map(_start, jobs)
-        failed = _wait(children, timeout)
-    finally:
-        for child in children:
-            if child.handle is not None:
-                child.handle.end()
-    # If one has failed, this function has ended the others: that their records are incomplete says nothing.
+    with Group() as group:
+        children = [_start(job, group) for job in jobs]
+        failed = _wait(children, group, timeout)
+    # If one has failed, the group has ended the others: that their records are incomplete says nothing.
     for child in [failed] if failed is not None else children:
         check(child)
     for child in children:
@@ -285,20 +281,15 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
     return children
 
 
-def _start(job: Job) -> Child:
+def _start(job: Job, group: Group) -> Child:
     child = Child(job)
     child.folder.mkdir(parents=True, exist_ok=True)
     job.write(child.folder / _JOB)
     code = _BOOT.format(root=_ROOT, job=str(child.folder / _JOB))
     with (child.folder / LOG).open("wb") as log:
         # No standard input: a script that asks a question would wait for the answer until the timeout.
-        child.handle = start_command(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(job),
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        child.handle = group.add(start_command([sys.executable, "-c", code], env=_environment(job), **streams))
     child.started = time.monotonic()
     return child
 
@@ -311,7 +302,7 @@ def _environment(job: Job) -> dict[str, str]:
     return {**os.environ, **fixed, **job.environment}
 
 
-def _wait(children: Sequence[Child], timeout: float) -> Child | None:
+def _wait(children: Sequence[Child], group: Group, timeout: float) -> Child | None:
     """Waits for all; one that fails ends the wait and is returned: nothing can be compared any more."""
     open_children = list(children)
     while open_children:
@@ -331,7 +322,7 @@ def _wait(children: Sequence[Child], timeout: float) -> Child | None:
                     f"gives it more time): {child.command}\n{progress_so_far(child)}{output}"
                 )
         if open_children:
-            time.sleep(_TICK)
+            group.receive(time.monotonic() + _TICK)
     return None
 
 
