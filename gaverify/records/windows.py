@@ -53,9 +53,11 @@ class AccumulationWindow:
     """Value whose gradient is the full batch's; NaN where its gradient is no weighted sum of its passes."""
     # Whole numbers in an audit, whose document shows them as such; a run may count parts of targets.
     valid_targets: tuple[int | float, ...] = ()
-    """Targets of each micro-batch that the loss counts; empty where one is unknown."""
+    """Targets of each micro-batch that the loss counts, or their class weights; empty where one is unknown."""
     ignored_targets: bool = False
     """Whether some targets count for nothing."""
+    has_class_weights: bool = False
+    """Whether `valid_targets` are sums of class weights."""
     fit: WeightFit | None = None
     """The weights that would be right; in an audit at the stage that decided the update; None without a fit."""
     remedy: ControlRun | None = None

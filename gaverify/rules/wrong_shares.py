@@ -23,6 +23,7 @@ from gaverify.records.experiment import (
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.numbers import count_text
+from gaverify.records.windows import AccumulationWindow
 from gaverify.rules.lost_passes import explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.rule import (
     backward_place,
@@ -31,6 +32,7 @@ from gaverify.rules.rule import (
     exact,
     finding_of,
     first_place,
+    join_texts,
     largest,
     measured_evidence,
     number_remedy,
@@ -149,16 +151,18 @@ _DIFFERENTIATE_ALL = "run `backward()` on every micro-batch, or leave the same s
 _SUMMARIES = {
     "samples": "micro-batches with different numbers of samples get the same loss weight",
     "targets": "micro-batches with different numbers of valid targets get the same loss weight",
+    "class-weights": "micro-batches with different sums of class weights get the same loss weight",
     "running-sum": "each backward pass repeats the earlier micro-batches",
     "equal-sizes": "micro-batches of equal size get different weights",
     "moving": "micro-batches have other weights than in the full batch",
 }
-"""What is wrong with weights, by kind; the first two are said of micro-batches that are averaged equally."""
+"""What is wrong with weights, by kind; the first three are said of micro-batches that are averaged equally."""
 _SAME_WEIGHT = "micro-batches that count differently in the full batch's mean get the same loss weight"
 
 _MEANINGS = {
     "samples": "; these are the micro-batches' shares of the samples, n_k/N",
     "targets": "; these are the micro-batches' shares of valid targets",
+    "class-weights": "; these are the micro-batches' shares of the sums of class weights",
     "counted": "; these are the shares of the numbers that the losses are divided by",
     "running-sum": "; the last loss alone already contains all micro-batches",
     "weighted-means": "; probable cause: class weights or a mask, by which the full batch's mean weights its samples",
@@ -363,7 +367,7 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
         measured_evidence(
             "micro-batch-weights",
             f"{facts.compared.largest} with loss weights {weights_text(used, each=False)}"
-            f"{word_count_place(facts.window)}",
+            f"{_word_zero_weights(used)}{word_count_place(facts.window)}",
             used=used,
         ),
         control_evidence(
@@ -380,10 +384,19 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def _word_zero_weights(used: Sequence[float]) -> str:
+    zeros = [str(k + 1) for k, weight in enumerate(used) if weight == 0]
+    return (
+        f"; micro-batch{'es' * (len(zeros) > 1)} {join_texts(zeros)} {'have' if len(zeros) > 1 else 'has'} weight 0"
+        if zeros
+        else ""
+    )
+
+
 def _describe_average(facts: Facts, fit: WeightFit | None) -> str:
     if facts.window.weighting != "uniform":
         return "micro-batches get wrong loss weights"
-    return _SUMMARIES.get(facts.window.name_shares(fit.weights) if fit is not None else "", _SAME_WEIGHT)
+    return _SUMMARIES.get(_name_amounts(facts.window, fit) if fit is not None else "", _SAME_WEIGHT)
 
 
 def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
@@ -441,13 +454,26 @@ def _word_doubt(fit: WeightFit) -> str:
     return "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
 
 
+_SHARES = {
+    "samples": ("n_k/N, its share of the samples", "samples"),
+    "targets": ("n_k/N, its share of all valid targets", "tokens"),
+    "class-weights": ("its share of the class weights of all targets", "tokens"),
+}
+"""The right weights of a recipe, by the amounts that they are shares of, and how to ask for them."""
+
+
+def _name_amounts(window: AccumulationWindow, fit: WeightFit) -> str:
+    named = window.name_shares(fit.weights)
+    return "class-weights" if named == "targets" and window.has_class_weights else named
+
+
 def _word_shares(facts: Facts, fit: WeightFit) -> tuple[str, str]:
     """What the fitted weights are, and how to ask for them; numbers that stand for nothing known are no repair."""
     window = facts.window
-    if named := window.name_shares(fit.weights):
+    if named := _name_amounts(window, fit):
         amounts = window.sizes if named == "samples" else window.valid_targets
-        share, option = ("the samples", "samples") if named == "samples" else ("all valid targets", "tokens")
-        remedy = f"in your loop, weight each micro-batch's loss by n_k/N, its share of {share}"
+        share, option = _SHARES[named]
+        remedy = f"in your loop, weight each micro-batch's loss by {share}"
         remedy += f" (gaverify: --weighting {option})"
         return f"{_MEANINGS[named]}: {share_texts(amounts)}", remedy
     if are_ones(fit.weights, fit.residual):

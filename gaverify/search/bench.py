@@ -257,9 +257,15 @@ class Bench:
         if target is not None:
             full.gradients = dict.fromkeys(full.gradients)
         target = sketch(full.gradients.values(), self.experiment.ranks) if target is None else target
-        sums = Sums(self.experiment)
-        accumulated = self.experiment.with_backwards_apart().micro_batches(full, *probes, after_backward=sums.note)
-        return sums.shares(target, accumulated.weights), accumulated
+        sums, experiment = Sums(self.experiment), self.experiment.with_backwards_apart()
+        accumulated = experiment.micro_batches(full, *probes, after_backward=sums.note)
+        shares = sums.shares(target, accumulated.weights)
+        if all(accumulated.weights):
+            return shares, accumulated
+        # A micro-batch with weight 0 leaves nothing in `.grad`: what it would have given shows with another weight.
+        sums, weights = Sums(self.experiment), [weight or 1.0 for weight in accumulated.weights]
+        experiment.with_weights(weights).micro_batches(full, *probes, after_backward=sums.note)
+        return replace(shares, columns=sums.shares(target, weights).columns), accumulated
 
 
 def _any(gradients: Gradients) -> bool:

@@ -90,7 +90,9 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
             experiment = stack.enter_context(experiment.in_float64())
             reference = keep_sketch(experiment, control.full)
             if control.watched is not None:
-                shares = control.watched.sums.shares(reference.gradient, control.accumulated.weights)
+                used = control.accumulated.weights
+                # a weight of 0 hides the micro-batch's own gradient, so that these are sketched again
+                shares = control.watched.sums.shares(reference.gradient, used) if all(used) else None
                 losses = control.accumulated.micro_losses
                 watch = control.watched.probe
                 # The questions look at every micro-batch from the restored state, and these ran one after the other.
@@ -205,6 +207,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
             measurement.full.loss,
             valid,
             ignored,
+            has_class_weights=any(mean.is_weighted for mean in means),
         ),
         draws=Draws(
             experiment.draws.count,

@@ -101,6 +101,14 @@ def mean_loss() -> Problem:
     return classified(mlp(), 6)
 
 
+def some_ignored() -> Problem:
+    """Of ten targets two count for nothing: micro-batches of two hold 1, 2, 1, 2 and 2."""
+    torch.manual_seed(0)
+    problem = classified(mlp(), 6, size=10)
+    problem.batch[1][[1, 5]] = -100
+    return problem
+
+
 def sum_by_samples() -> Problem:
     """A sum divided by a fixed number adds up by itself, where 11 samples make micro-batches of 3, 3, 3 and 2."""
 
@@ -397,6 +405,7 @@ def _learned_step(of_batch: bool) -> Problem:
 FAULTS = (
     fault("B01", ragged_tokens, "GAV202", "the mean of means weighs 3 tokens like 11"),
     fault("tokens-by-hand", tokens_by_hand, "GAV202", "the same, divided by hand"),
+    fault("zero-weight", some_ignored, "GAV202", "it counts for nothing", steps=5, weighting=(0.2, 0.2, 0.2, 0.0, 0.2)),
     fault("packed-dropout", packed_tokens, "GAV202", "draws per time step hide no weights", notes="GAV301"),
     fault("packed-by-hand", lambda: packed_tokens(by_hand=True), "GAV202", "the same, divided by hand", notes="GAV301"),
     fault("few-coupled", few_numbers_coupled, "GAV103", "weights that fit any gradient explain none", steps=8),
@@ -434,6 +443,7 @@ TWINS = (
     quiet("B01", ragged_tokens, "weighted by valid tokens", weighting="tokens"),
     quiet("tokens-by-hand", tokens_by_hand, "the loss's call says what it ignores", weighting="tokens"),
     quiet("masked-by-hand", lambda: tokens_by_hand(masked=True), "it ignores no target", weighting="tokens"),
+    quiet("zero-weight", some_ignored, "weighted by valid targets", steps=5, weighting="tokens"),
     quiet("packed-dropout", packed_tokens, "weighted by valid tokens", weighting="tokens", notes="GAV301"),
     quiet("few-numbers", few_numbers, "weighted n_k/N", steps=8, weighting="samples"),
     quiet("B02", mean_loss, "divided by K"),

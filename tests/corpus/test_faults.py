@@ -149,11 +149,21 @@ def test_mean_of_means_names_the_right_weights(id: str, weights: list[float]) ->
     assert fitted == pytest.approx(weights, rel=1e-6)
 
 
-@pytest.mark.parametrize("id", ["tokens-by-hand", "packed-dropout", "packed-by-hand", "few-numbers"])
+@pytest.mark.parametrize("id", ["tokens-by-hand", "packed-dropout", "packed-by-hand", "few-numbers", "class-weights"])
 def test_weights_that_hide_behind_draws_or_few_numbers_are_repaired(id: str) -> None:
     (finding, *_) = next(case for case in FAULTS if case.id == id).verify().findings
     remedy = finding.remedy or ""
     assert remedy.endswith("tested, equivalent") and ("--weighting" in remedy or "by-hand" in id), remedy
+
+
+def test_a_micro_batch_of_weight_zero_and_class_weights_are_named_as_such() -> None:
+    verdicts = [next(case for case in FAULTS if case.id == id).verify() for id in ("zero-weight", "class-weights")]
+    zero, weighted = [verdict.findings[0] for verdict in verdicts]
+    assert "micro-batch 4 has weight 0" in zero.evidence[0].statement
+    assert "shares of valid targets: 1 of 8, 2 of 8, 1 of 8, 2 of 8, 2 of 8" in zero.evidence[1].statement
+    assert weighted.summary == "micro-batches with different sums of class weights get the same loss weight"
+    assert "shares of the sums of class weights" in weighted.evidence[1].statement
+    assert "valid targets" not in f"{weighted.evidence} {weighted.remedy}"
 
 
 def test_sums_in_micro_batches_of_unequal_size_are_added_up() -> None:
