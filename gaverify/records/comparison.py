@@ -270,9 +270,16 @@ class PrecisionLoss:
     @property
     def bits_lost(self) -> float:
         """How many bits less the accumulated gradient has."""
-        if not (self.full > 0 and self.accumulated > 0):
-            return 0.0
-        return math.log2(self.accumulated / self.full)
+        return _bits(self.accumulated, self.full)
+
+    @property
+    def bits_regained(self) -> float:
+        """How many bits a sum in float32 has more; infinite where that was not tried."""
+        return math.inf if self.in_float32 is None else _bits(self.accumulated, self.in_float32)
+
+
+def _bits(error: float, smaller: float) -> float:
+    return math.log2(error / smaller) if error > 0 and smaller > 0 else 0.0
 
 
 @dataclass(frozen=True)

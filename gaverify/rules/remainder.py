@@ -152,21 +152,21 @@ def _list_reasons(facts: Facts) -> Iterator[str]:
 def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
     """Yields a note where the accumulated gradient has fewer correct bits than the full-batch one."""
     loss = facts.compared.precision
-    if loss is None or loss.bits_lost < BITS_WORTH_A_NOTE:
+    # Where a sum in float32 regains nothing, the micro-batches' own gradients are rounded, and adding up loses nothing.
+    if loss is None or min(loss.bits_lost, loss.bits_regained) < BITS_WORTH_A_NOTE:
         return
     better = ""
-    # float32 buffers do not help where the micro-batch gradients themselves are rounded
-    if loss.in_float32 is not None and loss.in_float32 < loss.accumulated:
+    if loss.in_float32 is not None:
         better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
     of = f" (of {loss.samples} samples, plus the loss from summing)" if loss.samples else ""
     yield finding_of(
-        f"accumulating in {loss.dtype} loses {loss.bits_lost:.1f} bits of the gradient",
+        f"accumulating in {loss.dtype} loses {min(loss.bits_lost, loss.bits_regained):.1f} bits of the gradient",
         measured_evidence(
             "precision",
             f"error against float64: accumulated {loss.accumulated:.1e}, full batch {loss.full:.1e}{of}",
             full=loss.full,
             accumulated=loss.accumulated,
-            bits_lost=loss.bits_lost,
+            bits_lost=min(loss.bits_lost, loss.bits_regained),
         ),
         remedy=f"accumulate the gradients in float32{better}",
         severity="note",

@@ -330,7 +330,7 @@ class Float64Run:
     full: PassResult
     """The full-batch pass, with its gradients."""
     accumulated: PassResult
-    """The micro-batches' pass, without its gradients."""
+    """The micro-batches' pass; its gradients are None unless they were asked for."""
     watched: Watched | None = None
     """What looked on at the passes; None: nothing did, or they ran only without it."""
 
@@ -350,12 +350,15 @@ class Float64Run:
             raise ProblemError(f"a loss is {broken} in float64 and finite otherwise: some kernel has no float64")
 
 
-def run_in_float64(experiment: Experiment, make_watch: MakeWatch | None = None) -> Float64Run:
+def run_in_float64(
+    experiment: Experiment, make_watch: MakeWatch | None = None, *, keep_gradients: bool = False
+) -> Float64Run:
     """Runs both strategies in float64 and returns their comparison.
 
     Args:
         experiment: What to run.
         make_watch: Makes what looks on at both; where they do not run with it, they run without it.
+        keep_gradients: Keep those of the micro-batches, too.
 
     Raises:
         Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
@@ -365,7 +368,8 @@ def run_in_float64(experiment: Experiment, make_watch: MakeWatch | None = None) 
         full, accumulated, watched = _run_watched(exact, make_watch)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients, exact.ranks)}
         # The full batch keeps its gradients: the noise floor and the repairs are compared with them.
-        accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
+        if not keep_gradients:
+            accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
     return Float64Run(rows, full, accumulated, watched)
 
 
@@ -453,18 +457,20 @@ def failure_sentence(error: BaseException) -> str:
     return name + (text[0] if text else "no message")
 
 
-def precision_loss(measurement: Measurement, exact: Gradients) -> PrecisionLoss | None:
-    """Holds both gradients against the exact one; where bits are lost, those of float32 sums as well.
+def precision_loss(measurement: Measurement, float64_run: Float64Run) -> PrecisionLoss | None:
+    """Compares each strategy's gradients with its own in float64; where bits are lost, those of float32 sums as well.
+
+    What a fault makes of the accumulated gradient is so in float64 too, and no rounding.
 
     Args:
         measurement: In working precision, with its gradients.
-        exact: The full batch's gradients in float64.
+        float64_run: Both strategies in float64, with the gradients of both.
 
     Returns:
         None where every gradient is zero in float64.
     """
-    ranks = measurement.experiment.ranks
-    full = left_between(measurement.full.gradients, exact, ranks)
+    ranks, exact = measurement.experiment.ranks, float64_run.accumulated.gradients
+    full = left_between(measurement.full.gradients, float64_run.full.gradients, ranks)
     accumulated = left_between(measurement.accumulated.gradients, exact, ranks)
     loss = PrecisionLoss(short_name(measurement.dtype), full, accumulated)
     if not math.isfinite(loss.full + loss.accumulated):

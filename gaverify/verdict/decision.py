@@ -215,7 +215,8 @@ def decide_open(
     unit = measurement.coarse_unit
     if measurement.unit > U64:
         try:
-            float64_run = run_in_float64(measurement.experiment, make_watch if decision.exceeds_rounding else None)
+            watch, keeps = make_watch if decision.exceeds_rounding else None, needs_gradients(measurement, decision)
+            float64_run = run_in_float64(measurement.experiment, watch, keep_gradients=keeps)
             # A kernel without float64 does not always say so: some read a wrong number of bytes.
             float64_run.check_losses(measurement.full, measurement.accumulated)
         except Exception as error:
@@ -225,8 +226,9 @@ def decide_open(
             if exact:
                 return decision
         else:
-            if needs_gradients(measurement, decision):
-                decision = replace(decision, precision=precision_loss(measurement, float64_run.full.gradients))
+            if keeps:
+                decision = replace(decision, precision=precision_loss(measurement, float64_run))
+                float64_run.accumulated.gradients = dict.fromkeys(float64_run.accumulated.gradients)
             return decide_by_float64(measurement, decision, float64_run, unit)
     # Run once more: the gradients of the measurement were freed, and the moved runs are compared with them.
     floor = noise_floor(measurement.experiment, measurement.experiment.full_batch(), unit)

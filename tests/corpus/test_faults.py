@@ -200,6 +200,22 @@ def test_gradients_of_zero_prove_nothing() -> None:
     assert "GAV901" in note_codes(verdict)
 
 
+@pytest.mark.parametrize(
+    ("size", "weighting", "lost"), [(64, "none", True), (63, "uniform", True), (64, "norm", False)]
+)
+def test_bits_lost_beside_a_fault_are_those_of_adding_up(size: int, weighting: str, lost: bool) -> None:
+    """A fault is the same in float64, and no rounding. Micro-batches that round themselves lose no bits in a sum."""
+    problem, norm = problems_state.low_precision(), nn.BatchNorm1d(8, dtype=torch.bfloat16)
+    if weighting == "norm":
+        problem.model.insert(1, norm)
+    batch = problem.batch[0][:size], problem.batch[1][:size]
+    weighting = weighting if weighting == "none" else "uniform"
+    verdict = gaverify.verify(problem.model, problem.loss, batch, steps=32, weighting=weighting)
+    assert verdict.outcome is Outcome.DIVERGENT and ("GAV501" in note_codes(verdict)) == lost, story(verdict)
+    errors = [finding.evidence[0].values["accumulated"] for finding in verdict.findings if finding.code == "GAV501"]
+    assert all(1e-3 < error < 0.05 for error in errors)
+
+
 def test_identical_samples_are_no_green_tick() -> None:
     """Nothing but a wrong scale could have shown, and that still does."""
     verdict = _verify(problems_traps.all_the_same())

@@ -286,8 +286,10 @@ def test_precision_says_how_many_bits_and_what_float32_would_give() -> None:
     finding = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=3.1e-3)))
     assert finding.summary == "accumulating in bfloat16 loses 2.0 bits of the gradient"
     assert finding.remedy.endswith("tested, the error is 3.1e-03 instead of 1.2e-02")
-    worse = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=2e-2)))
-    assert worse.remedy == "accumulate the gradients in float32"
+    untried = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2)))
+    assert untried.remedy == "accumulate the gradients in float32"
+    for no_better in (2e-2, 1.1e-2):
+        assert not findings_for(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=no_better)))
 
 
 def test_unexplained_prints_what_was_ruled_out() -> None:
