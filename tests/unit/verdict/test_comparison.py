@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
 from gaverify import Outcome, ProblemError
+from gaverify.passes.gradients import PassResult
+from gaverify.passes.randomness.dealing import DealingReport
 from gaverify.records.comparison import Method, NotCompared
 from gaverify.thresholds import U32, U64
 from gaverify.verdict import control, measurement
@@ -392,9 +394,21 @@ def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.Monkey
     assert torch.equal(weight, torch.ones(3))
 
 
-@pytest.mark.parametrize(("other", "kept"), [(0.5, True), (2.0, False), (None, False)])
-def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer(
-    other: float | None, kept: bool, monkeypatch: pytest.MonkeyPatch
+FOUND, UNFOUND = DealingReport(is_found=True), DealingReport(is_found=True, unaligned={"bernoulli": "it has no rows"})
+
+
+@pytest.mark.parametrize(
+    ("other", "report", "kept"),
+    [
+        (0.5, DealingReport(), True),
+        (2.0, DealingReport(), False),
+        (None, DealingReport(), False),
+        (2.0, FOUND, True),
+        (2.0, UNFOUND, False),
+    ],
+)
+def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer_or_finds_all_rows(
+    other: float | None, report: DealingReport, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that were not meant for these samples may raise; what is not kept leaves the experiment as it was."""
 
@@ -402,7 +416,7 @@ def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_close
         if difference is None:
             raise ProblemError("an index is out of range")
         rows = [Difference("w", (3,), 1.0, 1.0, each, None, None) for each in (difference, math.nan)]
-        return measurement._Accumulation(None, None, rows)  # type: ignore[arg-type]
+        return measurement._Accumulation(PassResult({}, 1.0, draws=report), None, rows)  # type: ignore[arg-type]
 
     first = read(1.0)
     monkeypatch.setattr(measurement, "_accumulate", lambda *_: read(other))
