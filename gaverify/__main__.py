@@ -20,6 +20,10 @@ def start() -> int:
         print("gaverify: interrupted; nothing was decided", file=sys.stderr)
         return 130
     code = main()
+    # The report is out. What the user's code registered with `atexit` may print, but not behind it.
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the answer is there: Ctrl-C while Python ends needs no traceback
     # Python would wait, perhaps for ever, for threads that the user's code has left.
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):

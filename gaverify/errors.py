@@ -18,6 +18,14 @@ _NO_SUCH_SIZE = (
 """What torch says of a shape whose number of bytes does not even fit an integer."""
 
 
+_LONGEST_TEXT = 2_000  # characters of an exception
+_OF_THE_USER = {
+    errno.ENAMETOOLONG: "the file name is too long",
+    errno.EBADF: "the user's code closed a file descriptor that is not its own (`os.closerange`?)",
+    errno.EMFILE: "too many files are open; raise the limit, which `ulimit -n` shows",
+    errno.ENFILE: "too many files are open on this machine; close some",
+}
+"""Errors of the system that no code of gaverify can be the reason of."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SPACE_OF_TORCH = ("iostream error", "file write failed")
 
@@ -46,10 +54,16 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     return "unknown key; " + (f"did you mean `{near}`?" if near else f"the keys are {', '.join(keys)}")
 
 
+def cut_text(text: str) -> str:
+    """Returns the text, or its beginning where it is longer than anybody reads: a tensor in it may have megabytes."""
+    text = text.strip()
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} … ({len(text):,} characters)"
+
+
 def text_of(error: BaseException) -> str:
-    """Returns `str(error)`, or what stands for it where the exception cannot print itself."""
+    """Returns `str(error)`, cut; or what stands for it where the exception cannot print itself."""
     try:
-        return str(error).strip()
+        return cut_text(str(error))
     except Exception as broken:
         return f"(its own text cannot be read: {type(broken).__name__})"
 
@@ -129,6 +143,10 @@ class MissingPackage(ProblemError):
     """A package that the model needs is not installed: a spec of a folder is skipped for that."""
 
 
+class TimeUp(BaseException):
+    """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
+
+
 class Agreed(ProblemError):
     """What ended a verification on all ranks of a launcher, which each of them knows: the first one tells it."""
 
@@ -154,6 +172,12 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
     if isinstance(error, SystemExit):
         # user code that exits with 0 would otherwise read as "equivalent"
         return GaverifyError(f"the model's code called {exit_call(error)}; nothing was compared")
+    if not isinstance(error, Exception | KeyboardInterrupt):
+        # no code of gaverify's lets one of another kind go as far as here
+        return GaverifyError(f"the model's code raised {type(error).__name__}: {text_of(error) or 'no message'}")
+    if isinstance(error, OSError) and error.errno in _OF_THE_USER:
+        name = "" if error.filename is None else f"`{cut_text(os.fsdecode(error.filename))}`: "
+        return GaverifyError(f"{name}{_OF_THE_USER[error.errno]}")
     if is_out_of_space(error):
         return GaverifyError(_cannot_write(error))
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in text_of(error):

@@ -27,10 +27,10 @@ from torch import nn
 
 from gaverify.acceptance import with_excerpts
 from gaverify.collective.membership import membership
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, TimeUp
 from gaverify.launched import read_launcher
 from gaverify.passes.batching import Loss, Problem, Split
-from gaverify.passes.experiment import Experiment, TimeUp
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.precision import available_devices, resolve_device
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference

@@ -17,6 +17,7 @@ from gaverify.spec.values import (
     ARGUMENTS,
     COMMAND,
     FLAG,
+    LONGEST_TIME,
     QUOTED,
     WORD,
     above_zero,
@@ -109,7 +110,10 @@ class Request:
     tail: bool = option(FLAG, "Also check an epoch whose last accumulation window is shorter.", False, True)
     """Also audit an epoch that ends with a short window."""
     timeout: float = option(
-        above_zero("a number of seconds", "S"), f"Stop a run after S seconds.  [{_TIMEOUT:g}]", _TIMEOUT, 600
+        above_zero("a number of seconds", "S", LONGEST_TIME),
+        f"Stop a run after S seconds.  [{_TIMEOUT:g}]",
+        _TIMEOUT,
+        600,
     )
     """Seconds until a run is ended."""
     ranks: int | None = option(

@@ -250,6 +250,10 @@ def start_command(command: Sequence[str], **options: Any) -> Kept:
     return Kept(process, alive)
 
 
+received: list[int] = []
+"""The signals that have ended this run as Ctrl-C would."""
+
+
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that children and folders go whichever signal ends the run.
@@ -261,6 +265,7 @@ def ended_as_interrupted() -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         raise KeyboardInterrupt
 
     # Python turns SIGINT into the same by itself.

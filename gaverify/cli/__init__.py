@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import add_completion_class
 
+from gaverify.children.launching import received
 from gaverify.cli.accepting import baseline
 from gaverify.cli.auditing import audit
 from gaverify.cli.listing import doctor, explain, models, rules, schema
@@ -24,7 +25,7 @@ from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
 from gaverify.cli.showing import debug_option, report
 from gaverify.cli.streams import Invocation, interrupts_noted, open_closed_streams, report_failure, silence
-from gaverify.errors import nearest
+from gaverify.errors import INTERRUPTED, nearest
 
 add_completion_class(ColonComplete, "bash")
 
@@ -107,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_words = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
     invocation = Invocation(tuple(words), debug)
+    received.clear()
     open_closed_streams()
     # names and messages hold characters such as × that a terminal without Unicode cannot show
     for stream in (sys.stdout, sys.stderr):
@@ -118,17 +120,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interrupts_noted():
             code = _run(words, invocation)
         sys.stdout.flush()
-        return code
+        return _code_of_signal(code)
     except BrokenPipeError:
         silence(sys.stdout)
         return BROKEN_PIPE
     except BaseException as error:
         if isinstance(error, OSError):
             silence(sys.stdout)  # a full disk behind it: what is left in its buffer would fail again on exit
-        return report_failure(error, invocation)
+        return _code_of_signal(report_failure(error, invocation))
     finally:
         if argv is None:
             gc.freeze()  # out of the collector's sight: the process is gaverify's own, and ends
+
+
+def _code_of_signal(code: int) -> int:
+    """Returns what shells expect of a program that SIGTERM or SIGHUP has ended, which Ctrl-C's code would hide."""
+    return 128 + received[-1] if code == INTERRUPTED and received else code
 
 
 def _run(words: list[str], invocation: Invocation) -> int:

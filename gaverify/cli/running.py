@@ -30,7 +30,7 @@ from gaverify.cli.streams import (
     say,
 )
 from gaverify.cli.workers import needs_worker, verify_in_workers
-from gaverify.errors import INTERRUPTED, MissingPackage, SpecError
+from gaverify.errors import INTERRUPTED, MissingPackage, SpecError, cut_text
 from gaverify.launched import await_first, is_first, read_launcher
 from gaverify.records.numbers import count_text
 from gaverify.spec import OPTIONS, Spec, parse_spec, read_specs
@@ -63,10 +63,12 @@ def read_expression(text: str) -> Choice:
         choice = _read_or(tokens)
     except IndexError:  # a word was missing, or stood where none of its kind may stand
         tokens = ["its end"]
+    except RecursionError:
+        raise SpecError("-k: parentheses, or `not`, stand too deep in each other; a few are enough") from None
     if tokens or not text.strip():
         raise SpecError(
-            f"-k: `{text}` cannot be read{f' at {tokens[0]}' if tokens else ''}; write words with `and`, `or`, `not` "
-            "and parentheses, such as -k 'cnn and not slow'"
+            f"-k: `{cut_text(text)}` cannot be read{f' at {tokens[0]}' if tokens else ''}; write words with `and`, "
+            "`or`, `not` and parentheses, such as -k 'cnn and not slow'"
         )
     return choice
 
@@ -203,8 +205,6 @@ def run(
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         failures += [Failure(error.source, sentence, code) for sentence in error.problems]
-    if any(failure.code == INTERRUPTED for failure in failures):  # half an answer replaces no whole one
-        outputs = tuple(path for path in outputs if not path.exists())
     code = exit_code_of(verdicts, project, failures, strict=strict)
     if is_first():
         show(
@@ -287,7 +287,7 @@ def _verify_all(
                 if isinstance(spec, SpecError):
                     raise spec
                 verdict = _settle(next(answers), spec, project, source, gate)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
+            except BaseException as error:
                 if source not in named and not gate.strict and (missing := package_failure(error, source)):
                     skipped.append(missing)
                     continue
@@ -320,10 +320,12 @@ def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug:
     in_workers = read_launcher() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
     if not in_workers:
         for number, spec in enumerate(specs):
+            answer: Any
             try:
-                yield _verify_one(spec, number, len(specs), quiet=gate.quiet)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                yield error
+                answer = _verify_one(spec, number, len(specs), quiet=gate.quiet)
+            except BaseException as error:
+                answer = error
+            yield answer
         return
     checked = [_name_error(spec) for spec in specs]
     numbers = [number for number, error in enumerate(checked) if error is None]

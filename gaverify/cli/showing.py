@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from gaverify.acceptance import describe_unused_entries
 from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
-from gaverify.errors import SpecError, worst_exit_code
+from gaverify.errors import INTERRUPTED, SpecError, worst_exit_code
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
@@ -162,6 +162,8 @@ def show(
     )
     try:  # files first: a reader of stdout that leaves must not cost them
         outputs = tuple(outputs)
+        if exit_code == INTERRUPTED:  # half an answer replaces no whole one
+            outputs = tuple(path for path in outputs if not path.exists())
         report.write_all(shown_report, outputs)
         for path in outputs:
             tell(f"gaverify: wrote {path}")

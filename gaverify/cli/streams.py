@@ -35,6 +35,7 @@ from gaverify.errors import (
     SpecError,
     as_foreseen,
     current_folder,
+    cut_text,
     text_of,
 )
 from gaverify.launched import is_first
@@ -154,7 +155,7 @@ def _each_warning_once() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        said = str(message).strip()
+        said = cut_text(str(message))
         key = category.__name__, re.sub(r"\d+", "#", said)  # a shape differs from micro-batch to micro-batch
         if key in warned:
             return

@@ -105,7 +105,7 @@ __path__: list[str] = []  # the import system asks only packages for submodules
 
 def alias(file: Path) -> str:
     """Returns the module name of an absolute path."""
-    return f"{__name__}.{file.stem.replace('.', '_')}_{str(file).encode().hex()}"
+    return f"{__name__}.{file.stem.replace('.', '_')}_{os.fsencode(file).hex()}"
 
 
 class _Finder:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gaverify.errors import TimeUp
 from gaverify.passes.batching import Problem, draw_batch, fresh, micro_batch_sizes, move_split
 from gaverify.passes.gradients import (
     AfterBackward,
@@ -32,10 +33,6 @@ from gaverify.passes.precision import convert_weights, return_freed, widest
 from gaverify.passes.randomness import Dealing, DealingReport, DrawLedger, Reading
 from gaverify.passes.user_code import micro_batch_of
 from gaverify.passes.wrappers import RankSum
-
-
-class TimeUp(BaseException):
-    """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
 
 
 @dataclass

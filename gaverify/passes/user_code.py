@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.errors import GaverifyError, NoMemory, ProblemError, is_out_of_memory, kind_of_value, text_of
+from gaverify.errors import GaverifyError, NoMemory, ProblemError, TimeUp, is_out_of_memory, kind_of_value, text_of
 from gaverify.passes.batching import Problem, other_reading, take
 from gaverify.passes.dispatch import Observed, TargetCount
 from gaverify.passes.isolation import variables
@@ -169,9 +169,9 @@ def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
     """
     try:
         yield
-    except (GaverifyError, KeyboardInterrupt):
+    except (GaverifyError, KeyboardInterrupt, SystemExit, TimeUp):
         raise
-    except (Exception, GeneratorExit) as error:
+    except BaseException as error:
         if is_out_of_memory(error):
             advice = "a smaller --batch-size" if where == "the full batch" else "more steps or a smaller --batch-size"
             advice += "" if experiment.device.type == "cpu" else ", or --device cpu"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gaverify.passes.experiment import Experiment, TimeUp
+from gaverify.errors import TimeUp
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import leaves

@@ -123,7 +123,7 @@ class Spec:
         FLAG, "Show each micro-batch's gradient, and a step of SGD.", False, True, flags="--trace/--no-trace"
     )
     """Whether to show every micro-batch and one step of SGD."""
-    lr: float = option(above_zero("a number", "LR"), "Learning rate of that step.  [0.01]", 0.01)
+    lr: float = option(above_zero("a number", "LR", 1e30), "Learning rate of that step.  [0.01]", 0.01)
     """Learning rate of the trace."""
     rtol: float | None = option(
         tolerance("R"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+LONGEST_TIME = 2e6  # seconds: the system waits for a C int of milliseconds at most
 _DEVICE = re.compile(r"cpu|(cuda|xpu)(:\d+)?|mps|auto")
 
 
@@ -108,9 +109,10 @@ def sizes(must: str, metavar: str) -> Kind:
     )
 
 
-def above_zero(what: str, metavar: str) -> Kind:
-    """Numbers above 0."""
-    return Kind(f"{what} above 0", metavar, lambda value: _is_number(value) and value > 0, read_number)
+def above_zero(what: str, metavar: str, most: float) -> Kind:
+    """Numbers above 0, none so large that the system or a dtype overflows."""
+    must = f"{what} above 0 and at most {most:g}"
+    return Kind(must, metavar, lambda value: _is_number(value) and 0 < value <= most, read_number)
 
 
 def text(must: str, metavar: str, completes: Literal["", "file", "dir", "model"] = "") -> Kind:
@@ -192,7 +194,7 @@ def _are_words(value: Any) -> bool:
 TEXT = Kind("text that is not empty", "TEXT", lambda value: isinstance(value, str) and bool(value.strip()))
 TEXTS = Kind("a list of texts", "", lambda value: isinstance(value, tuple) and all(map(_is_text, value)))
 INTEGER = Kind("a whole number", "N", _is_whole, read_number)
-SECONDS = above_zero("a number of seconds", "SECONDS")
+SECONDS = above_zero("a number of seconds", "SECONDS", LONGEST_TIME)
 FLAG = Kind("true or false", "", lambda value: isinstance(value, bool))
 SHAPE = sizes("the sizes of one sample, whole numbers of at least 1", "N,N,…")
 DEVICE = Kind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -52,6 +53,41 @@ def hanging():
     return problem(hang)
 
 
+class Stop(BaseException):
+    pass
+
+
+def stop():
+    raise Stop("enough")
+
+
+def stopping():
+    return problem(stop)
+
+
+def stopping_in_a_split():
+    import gaverify
+
+    return gaverify.Problem(*problem(lambda: None), split=lambda batch, start, stop_at: stop())
+
+
+def huge():
+    return problem(lambda: {}["x" * 10_000_000])
+
+
+def closing():
+    return problem(lambda: os.closerange(3, 256))
+
+
+def saying_goodbye():
+    import atexit, sys
+
+    atexit.register(lambda: print("print"))
+    atexit.register(lambda: print("original", file=sys.__stdout__))
+    atexit.register(lambda: os.system("echo child"))
+    return problem(lambda: None)
+
+
 def threaded():
     threading.Thread(target=time.sleep, args=(600,)).start()
     return problem(lambda: None)
@@ -89,6 +125,38 @@ def test_sigterm_ends_a_run_that_hangs_in_a_kernel(folder: Path) -> None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        ("stopping", "the model or loss raised on the full batch: Stop: enough (models.py:"),
+        ("stopping_in_a_split", "the model's code raised Stop: enough"),
+        ("closing", "the user's code closed a file descriptor that is not its own"),
+        ("huge", "xxx … (10,000,002 characters)"),
+    ],
+)
+def test_what_the_users_code_does_to_its_process_is_no_fault_of_gaverify(folder: Path, factory: str, told: str) -> None:
+    out, err = (process := begin(folder, "run", f"models.py:{factory}", "--steps", "2")).communicate(timeout=100)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("gaverify: error: ") and told in err and len(err) < 5000
+
+
+def test_what_is_printed_while_python_ends_does_not_stand_behind_the_report(folder: Path) -> None:
+    process = begin(folder, "run", "models.py:saying_goodbye", "--steps", "2", "--format", "json")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and json.loads(out)["outcome"] == "equivalent"
+    assert err.split() == ["child", "original", "print"]
+
+
+@pytest.mark.parametrize("command", [("run", "{}.py:threaded"), ("profile", "--model", "{}.py:stopping")])
+def test_a_file_name_that_is_no_text(folder: Path, command: tuple[str, ...]) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    (folder / f"{name}.py").write_text(MODELS)
+    process = begin(folder, *(word.format(name) for word in command), "-o", "report.json")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode in (0, 2) and "internal" not in err
+    assert json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_threads_that_a_model_leaves_are_not_waited_for(folder: Path) -> None:

@@ -17,6 +17,7 @@ from gaverify.report.pages import Answer, Report
 from gaverify.text_files import text_of_file
 
 _LARGEST = 512 * 2**20
+_LONGEST_NUMBER = 20  # digits: bytes and seeds have 64 bits
 """Bytes of a file that is read at all; a verdict over a million parameters has less."""
 
 
@@ -61,12 +62,20 @@ def answer_of(document: Mapping[str, Any]) -> Answer:
 
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(text_of_file(path, "document of gaverify's", _LARGEST), object_hook=_as_today)
+        text = text_of_file(path, "document of gaverify's", _LARGEST)
+        document = json.loads(text, object_hook=_as_today, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"is no JSON: {error}; write one with `--output FILE.json`", str(path)) from error
     if not isinstance(document, dict):
         raise SpecError("is no document of gaverify's: an object was expected", str(path))
     return document
+
+
+def _whole_number(word: str) -> int:
+    """A whole number of a document: a report divides and multiplies it, which longer ones do not allow."""
+    if len(word) > _LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(word)} digits stands in it")
+    return int(word)
 
 
 def _as_today(item: dict[str, Any]) -> dict[str, Any]:

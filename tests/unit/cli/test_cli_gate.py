@@ -71,6 +71,12 @@ def test_what_is_no_expression_is_a_sentence(text: str) -> None:
         read_expression(text)
 
 
+@pytest.mark.parametrize("text", ["(" * 20_000 + "cnn" + ")" * 20_000, "not " * 20_000 + "cnn"])
+def test_an_expression_that_is_too_deep_is_a_sentence(text: str) -> None:
+    with pytest.raises(SpecError, match=r"^command line: -k: parentheses, or `not`, stand too deep in each other"):
+        read_expression(text)
+
+
 def test_words_choose_specs_by_file_name_and_model(verified: list[Spec], capsys: pytest.CaptureFixture[str]) -> None:
     write("all/a.toml", "equivalent", 'name = "first"')
     write("all/b.toml", "divergent", 'name = "second"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -408,7 +409,11 @@ class Unspeakable(Exception):
         (RuntimeError("shapes cannot be multiplied"), 70, "bug in gaverify"),
         (Unspeakable(), 70, "its own text cannot be read"),
         (SystemExit(0), 2, "sys.exit(0)"),
-        (GeneratorExit(), 70, "bug in gaverify"),
+        (GeneratorExit(), 2, "gaverify: error: the model's code raised GeneratorExit: no message"),
+        (ValueError("x" * 10_000_000), 70, "x … (10,000,000 characters)"),
+        (OSError(errno.EBADF, "Bad file descriptor"), 2, "the user's code closed a file descriptor"),
+        (OSError(errno.EMFILE, "Too many open files", "a.py"), 2, "`a.py`: too many files are open; raise the limit"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), 2, "x`: the file name is too long"),
     ],
 )
 def test_no_exception_leaves_main(

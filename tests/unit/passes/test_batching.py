@@ -59,6 +59,11 @@ def test_the_reading_with_enough_samples_wins() -> None:
     assert batch_size_of(batch, batch_size=2) == 2
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_two_fields_of_one_sample_or_none_are_no_two_samples(count: int) -> None:
+    assert batch_size_of((T(count), torch.zeros(count, dtype=torch.long)), steps=2) == count
+
+
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [

@@ -178,6 +178,8 @@ def test_what_no_row_could_run_is_an_error(model: Path, capsys: pytest.CaptureFi
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> None:
     words = ["profile", "--model", f"{model}:slow", "--steps", "1,2,4", "--repeats", "1", "--format", "json"]
+    (tmp_path / "earlier.json").write_text("a whole one")
+    words += ["-o", "earlier.json", "-o", "new.json"]
     found = subprocess.Popen(
         [sys.executable, "-m", "gaverify", *words],
         stdout=subprocess.PIPE,
@@ -196,6 +198,7 @@ def test_ctrl_c_keeps_the_rows_that_are_done(model: Path, tmp_path: Path) -> Non
         found.kill()
     assert found.returncode == 130
     assert "gaverify: interrupted; the report holds the rows that were done" in err
+    assert (tmp_path / "earlier.json").read_text() == "a whole one" and (tmp_path / "new.json").exists()
     document = only_answer(out)
     assert document["interrupted"] is True
     assert [row["status"] for row in document["rows"]] == ["measured"] + ["not-run"] * 4

@@ -273,6 +273,7 @@ ROW = GOOD["parameters"][0]
         ),
         (json.dumps({**GOOD, "parameters": [{}]}), r"more problems\); it is not as gaverify wrote it"),
         ("[" * 100_000, "is no JSON"),
+        ('{"version": 1' + "0" * 400 + "}", "is no JSON: a number of 401 digits stands in it"),
         ('{"version": 1, "rules": []}', "is no document"),
     ],
 )

@@ -84,7 +84,7 @@ def test_right_values(key: str, value: object) -> None:
         ({"mode": "evl"}, '$.mode: must be "auto", "train" or "eval", got "evl"; did you mean "eval"?'),
         ({"batch_size": -1}, "$.batch_size: must be a whole number of at least 1, got -1; write `batch-size = 8`"),
         ({"stpes": 4}, "$.stpes: unknown key; did you mean `steps`?"),
-        ({"lr": float("nan")}, "$.lr: must be a number above 0, got NaN; write `lr = 0.01`"),
+        ({"lr": float("nan")}, "$.lr: must be a number above 0 and at most 1e+30, got NaN; write `lr = 0.01`"),
         ({"model-args": {"a": [1]}}, "$.model-args.a: must be text, a number or true/false, got [1]"),
         ({"model-args": 3}, "$.model-args: must be a table of names and values, got 3"),
         ({"weighting": [0.5, 0.5]}, "$.weighting: must have one number per micro-batch: 2 numbers, but steps is 4"),
