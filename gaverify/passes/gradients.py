@@ -131,6 +131,9 @@ AfterBackward = Callable[[int], None]
 class PassProbe:
     """What a probe adds to a pass; k is the micro-batch, None for the full batch. The base class adds nothing."""
 
+    values_differed: bool | None = None
+    """Whether values that it replaced in the micro-batches were others before; None: it replaces none."""
+
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Entered after gaverify's own mode: sees every operation before it does, and its result after it."""
         return nullcontext()

@@ -263,7 +263,7 @@ class ControlKind(Enum):
 class ControlRun:
     """Both strategies run again with a suspect neutralised, or with a remedy applied.
 
-    A result that is pinned to a constant cuts the parameters before it off the loss: what diverges there is hidden.
+    Two facts say whether it had power, so that a difference that is gone proves something.
     """
 
     what: str
@@ -276,12 +276,24 @@ class ControlRun:
     """The weights that would be right in this run; None where they were not asked for."""
     kind: ControlKind = ControlKind.RESULT_PINNED
     """The control for rules."""
-    reached: frozenset[str] = frozenset()
-    """Parameters whose gradient in this run was not zero."""
+    values_differed: bool | None = None
+    """Whether the values that it pinned were different before; None: it pins none."""
+    cut_off: tuple[str, ...] = ()
+    """Divergent parameters that are not connected to the loss in this run: whatever is wrong with them is hidden."""
     holds: bool = True
     """Whether, as a repair, it gave the full batch's gradient on a second batch as well, if one could be made."""
     modules: tuple[str, ...] = ()
     """The modules that it neutralised together."""
+
+    @property
+    def has_power(self) -> bool:
+        """Whether the difference could still have been seen, and what was changed had been different."""
+        return self.values_differed is not False and not self.cut_off
+
+    @property
+    def proves(self) -> bool:
+        """Whether it leaves nothing, and that shows that the suspect made the difference."""
+        return self.rounding and self.has_power
 
     @property
     def repairs(self) -> bool:
@@ -305,3 +317,8 @@ class Cause:
     """Relative difference that it makes with every other cause neutralised."""
     failure: str = ""
     """Why no control run was possible, where there is none."""
+
+    @property
+    def lacks_power(self) -> bool:
+        """Whether its control leaves nothing and shows nothing: then other causes are looked for, too."""
+        return self.control is not None and self.control.rounding and not self.control.has_power

@@ -16,7 +16,7 @@ from gaverify.records.comparison import Compared, Method, ParameterComparison
 from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow
-from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SMALL_PART
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,12 @@ class Forward:
     """Modules whose outputs could be compared sample by sample."""
     branch: Operation | None = None
     """The first operation that only one side computes its loss with, where a gradient is missing."""
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether no operation differs, or the losses agree and no control with power blames one that does."""
+        is_harmless = all(cause.lacks_power for cause in self.causes) and self.loss_gap <= SAME_IN_FLOAT32
+        return is_harmless or (self.agree and not self.causes)
 
 
 class BackwardPlace(Enum):

@@ -191,30 +191,36 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
         return
     # a gradient that does not repeat itself is GAV303, and every comparison differs then
     repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
-    if facts.forward.causes or not facts.forward.agree or not facts.forward.loss_gap <= SAME_IN_FLOAT32 or not repeats:
+    run = facts.backward.control
+    is_proven = run is not None and run.proves
+    agree = (facts.forward.agree or is_proven) and facts.forward.loss_gap <= SAME_IN_FLOAT32
+    if facts.forward.causes or not agree or not repeats:
         return
     if facts.left <= SAME_IN_FLOAT32 and facts.backward.control is None:
         return
     # parameters that differ in another way (missing, not finite) have findings of their own
     rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
     hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
-    place, culprit, run = facts.backward.place, facts.backward.culprit, facts.backward.control
+    place, culprit = facts.backward.place, facts.backward.culprit
     restored = " from the same state" if facts.state is not None and facts.state.blamed else ""
     losses = "but for a constant" if facts.forward.adds_constant else f"to {facts.forward.loss_gap:.0e}"
     where = f"; gradients first differ in {_word_place(place, culprit)}" if culprit is not None else ""
     where += f"; hooks are registered on {hooked}" if hooked else ""
+    alike = "all forward values agree" if facts.forward.agree else "the losses agree"
+    operations = f"all operations of the forward pass agree{restored}, the losses"
+    if not facts.forward.agree:
+        operations = f"the losses agree{restored}"
     yield finding_of(
-        f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although all forward values "
-        "agree",
+        f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although {alike}",
         measured_evidence(
             "operations",
-            f"{facts.compared.largest}; all operations of the forward pass agree{restored}, the losses {losses}{where}",
+            f"{facts.compared.largest}; {operations} {losses}{where}",
             loss_gap=facts.forward.loss_gap,
         ),
         *([] if run is None else [control_evidence("backward", word_difference_left(run), left=run.left)]),
         remedy=_BACKWARD_REMEDIES[place or BackwardPlace.MODULE],
         location=culprit.location if culprit else Location(rows[0].name.rpartition(".")[0] if rows else None),
-        proven=run is not None and run.rounding,
+        proven=is_proven,
     )
 
 

@@ -404,7 +404,16 @@ def word_difference_left(run: ControlRun, article: str = "") -> str:
     # the full batch stays as it is where only the micro-batches are larger
     where = "" if run.kind is ControlKind.LARGER_MICRO_BATCHES else " in both runs"
     text = f"with {article}{run.what}{where} the difference is {run.left:.0e}"
-    return f"{text}: proven" if run.rounding else text
+    if run.proves:
+        return f"{text}: proven"
+    return f"{text}, which shows nothing, because {explain_no_power(run)}: suspected" if run.rounding else text
+
+
+def explain_no_power(run: ControlRun) -> str:
+    """Says why a control that leaves nothing shows nothing."""
+    if run.cut_off:
+        return f"this control cuts {quote_names(run.cut_off)} off the loss, where anything may be wrong"
+    return "what it keeps constant was the same before"
 
 
 def explain_rest(facts: Facts, run: ControlRun) -> str:
@@ -491,5 +500,5 @@ def proven(facts: Facts, cause: Cause) -> bool:
     if cause.control is None or not _is_told_from_weights(facts, cause.control):
         return False
     if cause.control.rounding:
-        return True
+        return cause.control.proves
     return facts.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)

@@ -20,7 +20,6 @@ from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.search import state, weights
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.neutral import (
-    PinnedApplication,
     PinnedConstants,
     PinnedGradients,
     PinnedOutputs,
@@ -52,7 +51,7 @@ class BackwardCulprit:
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Looks for the place at which gradients start to differ although all forwards agree."""
-    if facts.forward.causes or not facts.forward.agree:
+    if not facts.forward.shows_nothing:
         return facts
     used = facts.window.used
     # Gradients of a sample are the same number in both runs only with the right weights. The weights with which the
@@ -69,7 +68,11 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     first_culprit = bench.attempt("backward", lambda: next(places, None))
     if first_culprit is None:
         return facts
-    is_proven = first_culprit.control is not None and first_culprit.control.rounding
+    is_proven = first_culprit.control is not None and first_culprit.control.proves
+    if is_proven:
+        facts = replace(facts, forward=replace(facts.forward, causes=()))
+    elif not facts.forward.agree:
+        return facts
     if is_proven and neutral is not None and facts.state is not None:
         facts = replace(facts, state=state.blame_beside_control(bench, facts.state))
     if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
@@ -126,7 +129,7 @@ class _Trial:
         None without items, or where neutralising all of them with `control` leaves more than rounding.
         """
         control_run = control(items)
-        if control_run is None or not control_run.rounding:
+        if control_run is None or not control_run.proves:
             return None
         # hooks that change nothing must not be named beside the one that does
         needed = [entry.item for entry in find_needed(items, control)] if len(items) > 1 else items
@@ -170,7 +173,7 @@ def _try_hooks(
 def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
     probe = WithoutTensorHooks()
     without = trial.run("gradient hooks on tensors left out", probe)
-    if without is None or not without.rounding:
+    if without is None or not without.proves:
         return None
     return BackwardCulprit(
         BackwardPlace.TENSOR_HOOK, locate_operation("gradient hook on a tensor", probe.frames[0]), without
@@ -181,7 +184,7 @@ def _try_constants(trial: _Trial) -> BackwardCulprit | None:
     experiment = trial.bench.experiment
     probe = PinnedConstants(experiment)
     constants_run = trial.run("the values that the forward detaches kept constant", probe)
-    if constants_run is None or not constants_run.rounding:
+    if constants_run is None or not constants_run.proves:
         return None
 
     def control(some: Sequence[Frame]) -> ControlRun | None:
@@ -209,20 +212,21 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     experiment = bench.experiment
     if call in listener.functions:
         position, kind, frame = listener.functions[call]
-        # A constant result removes the function's backward altogether. Where the whole loss flows through it, every
-        # gradient is then zero and nothing can be compared: the two others keep a path for gradients.
         probe_types = {
-            f"the result of `{kind}` kept constant": PinnedApplication,
             f"gradients passed through `{kind}` unchanged": StraightThrough,
             f"the full batch's gradients in the place of what `{kind}` computes": PinnedGradients,
         }
-        runs = (trial.run(what, probe_type(experiment, position)) for what, probe_type in probe_types.items())
-        control = next((run for run in runs if run is not None), None)
+        tries = (trial.run(what, probe_type(experiment, position)) for what, probe_type in probe_types.items())
+        runs = [run for run in tries if run is not None]
+        control = next((run for run in runs if run.proves), next(iter(runs), None))
         operation = locate_operation("backward", frame, listener.paths.get(call), kind)
         return BackwardCulprit(BackwardPlace.MODULE, operation, control)
     path = listener.paths[call]
     module = dict(experiment.named_modules())[path]
-    control = trial.run(f"the output of `{path or '(root)'}` kept constant", PinnedOutputs(experiment, module))
+    what = f"outputs and gradients of `{path or '(root)'}` replaced by the full batch's"
+    control = trial.run(what, PinnedOutputs(experiment, module, with_gradients=True))
+    # the values agree; that the gradients differ, which it pins too, was measured at the boundaries
+    control = control and replace(control, values_differed=True)
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)
 
 

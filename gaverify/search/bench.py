@@ -138,6 +138,8 @@ class Bench:
     """Measured rounding, as a share of the gradient, below float32; 0 elsewhere."""
     live: Bench | None = None
     """The bench with the draws as they are, where this one holds them constant."""
+    divergent: frozenset[str] = frozenset()
+    """The parameters whose gradients differ, which every control has to keep connected to the loss."""
     in_part: bool = False
     """Whether the batch is the first samples of a larger one, on all of which causes and their repairs run again."""
 
@@ -194,8 +196,18 @@ class Bench:
             accumulated = self.experiment.micro_batches(full, *probes)
         rows = measure(accumulated.gradients, full.gradients, self.experiment.ranks)
         difference_left = _total(rows)
-        reached = frozenset(row.name for row in rows if row.reference > 0)
-        return ControlRun(what, difference_left, difference_left <= self.rounding, right, kind, reached)
+        passes = full.gradients, accumulated.gradients
+        cut_off = (name for name in self.divergent if all(gradients.get(name) is None for gradients in passes))
+        pinned = [probe.values_differed for probe in probes if probe.values_differed is not None]
+        return ControlRun(
+            what,
+            difference_left,
+            difference_left <= self.rounding,
+            right,
+            kind,
+            values_differed=any(pinned) if pinned else None,
+            cut_off=tuple(sorted(cut_off)),
+        )
 
     def run_repair(
         self,

@@ -22,7 +22,6 @@ from gaverify.records.facts import Facts, State
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search import backward, counts, operations, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench
-from gaverify.search.trace.first_divergence import trace_divergences
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, MOVED_SHARES, SAME_IN_FLOAT32, TINY
 from gaverify.tracebacks import hands_over
 from gaverify.verdict.decision import Decision
@@ -234,7 +233,8 @@ def confirm_in_working_precision(
     has_state = part_facts.state is not None and bool(state.read_changes(part_facts.state.changes))
     losses = () if has_state else measurement.accumulated.micro_losses
     reference = measurement.sketch and replace(measurement.sketch, losses=losses)
-    bench = Bench(measurement.experiment, reference=reference, total=total, floor=floor)
+    divergent = frozenset(row.name for row in facts.compared.divergent)
+    bench = Bench(measurement.experiment, reference=reference, total=total, floor=floor, divergent=divergent)
     return confirm_on_batch(bench, facts, part_facts)
 
 
@@ -287,7 +287,7 @@ def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
     if part_facts.backward.place is not None:
         controls.append((part_facts.backward.control, _confirm_backward))
     control, confirm = controls[0] if len(controls) == 1 else (None, None)
-    return confirm if control is not None and control.rounding else None
+    return confirm if control is not None and control.proves else None
 
 
 def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
@@ -457,27 +457,13 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
         or _list_repairs(before.remedies, 1.0) != _list_repairs(cause.remedies, _largest_rest(bench))
     ):
         return facts
-    cut_off = {row.name for row in facts.compared.rows if row.reference_norm > 0} - control.reached
-    if cut_off and control.kind is ControlKind.RESULT_PINNED and not _is_first_divergence(bench, facts, part_facts):
+    if not control.has_power:
         return facts
     holds_by_kind = {run.kind: run.holds for run in before.remedies}
     remedies = tuple(replace(run, holds=holds_by_kind[run.kind]) for run in cause.remedies)
     cause = replace(cause, control=_mark_as_before(before.control, control), remedies=remedies)
     forward = replace(part_facts.forward, causes=(cause,))
     return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
-
-
-def _is_first_divergence(bench: Bench, facts: Facts, part_facts: Facts) -> bool:
-    """Whether no other operation diverges first, by a trace of all of the batch.
-
-    A result that is held as a constant cuts the graph: what diverges before it does not show in such a control. What
-    differs by less than working precision tells names none.
-    """
-    (before,) = part_facts.forward.causes
-    suspects, _ = trace_divergences(bench, facts.window)
-    ruled_out = {operation.place for operation in part_facts.forward.ruled_out}
-    remaining = [suspect for suspect in suspects if suspect.culprit.place not in ruled_out]
-    return not remaining or remaining[0].culprit.place == before.suspect.culprit.place
 
 
 def _list_repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

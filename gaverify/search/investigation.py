@@ -100,7 +100,8 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
                 if isinstance(watch, counts.SearchWatch) and state.read_changes(watch.changes()):
                     watch.forwards.clear()
                 reference = replace(reference, watch=watch, shares=shares, losses=losses)
-        yield Bench(experiment, reference=reference, total=total)
+        divergent = frozenset(row.name for row in decision.rows if row.outcome is Outcome.DIVERGENT)
+        yield Bench(experiment, reference=reference, total=total, divergent=divergent)
 
 
 def search_causes(bench: Bench, facts: Facts) -> Facts:

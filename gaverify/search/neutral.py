@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gaverify.passes.batching import fresh
 from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
@@ -18,8 +19,9 @@ from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.isolation import RewindableIterator, generator_states
 from gaverify.passes.isolation.objects import is_users_class
-from gaverify.passes.layouts import SampleLayout, map_leaves
+from gaverify.passes.layouts import SampleLayout, changed_dimensions, map_leaves, real_numbers
 from gaverify.passes.modes import mode_set
+from gaverify.passes.precision import widest
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.user_code import loss_of
 from gaverify.records.experiment import ControlKind, ControlRun, FunctionKey
@@ -27,9 +29,11 @@ from gaverify.search.bench import Bench, ControlFailed, take_rows, take_rows_of_
 from gaverify.search.trace.first_divergence import intercept_applications
 from gaverify.search.trace.operations import address, divert_writes, intercept_calls
 from gaverify.search.trace.state import find_owners, find_parameters, find_state, watch_assignments
-from gaverify.search.trace.traces import DECISIONS, Frame
-from gaverify.thresholds import COMPUTED_FLOAT32
+from gaverify.search.trace.traces import DECISIONS, Frame, squash_values
+from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, COMPUTED_FLOAT32, TINY
 from gaverify.torch_internals import (
+    backward_hooks_of,
+    gradient_hooks_of,
     is_in_functorch_transform,
     no_dispatch_modes,
     tree_flatten,
@@ -395,13 +399,14 @@ class PinnedValues(PassProbe):
 
     def __init__(self, experiment: Experiment, order: int | None = None) -> None:
         self._bounds, self._size, self._order = list(experiment.bounds()), experiment.batch_size, order
+        self._agree = AGREE_FLOAT64 if experiment.is_float64 else AGREE_FLOAT32
         self._kept: dict[Hashable, Any] = {}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Replaces values for the length of a pass."""
         if k is None:
-            self._kept = {}
+            self._kept, self.values_differed = {}, None
         with self.places(k, partial(self._pin, k)):
             yield
 
@@ -422,36 +427,263 @@ class PinnedValues(PassProbe):
             if k is None:
                 # with another copy than the one that is kept, because the code may write into it
                 self._kept[name] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+                self.values_differed = bool(self.values_differed)
                 return tree_map_only(torch.Tensor, torch.clone, self._kept[name])
             if name in self._kept:
-                return self.rows(k, self._kept[name], value)
+                constant = self.rows(k, self._kept[name], value)
+                self.values_differed = self.values_differed or not _are_same(constant, value, self._agree)
+                return constant
         if self.missing is not None:
             raise ControlFailed(f"the micro-batches {self.missing} than the full batch")
         return value
 
 
-class PinnedResults(PinnedValues):
+def _are_same(constants: Any, values: Any, allowed: float) -> bool:
+    """Whether values are the same up to rounding, relative to the largest of each tensor."""
+    for constant, value in zip(tree_leaves(constants), tree_leaves(values), strict=True):
+        if not (isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())):
+            is_same = torch.equal(constant, value) if isinstance(value, torch.Tensor) else constant == value
+            if not is_same:
+                return False
+        elif value.numel():
+            # squashed: a mask of −∞ would make all other values rounding
+            wide = (real_numbers(tensor.detach()).to(widest(tensor.device)) for tensor in (constant, value))
+            expected, actual = (squash_values(tensor).nan_to_num() for tensor in wide)
+            if float((expected - actual).abs().max()) > allowed * max(float(expected.abs().max()), TINY):
+                return False
+    return True
+
+
+class _KeptGradients:
+    """What calls send back to their inputs in the full batch, and micro-batches in the place of their own gradients.
+
+    A value that is pinned alone cuts off all that was computed before it: whatever is wrong there would disappear with
+    the difference. With these gradients the parameters before it stay connected, and a hook there still shows.
+
+    Args:
+        experiment: Whose micro-batches.
+        order: How samples lie in tensors with several rows of each, as in `take_rows`.
+    """
+
+    def __init__(self, experiment: Experiment, order: int | None = None) -> None:
+        self._bounds, self._size, self._order = list(experiment.bounds()), experiment.batch_size, order
+        self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}  # input → its value and its gradient
+
+    def clear(self) -> None:
+        """Forgets an earlier pass of the full batch."""
+        self._kept = {}
+
+    def listen_to_inputs(self, name: Hashable, inputs: Any) -> Any:
+        """Returns the inputs of a call of the full batch as views, whose gradients come from that call only."""
+        positions = count()
+
+        def make_view(tensor: torch.Tensor) -> torch.Tensor:
+            if not _has_gradient(tensor):
+                return tensor
+            key = name, next(positions)
+            view = tensor.view_as(tensor)
+            view.register_hook(partial(self.keep, key, tensor.detach()))
+            return view
+
+        with no_dispatch_modes(), without_torch_function():
+            return tree_map_only(torch.Tensor, make_view, inputs)
+
+    def listen_to_parameter(self, key: Hashable, parameter: torch.Tensor) -> Callable[[], None]:
+        """Keeps the full batch's gradient of a parameter as the user's hooks get it; returns what ends that."""
+        handle: RemovableHandle = parameter.register_hook(partial(self.keep, key, parameter.detach()))
+        # the user's hooks run in the micro-batches as well: they must not have changed what is kept
+        gradient_hooks_of(parameter)[0].move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        return handle.remove
+
+    def keep(self, key: Hashable, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds to the gradients of one input, which has this value."""
+        before = self._kept.get(key)
+        gradient = gradient.detach()
+        self._kept[key] = value, gradient.clone() if before is None else before[1] + gradient
+
+    def attach(self, k: int, name: Hashable, constants: Any, inputs: Any, parameters: Sequence[torch.Tensor]) -> Any:
+        """Returns constants that send the full batch's gradients back to the inputs of a micro-batch's call."""
+        sources = [
+            tensor for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor) and _has_gradient(tensor)
+        ]
+        keys: list[Hashable] = [(name, position) for position in range(len(sources))]
+        keys += [("parameter", position) for position in range(len(parameters))]
+        results, form = tree_flatten(constants)
+        floats = [at for at, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        sources += parameters
+        if not floats or not sources or not torch.is_grad_enabled():
+            return constants
+
+        def give_back() -> list[torch.Tensor | None]:
+            return [self.take(k, key, source) for key, source in zip(keys, sources, strict=True)]
+
+        with no_dispatch_modes(), without_torch_function():
+            attached = _attach(give_back, len(floats), *(results[at] for at in floats), *(s for s in sources))
+        for at, tensor in zip(floats, attached, strict=True):
+            results[at] = tensor
+        return tree_unflatten(results, form)
+
+    def take(self, k: int, key: Hashable, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of a micro-batch's input; None where nothing came back in the full batch either."""
+        if key not in self._kept:
+            return None
+        (value, gradient), (start, stop) = self._kept[key], self._bounds[k]
+        # A weight has no rows of samples: each micro-batch gets its share of the gradient, and the shares add up to it.
+        if value.shape == source.shape:
+            return gradient * ((stop - start) / self._size)
+        value, gradient = self._trim_padding(value, gradient, source.shape, stop - start)
+        return take_rows(value, source.detach(), start, stop, self._size, gradient, self._order)
+
+    def _trim_padding(
+        self, value: torch.Tensor, gradient: torch.Tensor, shape: Sequence[int], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leaves out padding that a micro-batch of `count` samples lacks, where no gradient came back to it."""
+        changed = changed_dimensions(value.shape, shape) if value.dim() == len(shape) else []
+        samples = next((at for at in changed if value.shape[at] * count == shape[at] * self._size), None)
+        for at in changed if samples is not None else ():
+            size, more = shape[at], value.shape[at] - shape[at]
+            if at != samples and (more < 0 or bool(gradient.narrow(at, size, more).any())):
+                raise ControlFailed("samples that are padded to another length send other gradients back")
+            if at != samples:
+                value, gradient = value.narrow(at, 0, size), gradient.narrow(at, 0, size)
+        return value, gradient
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_floating_point() and torch.is_grad_enabled()
+
+
+class _Attached(torch.autograd.Function):
+    """Copies of constants with a graph: whatever gradient they get, their sources get what `give_back` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, give_back: Callable[[], list[Any]], constants: int, *tensors: torch.Tensor) -> Any:
+        """Copies the constants, which come before the sources."""
+        ctx.give_back, ctx.constants = give_back, constants
+        return tuple(tensor.clone() for tensor in tensors[:constants])
+
+    @staticmethod
+    @hands_over
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Returns the gradients of the sources."""
+        return None, None, *(None for _ in range(ctx.constants)), *ctx.give_back()
+
+
+# Bound here: what listens to the user's functions replaces `apply` for the length of a pass, and must not see this one.
+_attach = _Attached.apply
+
+
+_HOOK = "register_hook"  # of tensors
+
+
+class PinnedCode(PinnedValues):
+    """Pins what code returns; `with_gradients` also what it sends back to its inputs.
+
+    Args:
+        experiment: Whose micro-batches.
+        order: How samples lie in results with several rows of each, as in `take_rows`.
+        parameters: Those that the code reads without an input.
+        with_gradients: Whether its gradients are pinned too, so that nothing before it is cut off.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        order: int | None = None,
+        parameters: Sequence[torch.Tensor] = (),
+        *,
+        with_gradients: bool = False,
+    ) -> None:
+        super().__init__(experiment, order)
+        self._parameters = parameters
+        hooks = [gradient_hooks_of(parameter) for parameter in experiment.parameters.values()]
+        hooks += [backward_hooks_of(module) for _, module in experiment.named_modules()]
+        self.may_hide_backward = any(any(registries) for registries in hooks)
+        """Whether the user's code changes gradients somewhere, by a hook or a function with a backward of its own."""
+        self._sent_back = _KeptGradients(experiment, order) if with_gradients else None
+        self._has_shared = False  # whether the parameters got their share in this pass
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Replaces values for the length of a pass, and listens to the gradients of the full batch's."""
+        self._has_shared = False
+        with ExitStack() as stack:
+            if k is None and self._sent_back is not None:
+                self._sent_back.clear()
+                for position, parameter in enumerate(self._parameters):
+                    stack.callback(self._sent_back.listen_to_parameter(("parameter", position), parameter))
+            if k is None:
+                stack.enter_context(intercept_applications(self._note_application))
+            stack.enter_context(super().around(k))
+            yield
+
+    def _note_application(self, _: int, __: type, ___: Any, call: Callable[[], Any]) -> Any:
+        self.may_hide_backward = True
+        return call()
+
+    @property
+    def pins_gradients(self) -> bool:
+        """Whether the gradients are pinned too."""
+        return self._sent_back is not None
+
+    def with_gradients(self) -> PinnedCode:
+        """The same, with the gradients pinned too."""
+        raise NotImplementedError
+
+    def _listen(self, k: int | None, name: Hashable, inputs: Any) -> Any:
+        """Returns the inputs of a call, which the full batch listens to."""
+        return inputs if self._sent_back is None or k is not None else self._sent_back.listen_to_inputs(name, inputs)
+
+    def _replace(self, k: int | None, pin: Pin, name: Hashable, inputs: Any, result: Any) -> Any:
+        """Returns what replaces the result of a call; the name of another call has other gradients."""
+        constants = pin(name, result)
+        if self._sent_back is None:
+            return constants
+        if k is None:  # the values of the full batch with their graph, in new memory as in the micro-batches
+            with no_dispatch_modes(), without_torch_function():
+                return tree_map_only(torch.Tensor, torch.clone, result)
+        # the kept gradient of a parameter is that of all calls together
+        parameters, self._has_shared = () if self._has_shared else self._parameters, True
+        return self._sent_back.attach(k, name, constants, inputs, parameters)
+
+
+class PinnedResults(PinnedCode):
     """Pins the results of some outermost torch calls of the forward, by name, line and occurrence."""
 
     missing = "call other torch functions"
 
-    def __init__(self, experiment: Experiment, functions: Collection[FunctionKey], order: int | None = None) -> None:
-        super().__init__(experiment, order)
-        self._functions = frozenset(functions)
+    def __init__(
+        self,
+        experiment: Experiment,
+        functions: Collection[FunctionKey],
+        order: int | None = None,
+        *,
+        with_gradients: bool = False,
+    ) -> None:
+        super().__init__(experiment, order, with_gradients=with_gradients)
+        self._experiment, self._functions = experiment, frozenset(functions)
+
+    def with_gradients(self) -> PinnedResults:
+        """The same, with the gradients pinned too."""
+        return PinnedResults(self._experiment, self._functions, self._order, with_gradients=True)
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Intercepts every torch call."""
 
         def handle_call(key: FunctionKey, func: Any, args: Any, kwargs: Any) -> Any:
-            result = func(*args, **kwargs)
             if key not in self._functions:
-                return result
-            name = key[0]
+                self.may_hide_backward = self.may_hide_backward or key[0] == _HOOK
+                return func(*args, **kwargs)
+            args, kwargs = self._listen(k, key, (args, kwargs))
+            result, name = func(*args, **kwargs), key[0]
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 raise ControlFailed(f"the result of `{name}` cannot be kept constant")
             # one underscore at the end is torch's mark of a write in place; `__getitem__` ends in two
-            constant, in_place = pin(key, result), name.endswith("_") and not name.endswith("__")
-            return _write_in_place(result, constant) if in_place else constant
+            if not name.endswith("_") or name.endswith("__"):
+                return self._replace(k, pin, key, (args, kwargs), result)
+            if self._sent_back is not None:
+                raise ControlFailed("the gradients of a call that writes in place cannot be kept constant")
+            return _write_in_place(result, pin(key, result))
 
         return intercept_calls(handle_call)
 
@@ -470,22 +702,45 @@ def _write_in_place(target: Any, value: Any) -> torch.Tensor:
         return target.copy_(value)
 
 
-class PinnedOutputs(PinnedValues):
-    """Pins the output tensors of one module at `positions`, or all of them if there are no positions."""
+class PinnedOutputs(PinnedCode):
+    """Pins the output tensors of one module at `positions`, or all of them if there are no positions.
+
+    With its gradients all of them are pinned.
+    """
 
     missing = "call the module more often"
 
-    def __init__(self, experiment: Experiment, module: nn.Module, positions: Sequence[int] = ()) -> None:
-        super().__init__(experiment)
-        self._module, self._positions = module, frozenset(positions)
+    def __init__(
+        self, experiment: Experiment, module: nn.Module, positions: Sequence[int] = (), *, with_gradients: bool = False
+    ) -> None:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        super().__init__(experiment, None, parameters, with_gradients=with_gradients)
+        self._experiment, self._module = experiment, module
+        self._positions = frozenset() if with_gradients else frozenset(positions)
 
-    def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
-        """Intercepts the module's outputs."""
+    def with_gradients(self) -> PinnedOutputs:
+        """The same, with the gradients pinned too."""
+        return PinnedOutputs(self._experiment, self._module, with_gradients=True)
+
+    @contextmanager
+    def places(self, k: int | None, pin: Pin) -> Iterator[None]:
+        """Intercepts the module's inputs and outputs."""
+
+        def begins(call: Call, args: Any, kwargs: Any) -> Any:
+            call.kept["inputs"] = self._listen(k, call.number, (args, kwargs))
+            return call.kept["inputs"]
 
         def ends(call: Call, output: Any) -> Any:
-            return self._choose_pinned(pin(call.number, output), output)
+            constants = self._replace(k, pin, call.number, call.kept["inputs"], output)
+            return self._choose_pinned(constants, output)
 
-        return listening({self._module: ""}, ends=ends, outside="")
+        def note_hook(func: Any, args: Any, kwargs: Any) -> Any:
+            self.may_hide_backward = self.may_hide_backward or getattr(func, "__name__", "") == _HOOK
+            return func(*args, **kwargs)
+
+        hooks = FunctionMode(note_hook) if k is None else nullcontext()
+        with hooks, listening({self._module: ""}, begins, ends, outside=""):
+            yield
 
     def _choose_pinned(self, constants: Any, output: Any) -> Any:
         """The pinned outputs, and the live ones at all other positions."""
@@ -586,7 +841,7 @@ class PinnedConstants(PinnedValues):
 
 
 class PinnedApplication(PinnedValues):
-    """Pins the result of one application of a custom autograd function, by its position in the forward."""
+    """Changes what one application of a custom autograd function sends back, by its position in the forward."""
 
     def __init__(self, experiment: Experiment, position: int) -> None:
         super().__init__(experiment)
@@ -602,10 +857,7 @@ class PinnedApplication(PinnedValues):
 
     def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
         """Returns what replaces the function's result."""
-        result = call()
-        if not isinstance(result, torch.Tensor):
-            raise ControlFailed("the custom function returns no single tensor")
-        return pin(self._position, result)
+        raise NotImplementedError
 
 
 class StraightThrough(PinnedApplication):
@@ -623,8 +875,14 @@ class StraightThrough(PinnedApplication):
 class PinnedGradients(PinnedApplication):
     """Replaces the gradients of a custom function's inputs by the full batch's, sample by sample."""
 
+    def __init__(self, experiment: Experiment, position: int) -> None:
+        super().__init__(experiment, position)
+        self._sent_back = _KeptGradients(experiment)
+
     def replace_result(self, k: int | None, pin: Pin, args: Any, call: Callable[[], Any]) -> Any:
         """Registers hooks on the arguments, which run in the backward."""
+        if k is None:
+            self._sent_back.clear()
         for place, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
                 arg.register_hook(partial(self._replace_gradient, k, place, arg.detach().clone()))
@@ -632,14 +890,13 @@ class PinnedGradients(PinnedApplication):
 
     def _replace_gradient(self, k: int | None, place: int, value: torch.Tensor, gradient: torch.Tensor) -> Any:
         if k is None:
-            self._kept[place] = value, gradient.detach().clone()
+            self._sent_back.keep(place, value, gradient)
             return None
-        full_value, full_gradient = self._kept.get(place, (value, gradient))
-        start, stop = self._bounds[k]
-        # A weight has no rows of samples: each micro-batch gets its share of the gradient, and the shares add up to it.
-        if full_value.shape == value.shape:
-            return full_gradient * ((stop - start) / self._size)
-        return take_rows(full_value, value, start, stop, self._size, full_gradient)
+        rows = self._sent_back.take(k, place, value)
+        # gradients are what this control changes; those of a weight are no rows of samples, and always differ
+        if rows is not None and rows.shape[:1] == gradient.shape[:1]:
+            self.values_differed = bool(self.values_differed) or not _are_same(rows, gradient, self._agree)
+        return rows
 
 
 class EvaluationMode(PassProbe):
@@ -703,7 +960,7 @@ class WithoutTensorHooks(PassProbe):
         super().backward(k, loss, weight)
 
     def _handle_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(func, "__name__", "") != "register_hook":
+        if getattr(func, "__name__", "") != _HOOK:
             return func(*args, **kwargs)
         self.frames.append(calling_frame())
         return _Handle()

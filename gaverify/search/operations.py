@@ -234,7 +234,7 @@ class Explanation:
         return tuple(
             trial.cause
             for trial in self.trials
-            if trial.helps or trial.cause.control is None or self.is_complete or _is_branch_of_model(trial)
+            if trial.helps or trial.is_suspicion or self.is_complete or _is_branch_of_model(trial)
         )
 
     @property
@@ -300,7 +300,7 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
         # Keep it neutralised.
         control = trial.cause.control
         explanation = replace(explanation, trials=(*explanation.trials, trial), left_before=explanation.left)
-        if control is None:
+        if control is None or trial.is_suspicion:
             break
         explanation = replace(explanation, left=control.left)
         yield explanation
@@ -337,7 +337,7 @@ def _try_suspects(
         if trial is not None:
             candidates.append(trial)
     on_probation = [trial for trial in candidates if trial.probe is not None]
-    unproven = [trial for trial in candidates if trial.cause.control is None]
+    unproven = [trial for trial in candidates if trial.is_suspicion]
     ruled_out = dict(explanation.ruled_out)
     ruled_out |= {trial.cause.suspect.culprit.place: trial.cause.suspect.culprit for trial in on_probation}
     return replace(explanation, ruled_out=ruled_out), next(iter([*on_probation, *unproven]), None)

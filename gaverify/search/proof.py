@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from gaverify.remedies.batch_norm import group_norm_for, only_normalises
 from gaverify.search.bench import FORESEEN, Bench, ControlFailed
 from gaverify.search.neutral import (
     EvaluationMode,
+    PinnedCode,
     PinnedDecisions,
     PinnedOutputs,
     PinnedResults,
@@ -43,6 +45,11 @@ class SuspectTrial:
     region: SuspectTrial | None = None
     """The trial with cached gradients, kept where the suspect's own result changes nothing: they prove a region."""
 
+    @property
+    def is_suspicion(self) -> bool:
+        """Whether no control was possible, or none that left nothing had power."""
+        return self.probe is None and not self.helps
+
 
 def try_suspect(
     bench: Bench,
@@ -55,6 +62,8 @@ def try_suspect(
 ) -> SuspectTrial | None:
     """Runs the controls that fit the suspect until one helps; returns the best one with `helps` false if none does.
 
+    A control that leaves nothing and had no power comes last: it proves nothing, and has no probe.
+
     Args:
         bench: Where to run.
         suspect: The operation to neutralise.
@@ -65,21 +74,25 @@ def try_suspect(
     """
     failures: list[str] = []
     best: SuspectTrial | None = None
-    for _, make in _list_controls(bench, suspect):
-        try:
-            control, probe = make()
-        except FORESEEN as error:
-            failures.append(failure_sentence(error))
-            continue
+    powerless: SuspectTrial | None = None
+
+    def share_explained(control: ControlRun) -> float:
         # Wrong weights beside the suspect may hide that the control helps: what the best weights leave shows it then.
+        fit = control.fit
+        weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
+        return 1.0 - min(control.left / max(left, TINY), weighted)
+
+    for control, probe in _run_controls(bench, suspect, failures, lambda run: share_explained(run) > 1.0 - HELPS):
         if control.kind is ControlKind.LARGER_MICRO_BATCHES and suspect.lacking is not None:
             # a number was read near the branch, and did not decide it
             suspect = replace(suspect, operation=suspect.lacking, frame=None)
-        fit = control.fit
-        weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
-        explained = 1.0 - min(control.left / max(left, TINY), weighted)
+        explained = share_explained(control)
         trial = SuspectTrial(Cause(suspect, control, (), explained), probe, tuple(failures))
-        if control.rounding or (explained > 1.0 - HELPS and not all_of_it):
+        helps = control.rounding or (explained > 1.0 - HELPS and not all_of_it)
+        if control.rounding and not control.has_power:
+            powerless = powerless or replace(trial, probe=None, helps=False)
+            continue
+        if helps and control.has_power:
             remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
             is_region = control.kind is ControlKind.CACHED_GRADIENTS
@@ -95,7 +108,7 @@ def try_suspect(
         is_best_repair = best is not None and isinstance(best.probe, EvaluationMode)
         if probe is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
             best = replace(trial, helps=False)
-    return best or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
+    return best or powerless or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
 def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> SuspectTrial | None:
@@ -116,16 +129,18 @@ def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> Suspect
 
 def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
     """Runs a control of a cause's kind, and its repairs, on another bench; None where that is impossible."""
-    wanted_kind = cause.control.kind if cause.control is not None else None
-    run_and_probe = None
-    for kind, make in _list_controls(bench, cause.suspect, fit=False):
-        if kind is wanted_kind:  # several controls have this kind: one that is impossible leaves it to the next
-            run_and_probe = bench.possible(make) or run_and_probe
-        if run_and_probe is not None and run_and_probe[0].rounding:
-            break
-    if run_and_probe is None:
+    if cause.control is None:
         return None
-    control, probe = run_and_probe
+    tries = list[tuple[ControlRun, PassProbe | None]]()
+    # several controls have this kind: one that is impossible, or shows nothing, leaves it to the next
+    helps = attrgetter("rounding")
+    for each in _run_controls(bench, cause.suspect, [], helps, fit=False, kind=cause.control.kind):
+        tries.append(each)
+        if each[0].proves:
+            break
+    if not tries:
+        return None
+    control, probe = tries[-1]
     remedies = tuple(_run_remedies(bench, cause.suspect, probe)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, difference_alone=bench.total)
@@ -149,6 +164,49 @@ def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
     return replace(
         cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, difference_alone=bench.total
     )
+
+
+def _run_controls(
+    bench: Bench,
+    suspect: Suspect,
+    failures: list[str],
+    helps: Callable[[ControlRun], bool],
+    *,
+    fit: bool = True,
+    kind: ControlKind | None = None,
+) -> Iterator[tuple[ControlRun, PassProbe | None]]:
+    """Yields what the controls of a suspect leave, each with its probe; notes why others were impossible.
+
+    Args:
+        bench: Where to run.
+        suspect: The operation to neutralise.
+        failures: Takes the reasons.
+        helps: Whether a control explains enough.
+        fit: Whether to fit weights.
+        kind: The only kind that is run; None runs all.
+    """
+    for each_kind, make in _list_controls(bench, suspect, fit=fit):
+        if kind not in (None, each_kind):
+            continue
+        try:
+            control, probe = make()
+        except FORESEEN as error:
+            failures.append(failure_sentence(error))
+            continue
+        if not (isinstance(probe, PinnedCode) and helps(control) and (control.cut_off or probe.may_hide_backward)):
+            yield control, probe
+            continue
+        # A constant cuts what was computed before it off the loss. With the gradients that its code sends back, what
+        # is wrong before it shows again: a layer, a hook, a function with a backward of its own.
+        what, connected = f"{control.what}, and the gradients of its inputs,", probe.with_gradients()
+        try:
+            run = bench.run(what, connected, fit=fit)
+        except FORESEEN as error:
+            failures.append(failure_sentence(error))
+        else:
+            yield run, connected
+        if control.cut_off:
+            yield control, probe
 
 
 _Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
@@ -273,7 +331,8 @@ def _find_layers_of_class(bench: Bench, path: str) -> list[nn.Module]:
 def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> Iterator[ControlRun]:
     """Runs the repairs that can be made without the user's code."""
     path = suspect.operation.module
-    if isinstance(probe, PinnedResults):
+    # A value that cuts divergent parameters off the loss is no repair: they would get no gradient.
+    if isinstance(probe, PinnedResults) and not probe.pins_gradients:
         # The control pinned the value in both runs. As a repair of the micro-batches alone it is right only if no
         # gradient of the full batch flows through the value, which this run shows.
         what, kind = "the full batch's value as a constant in every micro-batch", ControlKind.FULL_BATCH_VALUE

@@ -119,14 +119,15 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     """Restores everything before each micro-batch: state may have no name, or change in a backward."""
-    if facts.forward.causes or not facts.forward.agree:
+    if not facts.forward.shows_nothing:
         return facts
     restored = bench.attempt("state restored", lambda: run_control(bench, ControlKind.STATE_RESTORED, fit=True))
     if restored is None:
         return facts
     unnamed_state = State((UNNAMED,), restored, (UNNAMED,), (restored,))
     if restored.rounding:
-        return replace(facts, state=unnamed_state, left=restored.left, cleared=True)
+        forward = replace(facts.forward, causes=())
+        return replace(facts, forward=forward, state=unnamed_state, left=restored.left, cleared=True)
     # Restoring that changes the difference shows that there is state; what it leaves may be wrong weights beside it.
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
         restored_bench = bench.without(RestoredState(bench.experiment))

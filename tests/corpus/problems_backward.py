@@ -433,6 +433,119 @@ def _pairs_of_a_graph(nodes: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return sum((part @ part.T / 0.2).logsumexp(1).sum() for part in parts) / len(counts)
 
 
+# What differs in these forwards is innocent: no output and no gradient depends on it. A control that keeps it constant
+# hides what is wrong before it, unless the gradients before it go on.
+
+
+def _normed(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / gradient.norm()
+
+
+def _doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient
+
+
+def _hook_rows(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hooked(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows * 1.0
+        rows.register_hook(hook)
+        return rows
+
+    return hooked
+
+
+class Masked(nn.Module):
+    """The largest value of each feature behind the padding's mask, which is turned before it is used."""
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(rows.shape[1]) < lengths[:, None]).unsqueeze(-1)
+        return rows.masked_fill(~mask, -9.0).amax(1)
+
+
+class Filled(nn.Module):
+    """The same where padding is filled with less than the smallest value of the batch."""
+
+    def __init__(self, before: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows, *, skips: bool = False):
+        super().__init__()
+        self.before, self.skips = before, skips
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        padding = (torch.arange(rows.shape[1]) >= lengths[:, None]).unsqueeze(-1)
+        largest = torch.where(padding, rows.detach().min() - 1.0, self.before(rows)).amax(1)
+        return largest + rows.masked_fill(padding, 0.0).sum(1) if self.skips else largest
+
+
+class Pooled(nn.Module):
+    """Sequences, padded to the longest of their batch, with one answer each."""
+
+    def __init__(self, pool: nn.Module) -> None:
+        super().__init__()
+        self.a, self.pool, self.head = nn.Linear(3, 8), pool, nn.Linear(8, 4)
+
+    def forward(self, sequences: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+        rows = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        return self.head(self.pool(torch.tanh(self.a(rows)), lengths))
+
+
+_UNEQUAL = (5, 2, 3, 5, 4, 2, 5, 3)  # the third of four micro-batches has no sequence of the full length
+_EQUAL = (5, 2, 3, 5, 5, 2, 5, 3)
+
+
+def _padded(
+    pool: nn.Module,
+    hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    lengths: tuple[int, ...] = _UNEQUAL,
+) -> Problem:
+    model, counts = Pooled(pool), torch.tensor(lengths)
+    if hook is not None:
+        model.a.weight.register_hook(hook)
+    batch = [torch.randn(length, 3) for length in lengths], counts, torch.randint(4, (8,))
+    return Problem(
+        model, lambda model, batch: F.cross_entropy(model(batch[0], batch[1]), batch[2]), batch, batch_size=8
+    )
+
+
+class Scratch(nn.Module):
+    """Moves memory that is not yet written, and writes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), 8, dtype=x.dtype)
+        out[:, :5] = torch.tanh(self.lin(x))
+        out[:, 3:] = out[:, 3:].flip(1)
+        out[:, :5], out[:, 5:] = torch.tanh(self.lin(x)), x[:, :3]
+        return out
+
+
+def _scratched(hook: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
+    _ = [torch.randn(16, 8) for _ in range(50)]  # memory that is no longer zero
+    scratch = Scratch()
+    scratch.lin.weight.register_hook(hook)
+    batch = torch.randn(16, 6), torch.randint(4, (16,))
+    return Problem(nn.Sequential(scratch, nn.Linear(8, 4)), cross_entropy, batch)
+
+
+class Numbered(nn.Module):
+    """Multiplies rows by their numbers, which Python makes, and divides by them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.tensor([[1.0 + number] for number in range(len(x))], dtype=x.dtype)
+        return self.head(torch.tanh(self.lin(x)) * numbers / numbers)
+
+
+def numbered() -> Problem:
+    model = Numbered()
+    model.lin.weight.register_hook(_normed)
+    return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 FAULTS = (
     fault(
         "constant-beside-backward",
@@ -467,6 +580,25 @@ FAULTS = (
         "GAV104",
         "a backward divides by the number of rows",
     ),
+    fault("hook-before-mask", lambda: _padded(Masked(), hook=_normed), "GAV104", "masks of other lengths", module="a"),
+    fault(
+        "hook-before-fill", lambda: _padded(Filled(), hook=_normed), "GAV104", "values that no row keeps", module="a"
+    ),
+    fault("hook-before-junk", lambda: _scratched(_normed), "GAV104", "memory that is moved before it is written"),
+    fault(
+        "hook-beside-fill",
+        lambda: _padded(Filled(_hook_rows(_normed), skips=True), lengths=_EQUAL),
+        "GAV104",
+        "parameters stay seen",
+    ),
+    fault(
+        "function-beside-fill",
+        lambda: _padded(Filled(lambda rows: NormalisedGradient.apply(rows)), lengths=_EQUAL),
+        "GAV104",
+        "the module's outputs agreed before they were kept constant",
+        module="pool",
+    ),
+    fault("hook-beside-numbers", numbered, "GAV104", "numbers of rows from outside torch that cancel", module="lin"),
     fault("gradient-hook", hooked_weight, "GAV104", "a hook divides by the micro-batch's norm", module="0"),
     fault("first-slope", lambda: weighted_slopes(True), "GAV104", "a backward scales all rows by the first one's"),
     fault("backward-of-loss", normalised_in_the_loss, "GAV104", "the same inside the loss"),
@@ -505,6 +637,19 @@ TWINS = (
     quiet("target-network", resting_target, "a target that rests"),
     quiet("backward-norm", lambda: _classifier(Applied(PerSample)), "a backward that treats every element alike"),
     quiet("first-slope", lambda: weighted_slopes(False), "a backward scales every row by what reaches it"),
+    quiet("hook-before-mask", lambda: _padded(Masked(), hook=_doubled), "a hook that doubles"),
+    quiet("hook-before-fill", lambda: _padded(Filled(), hook=_doubled), "a hook that doubles"),
+    quiet("hook-before-junk", lambda: _scratched(_doubled), "a hook that doubles"),
+    quiet(
+        "hook-beside-fill",
+        lambda: _padded(Filled(_hook_rows(_doubled), skips=True), lengths=_EQUAL),
+        "a hook that doubles",
+    ),
+    quiet(
+        "function-beside-fill",
+        lambda: _padded(Filled(PerSample.apply), lengths=_EQUAL),
+        "a backward that treats elements alike",
+    ),
     quiet("gradient-hook", masked_by_hook, "a hook that scales by a constant"),
     quiet(
         "root-mean-squared",

@@ -426,7 +426,26 @@ _ONLY = "experts without a capacity mix nothing; the balancing loss multiplies t
 _QUEUE = "whether a token finds room hangs on the tokens before it, in both blocks; dropout masks follow the tokens"
 
 
+class Outside(nn.Module):
+    """Two layers receive what NumPy makes of a batch: standardised over its samples, or over each sample's features."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.a, self.b, self.head = axis, nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.detach().cpu().numpy()
+        values = (values - values.mean(self.axis, keepdims=True)) / values.std(self.axis, keepdims=True)
+        rows = torch.from_numpy(values)  # planted outside-torch
+        return self.head(torch.tanh(self.a(rows)) * self.b(rows))
+
+
+def _outside(axis: int) -> Problem:
+    return Problem(Outside(axis), cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 FAULTS = (
+    fault("outside-torch", lambda: _outside(0), "GAV102", "NumPy's mean, which two innocent layers receive", module=""),
     fault("A01", batch_norm, "GAV101", "each micro-batch has its own mean and variance", module="1"),
     fault(
         "A01b-untracked",
@@ -472,6 +491,7 @@ FAULTS = (
 )
 
 TWINS = (
+    quiet("outside-torch", lambda: _outside(1), "NumPy's mean over each sample's own features"),
     quiet("A01", batch_norm, "frozen: the running statistics are constants", mode="eval"),
     quiet("A01b-untracked", group_norm, "GroupNorm looks at one sample"),
     quiet("A01b-by-hand", lambda: _normalised(HandWrittenNorm(8, dim=1)), "the same over the sample's own features"),

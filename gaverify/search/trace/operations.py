@@ -9,7 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -123,8 +123,9 @@ def address(tensor: Any) -> int:
 # Traces one forward operation by operation: what ran, where in the user's code, and a fingerprint of every result.
 
 
-_FACTORIES = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer")  # bring numbers in from outside torch
-_UNWRITTEN = ("empty", "new_empty")  # factories whose results are uninitialised memory
+_UNSEEN_FACTORIES = ("from_numpy", "frombuffer", "from_dlpack")  # of `torch`, which no mode of functions is told of
+_FACTORIES = ("tensor", "as_tensor", "asarray", "new_tensor", *_UNSEEN_FACTORIES)  # bring numbers in from outside torch
+_UNWRITTEN = ("empty", "new_empty")  # factories whose results are uninitialised memory; all their variants begin so
 
 
 @cache
@@ -203,6 +204,10 @@ class OperationTracer(PassProbe):
         name, view, may_draw = _read_traits(func)
         before = generator_key(args, kwargs) if may_draw else None
         result = func(*args, **kwargs)
+        if name.startswith(_UNWRITTEN) and isinstance(result, torch.Tensor):
+            # Padding may copy such memory before it is written. What lies there by chance is no difference.
+            with no_dispatch_modes(), torch.no_grad():
+                result.zero_()
         for work in result if isinstance(result, tuple) else ():
             if hasattr(work, "_has_method") and work._has_method("wait"):
                 work.wait()  # a collective runs in the background: its result is read here
@@ -299,8 +304,9 @@ def make_tracer(
     return OperationTracer(names, experiment.batch_size, experiment.sizes[0], template, plan, layouts)
 
 
-def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> FunctionMode:
-    """Returns a mode in which `handle_call(key, func, args, kwargs)` stands in for the outermost torch calls.
+@contextmanager
+def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) -> Iterator[None]:
+    """Lets `handle_call(key, func, args, kwargs)` stand in for the outermost torch calls.
 
     By its key (name, line and occurrence) another run of the same forward finds the same call again.
     """
@@ -312,7 +318,18 @@ def intercept_calls(handle_call: Callable[[FunctionKey, Any, Any, Any], Any]) ->
         occurrences[place] += 1
         return handle_call((*place, occurrences[place] - 1), func, args, kwargs)
 
-    return FunctionMode(handle)
+    def stand_in(func: Any) -> Any:
+        return hands_over(wraps(func)(lambda *args, **kwargs: handle(func, args, kwargs)))
+
+    originals = {name: getattr(torch, name) for name in _UNSEEN_FACTORIES}
+    try:
+        for name, func in originals.items():
+            setattr(torch, name, stand_in(func))
+        with FunctionMode(handle):
+            yield
+    finally:
+        for name, func in originals.items():
+            setattr(torch, name, func)
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from gaverify.passes.calls import walk_from
-from gaverify.passes.layouts import SampleLayout
+from gaverify.passes.layouts import SampleLayout, changed_dimensions
 from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
 from gaverify.search.trace.traces import (
     DECISIONS,
@@ -163,20 +163,16 @@ class Matching:
         for position, result in enumerate(self.full.steps[index].results):
             if result.layout is None or result.prints is None or result.layout.kind not in ("rows", "selected"):
                 continue
-            part_prints = self.prints(index, position)
-            compared = (
-                self._compare_rows(index, result.prints, part_prints, result.layout)
-                if part_prints is not None
-                else None
-            )
+            compared = self._compare_rows(index, position, result.prints, result.layout)
             if compared is not None and (worst is None or compared[0] > worst[0]):
                 worst = compared
         return worst
 
     def _compare_rows(
-        self, index: int, full: torch.Tensor, parts: list[torch.Tensor], layout: SampleLayout
+        self, index: int, position: int, full: torch.Tensor, layout: SampleLayout
     ) -> tuple[float, int] | None:
-        if any(part.shape[0] != full.shape[0] for part in parts):
+        parts = self.prints(index, position)
+        if parts is None or any(part.shape[0] != full.shape[0] for part in parts):
             return None
         joined = torch.cat(parts, dim=1)
         if joined.shape != full.shape:
@@ -184,9 +180,23 @@ class Matching:
         full, joined = full.nan_to_num(), joined.nan_to_num()  # NaN in both runs is no difference
         scale = full[:, :, 2].amax(1).clamp_min(TINY)
         difference = (joined - full).abs().amax(2) / scale[:, None]
+        # A row that was padded to another length has other entries, which may agree (zeros add nothing) but not differ.
+        lengths = [self._has_equal_lengths(k, index, position) for k in range(len(parts))]
+        is_comparable = torch.cat([torch.full(part.shape[1:2], ok) for part, ok in zip(parts, lengths, strict=True)])
+        differing = difference > self._agree
+        if bool(differing[:, ~is_comparable].any()) and not bool(differing[:, is_comparable].any()):
+            return None
+        difference[:, ~is_comparable] = 0.0
         variant = self._choose_order(index, difference.amax(1), layout.first.fold)
         samples = int((difference[variant] > self._agree).sum()) if layout.kind == "rows" else 0
         return float(difference[variant].max()), samples
+
+    def _has_equal_lengths(self, k: int, index: int, position: int) -> bool:
+        """Whether the rows of a micro-batch have the shape of the full batch's."""
+        full, part = self.full.steps[index].results[position], self._result(k, index, position)
+        if full.layout is None or part is None or len(full.shape) != len(part.shape):
+            return False
+        return set(changed_dimensions(full.shape, part.shape)) <= {full.layout.first.at}
 
     def _choose_order(self, index: int, worst: torch.Tensor, fold: int) -> int:
         """Returns the order of a step's rows: the one that agrees, else that of earlier steps, else the closer one."""
@@ -247,14 +257,27 @@ class Dependence:
         self._dirty = [False] * len(steps)
         self._strays: list[list[bool]] = [[False] * len(part.steps) for part in matching.parts]
         self._done = [0] * len(matching.parts)
+        self._ends = {index for index, step in enumerate(steps) if step.name in DECISIONS}
+        self._ends.add(len(steps) - 1 if matching.full.loss is None else matching.full.loss)
+        # what a micro-batch alone makes of a step is in no list of readers
+        self._read_by_strays = {
+            read
+            for k, part in enumerate(matching.parts)
+            for position, step in enumerate(part.steps)
+            if matching.full_step(k, position) is None
+            for source in step.inputs
+            if (read := matching.full_step(k, source)) is not None
+        }
         for index, step in enumerate(steps):
             self._judge(index, step)
 
     def origins(self) -> Iterator[int]:
         """Yields the steps that make a difference, in order: their inputs agree and their rows differ."""
         for index, kind in enumerate(self.kinds):
+            if kind is None or index not in self.live:
+                continue
             # Similarities of all pairs of samples are harmless if the loss uses only the diagonal, for example.
-            if kind is not None and index in self.live and not (kind == "matrix" and not self._harms(index)):
+            if self._harms(index) if kind == "matrix" else self._is_used(index):
                 yield index
 
     def exits(self, index: int) -> list[int]:
@@ -292,6 +315,10 @@ class Dependence:
             if step.random or outside:
                 return "random"
             return "control-flow" if self.by_control_flow(index) else "rows"
+        # Numbers that NumPy or Python made of the batch: samples met there, and not in the module that receives them.
+        # Whole numbers are left out, because a right loss may count its samples.
+        if self._matching.differs(index) and step.name == INPUT and step.results[0].floating:
+            return "rows"
         matrix = any(result.layout and result.layout.kind == "matrix" and result.floating for result in step.results)
         return "matrix" if matrix and step.differentiable else None
 
@@ -321,6 +348,19 @@ class Dependence:
             or not self._matching.is_matched(step)
             or (self._matching.tainted[step] and self._matching.additive(step, self._shares) > self._agree)
             for step in walk_from(self.readers[index], self._without_rows)
+        )
+
+    def _is_used(self, index: int) -> bool:
+        """Whether rows that differ reach the loss, or code that decides, through anything but rows that agree.
+
+        Rows with a gradient always count: fresh statistics may cancel in all values, and not in the gradient.
+        """
+        matching = self._matching
+        if matching.full.steps[index].differentiable:
+            return True
+        steps = walk_from([index], lambda step: () if matching.has_equal_rows(step) else self.readers[step])
+        return any(
+            step in self._ends or not matching.is_matched(step) or step in self._read_by_strays for step in steps
         )
 
     def _without_rows(self, index: int) -> list[int]:

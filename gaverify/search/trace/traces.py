@@ -46,7 +46,7 @@ def describe_tensor(
     values = real_numbers(tensor).to(widest(tensor.device))
     if layout.kind == "global":
         return summaries(values.reshape(1, -1)).unsqueeze(0), None
-    rows = _squash_values(values).movedim(layout.first.at, 0)
+    rows = squash_values(values).movedim(layout.first.at, 0)
     row_summaries = None
     fold = layout.first.fold
     if layout.kind == "selected" or fold == 1:
@@ -70,7 +70,7 @@ def _moments(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([*twice, *thrice, *scales]).sum(1)
 
 
-def _squash_values(values: torch.Tensor) -> torch.Tensor:
+def squash_values(values: torch.Tensor) -> torch.Tensor:
     """Returns v, and sign(v) · 1000 (2 − 1000 / |v|) where |v| is above 1000; NaN stays.
 
     A mask of −∞, or of a type's lowest number, would make all other values rounding.
@@ -242,7 +242,9 @@ def describe_step(trace: Trace, step: TracedOperation) -> Operation:
     # the forward of the user's own module: otherwise it is the line that calls the model.
     named = step.frame is not None and (not library or any(not call.library for call in chain))
     path, kind = (module_call.path, module_call.kind) if module_call else (None, "")
-    operation = locate_operation(step.name, step.frame if named else None, path, kind)
+    # a value from outside torch is known by the call that takes it in
+    name = step.function[0] if step.name == INPUT and step.function is not None else step.name
+    operation = locate_operation(name, step.frame if named else None, path, kind)
     return replace(operation, caller=_caller(chain, step))
 
 

@@ -1,0 +1,212 @@
+"""What a control pins, which control of a suspect counts, and what is a normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import measured
+import pytest
+import torch
+
+import gaverify
+from gaverify.passes.experiment import Experiment
+from gaverify.passes.gradients import PassProbe
+from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.search import operations, proof
+from gaverify.search.bench import ControlFailed, take_rows
+from gaverify.search.neutral import EvaluationMode, PinnedOutputs, PinnedResults
+from gaverify.search.trace.first_divergence import per_channel_affine
+
+# --- Which rows of a full-batch value a micro-batch is given ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("order", "expected"), [(0, [0.0, 0, 0, 1]), (1, [0.0, 0, 1, 1])])
+def test_a_known_order_decides_and_not_the_nearer_values(order: int, expected: list[float]) -> None:
+    whole = torch.tensor([0.0, 0, 0, 1, 1, 1, 1, 1], device="cpu")
+    for own in (0.0, 1.0):
+        part = torch.full((4,), own, device="cpu")
+        assert take_rows(whole, part, 0, 2, 4, order=order).tolist() == expected
+
+
+# A call that writes in place is held constant in the tensor that it wrote to, since other code may hold that tensor.
+
+
+_HALVES = SimpleNamespace(
+    bounds=lambda: [(0, 2), (2, 4)], batch_size=4, is_float64=False, parameters={}, named_modules=dict
+)
+
+
+def held(run: Any, *names: str) -> list[torch.Tensor]:
+    """What `run(samples)` returns for the full batch and for both micro-batches, with these calls held."""
+    samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
+    first = run.__code__.co_firstlineno
+    places = [(name, (__file__, line), 0) for name in names for line in range(first, first + 6)]
+    probe = PinnedResults(cast(Experiment, _HALVES), places)
+    found = []
+    for k, part in ((None, samples), (0, samples[:2]), (1, samples[2:])):
+        with probe.around(k):
+            found.append(run(part))
+    return found
+
+
+def test_a_sum_that_is_written_in_place_is_the_full_batch_everywhere() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(2)
+        total.index_add_(0, torch.zeros(len(x), dtype=torch.long, device="cpu"), x.sum(1))
+        return total
+
+    for total in held(run, "index_add_"):
+        assert total.tolist() == [28.0, 0.0] and not total.requires_grad
+
+
+def test_nothing_trained_is_overwritten() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device="cpu"))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.mul_(2.0)
+        return x * weight
+
+    with pytest.raises(ControlFailed, match="trained or shared memory"):
+        held(run, "mul_")
+    assert weight.requires_grad
+
+
+class _Centred(torch.nn.Module):
+    """Hands out samples without their mean, and their own sums beside them."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x - x.mean(0), x.sum(1)
+
+
+def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
+    samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
+    module = _Centred()
+    probe = PinnedOutputs(cast(Experiment, _HALVES), module, positions=(0,))
+    whole = (samples - samples.mean(0)).detach()
+    for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
+        with probe.around(k):
+            held, live = module(samples[part])
+        assert torch.equal(held, whole[part]) and not held.requires_grad
+        assert torch.equal(live, samples[part].sum(1)) and live.requires_grad
+    with probe.around(1), pytest.raises(ControlFailed, match="more often than the full batch"):
+        module(samples[:2])
+        module(samples[:2])
+
+
+# --- Whether a module scales its channels; by slopes that really differ, not by what rounding makes of equal ones ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("slopes", "is_normalisation"),
+    [((0.5, 1.0, 2.0), True), ((1.0, 1.0, 1.0), False), ((0.3, 0.3, 0.3), False), ((1.0, 1.0, 1.01), True)],
+)
+def test_slopes_of_the_channels(dtype: torch.dtype, slopes: tuple[float, ...], is_normalisation: bool) -> None:
+    for seed in range(20):  # rounding differs from draw to draw
+        generator = torch.Generator().manual_seed(seed)
+        before = torch.randn(16, 3, generator=generator, dtype=dtype)
+        shift = torch.randn(3, generator=generator, dtype=dtype)
+        after = (before - shift) / 7 * 7 * torch.tensor(slopes, dtype=dtype) + shift
+        assert per_channel_affine(before, after) is is_normalisation
+
+
+def test_other_functions_of_the_input() -> None:
+    before = torch.randn(16, 3)
+    assert not per_channel_affine(before, before.square())
+    assert not per_channel_affine(before, before[:8])
+
+
+def by_hand(h: torch.Tensor) -> torch.Tensor:
+    mean = h.mean(0)
+    return (h - mean) / ((h - mean) ** 2).mean(0).add(1e-5).sqrt()
+
+
+def mixed(h: torch.Tensor) -> torch.Tensor:
+    """Switchable normalisation: statistics of the batch and of the sample, averaged."""
+    mean = (h.mean(0) + h.mean(1, keepdim=True)) / 2
+    return (h - mean) / (h.var(0) + h.var(1, keepdim=True) + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("mix", "code"),
+    [
+        (by_hand, "GAV101"),
+        (mixed, "GAV101"),
+        (lambda h: h * torch.sigmoid(h.mean(0)), "GAV102"),
+        (lambda h: h - h.mean(0), "GAV102"),
+        (lambda h: h + 0.5 * h.mean(0), "GAV102"),
+        (lambda h: h / h.sum(0), "GAV102"),
+        (lambda h: torch.softmax(h, 0), "GAV102"),
+        (lambda h: h + torch.mean(input=h, dim=0), "GAV102"),
+    ],
+)
+def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torch.Tensor], code: str) -> None:
+    class Net(torch.nn.Module):
+        """Written in the forward of the model itself, between layers of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.relu(mix(self.first(x))))
+
+    torch.manual_seed(0)
+    batch = torch.randn(16, 6), torch.randint(4, (16,))
+    before = Net()
+    kept = {name: value.clone() for name, value in before.state_dict().items()}
+    verdict = gaverify.verify(before, lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]), batch, steps=4)
+    assert [(finding.code, finding.proven) for finding in verdict.findings if finding.severity == "fault"] == [
+        (code, True)
+    ]
+    assert all(torch.equal(value, kept[name]) for name, value in before.state_dict().items())
+
+
+# --- Which of several controls of a suspect counts -------------------------------------------------------------------
+
+
+FROZEN, HELD = EvaluationMode([]), PassProbe()
+
+
+@pytest.mark.parametrize(
+    ("tried", "all_of_it", "chosen"),
+    [
+        ([(0.4, False, HELD), (1e-9, True, FROZEN)], False, 0),
+        ([(0.4, False, HELD), (1e-9, True, FROZEN)], True, 1),
+        ([(0.9, False, HELD), (0.8, False, HELD)], False, 1),
+        ([(0.8, False, HELD), (0.9, False, HELD)], False, 0),
+        ([(0.9, False, FROZEN), (0.8, False, HELD)], False, 0),
+    ],
+    ids=["helps", "all of it", "better", "worse", "others are tried behind a frozen layer"],
+)
+def test_the_control_that_counts(
+    monkeypatch: pytest.MonkeyPatch, tried: list[tuple[float, bool, PassProbe]], all_of_it: bool, chosen: int
+) -> None:
+    """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
+    runs = [(ControlRun("held", left, rounding), probe) for left, rounding, probe in tried]
+    monkeypatch.setattr(
+        proof, "_list_controls", lambda *_, **__: [(ControlKind.RESULT_PINNED, lambda run=run: run) for run in runs]
+    )
+    monkeypatch.setattr(proof, "find_live_statistics", lambda _: [])
+    bench: Any = SimpleNamespace(experiment=None, without=lambda _: bench)
+    found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
+    assert found is not None and (found.cause.control, found.probe) == runs[chosen]
+
+
+@pytest.mark.parametrize(("left", "told"), [(0.5, [True, False, True]), (0.0, [True, True, True])])
+def test_causes_on_probation_count_where_all_together_explain_everything(left: float, told: list[bool]) -> None:
+    """One that no control could be run for is told all the same, as suspected."""
+    bench: Any = SimpleNamespace(rounding=1e-6)
+    unproven, probation, proven = (
+        measured.cause(control=None),
+        measured.cause(control=measured.HALVED),
+        measured.cause(),
+    )
+    found = proof.SuspectTrial(unproven, None, helps=False), proof.SuspectTrial(probation, HELD, helps=False)
+    explanation = operations.Explanation(
+        bench, measured.divergent(), left, 0.0, trials=(*found, proof.SuspectTrial(proven, HELD))
+    )
+    assert [each in explanation.causes for each in (unproven, probation, proven)] == told
