@@ -155,6 +155,17 @@ class NoMemory(ProblemError):
     """Memory ran out during a pass; one over the full batch may be run in a way that needs less."""
 
 
+class BrokenTorch(GaverifyError):
+    """Torch, or a package that it imports, raises at its import."""
+
+    def __init__(self, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {text_of(error) or 'no message'}"
+        super().__init__(f"torch cannot be imported: {said}; `python -c 'import torch'` has to work first")
+
+    def __reduce__(self) -> tuple[type[GaverifyError], tuple[str]]:
+        return GaverifyError, (str(self),)  # to another process as its sentence
+
+
 class InternalError(GaverifyError):
     """A fault in gaverify itself."""
 

@@ -30,7 +30,7 @@ from gaverify.cli.streams import (
     say,
 )
 from gaverify.cli.workers import needs_worker, verify_in_workers
-from gaverify.errors import INTERRUPTED, MissingPackage, SpecError, cut_text
+from gaverify.errors import INTERRUPTED, BrokenTorch, MissingPackage, SpecError, cut_text
 from gaverify.launched import await_first, is_first, read_launcher
 from gaverify.records.numbers import count_text
 from gaverify.spec import OPTIONS, Spec, parse_spec, read_specs
@@ -397,6 +397,9 @@ def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:
         raise error
     with guests(), DelayedProgress(spec.model, number, count, quiet=quiet) as progress:
         with pause_collector():
-            from gaverify.verification import verify_spec  # inside, as importing torch may warn
+            try:
+                from gaverify.verification import verify_spec  # inside, as importing torch may warn
+            except Exception as error:
+                raise BrokenTorch(error) from error
 
         return verify_spec(spec, progress=progress.report)

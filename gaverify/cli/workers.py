@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gaverify.children.group import Group
 from gaverify.children.last_words import Ended
 from gaverify.children.launching import Kept, open_channel
-from gaverify.errors import InternalError, ProblemError, as_foreseen
+from gaverify.errors import BrokenTorch, InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def main() -> None:
     try:
         from gaverify.verification import verify_spec
     except Exception as error:
-        channel.send(InternalError(f"torch cannot be imported: {error}"))
+        channel.send(BrokenTorch(error))
         os._exit(1)
     channel.send(_Ready())
     while True:

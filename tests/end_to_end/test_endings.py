@@ -177,3 +177,12 @@ def test_ctrl_c_behind_a_verdict_does_not_take_it_back(
     monkeypatch.setattr("gaverify.cli.running.read_specs", interrupt)
     assert main(["run", "configs"]) == 130
     assert capsys.readouterr().err == "gaverify: interrupted; nothing was decided\n"
+
+
+@pytest.mark.parametrize("limit", [(), ("--timeout", "60")])
+def test_a_numpy_that_cannot_be_imported_is_told(folder: Path, limit: tuple[str, ...]) -> None:
+    (folder / "numpy.py").write_text("raise RuntimeError('broken numpy')")
+    command = [sys.executable, "-m", "gaverify", "run", "mlp", *limit]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "torch cannot be imported: RuntimeError: broken numpy; `python -c" in done.stderr
