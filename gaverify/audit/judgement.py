@@ -99,11 +99,8 @@ def _compare_update(
     unit = working_unit(runs.full)
     full, accumulated = runs.full.samples(round_), runs.accumulated.samples(round_)
     fit = fit_of(full, accumulated)
-    data, missed = _data(runs.full, full, runs.accumulated, accumulated), None
-    of_networks = _data_of_networks(runs, round_)
     # A window of several networks holds forwards of all: the rows of the network that stepped decide.
-    if of_networks is not None and (not data.same or of_networks[1] is not None):
-        data, missed = of_networks
+    data = _data_of_networks(runs, round_) or _data(runs.full, full, runs.accumulated, accumulated)
     terms = terms_of(accumulated, fit)
     fit_used = fit_of(full, accumulated, summed=False)
     by_change = full.by_change or accumulated.by_change
@@ -182,7 +179,6 @@ def _compare_update(
         decided=decided,
         unclear=unclear,
         stages=tuple(stages),
-        missed=missed,
         fed=fed,
         never_fed=never_fed,
     )
@@ -223,14 +219,10 @@ def differing_settings(full: Samples, each: Sequence[Samples]) -> tuple[SettingD
     return ()
 
 
-def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | None] | None:
-    """Compares what each optimizer's networks were fed since the round's optimizers last stepped, if several train.
+def _data_of_networks(runs: Runs, round_: Round) -> RowCheck | None:
+    """Compares what the round's networks were fed since their optimizers last stepped, if other networks train as well.
 
     One network's loss may run through another (a generator's through its critic), so that samples count once.
-
-    Returns:
-        The check of the round's networks if they were fed the same samples. Else that of other networks that were,
-        with the check of the round's if these were fed a part of their full batch: they take turns. None else.
     """
     both_runs = (runs.full, runs.accumulated)
     trained = runs.accumulated.models_by_optimizer
@@ -239,21 +231,14 @@ def _data_of_networks(runs: Runs, round_: Round) -> tuple[RowCheck, RowCheck | N
     if not stepped < set(trained):
         return None
     stretches = [_events_since_last_step(run, round_) for run in both_runs]
-    checks = {}
-    for optimizer, models in trained.items():
-        fed = [_forwards_reached(events, optimizer, models) for events in stretches]
+    checks = []
+    for optimizer in stepped:
+        fed = [_forwards_reached(events, optimizer, trained[optimizer]) for events in stretches]
         rows = [run.rows_behind(forwards) for run, forwards in zip(both_runs, fed, strict=True)]
         # In a GAN the critic sees the samples in its own pass and in the generator's: their number differs by design.
-        checks[optimizer] = check_rows(*rows, distinct=True)
-    checked = {optimizer: check for optimizer, check in checks.items() if check.checked}
-    own_checks = [check for optimizer, check in checked.items() if optimizer in stepped]
-    unlike = next((check for check in own_checks if not check.same), None)
-    if own_checks and unlike is None:
-        return own_checks[0], None
-    other_checks = [check for optimizer, check in checked.items() if optimizer not in stepped and check.same]
-    if unlike is None or not other_checks or not unlike.is_part:
-        return None
-    return other_checks[0], unlike
+        checks.append(check_rows(*rows, distinct=True))
+    checked = [check for check in checks if check.checked]
+    return next((check for check in checked if not check.same), next(iter(checked), None))
 
 
 def _without_passes_of_others(runs: Runs, window: Window, fit: WeightFit | None) -> WeightFit | None:

@@ -182,8 +182,6 @@ class UpdateComparison:
     """Whether both runs changed summed gradients by hand, so that no stage shows which one is right."""
     stages: tuple[StageComparison, ...] = ()
     """Difference and norm ratio at each stage that was compared."""
-    missed: RowCheck | None = None
-    """Samples of this update's networks, if only a part was fed while other networks got all of theirs; else None."""
     fed: RowCheck | None = None
     """Samples of all forwards, also those without a backward; None where samples agree or several ranks train."""
     never_fed: int = 0

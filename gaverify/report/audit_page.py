@@ -140,8 +140,6 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
     data = update.data
     if not data.checked:
         yield "samples could not be compared"
-    elif update.missed is not None:
-        yield f"{update.missed.accumulated} of {update.missed.full} samples"
     elif data.same:
         yield "same samples" + (", padded differently" if data.padded else "")
     elif data.adds_nothing:

@@ -70,14 +70,12 @@ def early_windows(loop: Record) -> list[tuple[Window, int]]:
     shared = steps_before_clearing(loop)
     if shared:
         return shared
-    # networks that take turns may be given too few micro-batches: their step is not early (GAV203)
-    turns = {update.number for update in loop.updates if update.missed is not None}
-    # nor is one early that is not fed a micro-batch because the loop skips it
+    # a step is not early that is not fed a micro-batch because the loop skips it
     skipping = {update.number for update in loop.updates if update.never_fed or update.data.adds_nothing}
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
         skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
     expected_passes = [
-        (window, loop.expected_passes(window)) for window in loop.complete if window.number not in turns | skipping
+        (window, loop.expected_passes(window)) for window in loop.complete if window.number not in skipping
     ]
     # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
     fed = {window.number: window.backwards + len(window.dropped_positions) for window in loop.complete}

@@ -10,7 +10,6 @@ from itertools import combinations
 from typing import Any
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.events import Backward
 from gaverify.records.experiment import (
     ControlRun,
     Count,
@@ -22,7 +21,6 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
-from gaverify.records.numbers import count_text
 from gaverify.records.windows import AccumulationWindow
 from gaverify.rules.lost_passes import explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.rule import (
@@ -31,7 +29,6 @@ from gaverify.rules.rule import (
     difference,
     exact,
     finding_of,
-    first_place,
     join_texts,
     largest,
     measured_evidence,
@@ -197,7 +194,6 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     # an empty micro-batch explains a weight of zero, so skipped ones are looked for only where there is none
     if not empty:
         yield from _judge_skipped(facts)
-        yield from _judge_turns(facts)
         return
     losses, counts = facts.window.losses, facts.window.valid_targets
     # A script's loss is also NaN where it was not seen, so that only a run's own losses tell.
@@ -284,30 +280,6 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
                 proven=False,
             )
             return
-
-
-def _judge_turns(facts: Facts) -> Iterator[Finding]:
-    """Yields a finding where networks take turns, and micro-batches of one's turn are left to the others."""
-    loop, update = facts.loop, facts.loop.divergent if facts.loop is not None else None
-    window = loop.window_of(update.number) if loop is not None and update is not None else None
-    if update is None or update.missed is None or window is None:
-        return
-    passes = window.of(Backward)
-    missed, full = update.missed, update.missed.full
-    yield finding_of(
-        f"update {update.number} uses {missed.accumulated} of the {full} samples that are meant for it",
-        measured_evidence(
-            "events",
-            f"{count_text(len(passes), 'backward pass')}; the other {count_text(full - missed.accumulated, 'sample')} "
-            "went to other networks in both runs",
-            update=update.number,
-            rows=missed.accumulated,
-            full=full,
-        ),
-        remedy="alternate the networks by updates, not by micro-batches: `step // K` with `step` from 0",
-        location=first_place(passes),
-        proven=False,
-    )
 
 
 def empty_micro_batches(facts: Facts) -> list[int]:

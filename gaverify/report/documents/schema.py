@@ -434,7 +434,6 @@ class UpdateItem(Shape, record=UpdateComparison):
     clips: Annotated[tuple[Clip, ...], Of("step.clips")] = ()
     clips_full: Annotated[tuple[Clip, ...], Of("step.clips_full")] = ()
     settings: Annotated[tuple[SettingItem, ...], Of("step.settings")] = ()
-    missed: DataItem | None = None
     parameters: tuple[Parameter, ...]
 
 

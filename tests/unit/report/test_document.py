@@ -18,7 +18,6 @@ import samples
 
 import gaverify.report.documents.schema
 from gaverify.errors import SpecError
-from gaverify.records.audit import RowCheck
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
@@ -199,15 +198,6 @@ def test_what_is_read_is_what_was_written(answer) -> None:
     assert type(again) is type(answer)
     assert answer_text(again) == text
     assert render([again], "text", show_all=True) == render([answer], "text", show_all=True)
-
-
-def test_the_samples_that_a_turn_missed_are_told() -> None:
-    answer = samples.audited()
-    update = replace(answer.updates[1], missed=RowCheck(16, 4, 12, "argument 1"))
-    document = json.loads(answer_text(replace(answer, updates=(answer.updates[0], update))))
-    without, missed = (each["missed"] for each in document["updates"])
-    assert without is None and (missed["full"], missed["accumulated"]) == (16, 4)
-    assert answer_of(document).updates[1].missed == update.missed
 
 
 def test_several_answers_and_errors(tmp_path: Path) -> None:
