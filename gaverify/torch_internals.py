@@ -192,31 +192,18 @@ def pin_memory(batch: Any) -> Any:
     return pin(batch)
 
 
-def fully_shard(*arguments: Any, **options: Any) -> Any:
-    """FSDP2's `fully_shard`, which is public from torch 2.6 on; raises an ImportError before torch 2.4."""
-    try:
-        from torch.distributed.fsdp import fully_shard as shard
-    except ImportError:  # torch 2.4 and 2.5
-        from torch.distributed._composable.fsdp import fully_shard as shard  # type: ignore
-    return shard(*arguments, **options)
-
-
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of this rank's shard of a `DTensor`, and where it begins in the whole tensor."""
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    except ImportError:  # torch 2.4
-        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset  # type: ignore
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def distribute(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """Returns this rank's shard of a tensor, which every rank holds whole, as a `DTensor` cut as `like` is."""
-    try:
-        from torch.distributed.tensor import DTensor
-    except ImportError:  # torch 2.4
-        from torch.distributed._tensor import DTensor  # type: ignore
+    from torch.distributed.tensor import DTensor
+
     # Not `distribute_tensor`: rank 0 would send what every rank has already.
     shape, offset = local_shape_and_offset(like)
     part = tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

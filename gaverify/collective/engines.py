@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from gaverify.children.folders import working_folder
 from gaverify.collective.membership import Member, TrafficMeter
@@ -24,7 +25,7 @@ from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.sketches import sketch
 from gaverify.passes.wrappers import THIS_RANK, is_sharded, renew_reducers
 from gaverify.records.ranks import Engine, Traffic
-from gaverify.torch_internals import distribute, fully_shard, set_default_group
+from gaverify.torch_internals import distribute, set_default_group
 
 _LOOPBACK = "lo"
 

@@ -36,8 +36,6 @@ def _module(kind: str) -> Any:
 
 def _is_available(kind: str) -> bool:
     module = _module(kind)
-    if kind == "mps" and not hasattr(module, "is_available"):  # torch 2.4 and 2.5 tell it elsewhere
-        return torch.backends.mps.is_available()
     return module is not None and bool(module.is_available())
 
 

@@ -18,7 +18,7 @@ from gaverify.thresholds import TENTH
 class Method(str, Enum):
     """What decided; the values are what JSON prints.
 
-    `EVENTS`: only the order of a script's calls was looked at. `MICRO_BATCH_FLOOR` stands in older documents only.
+    `EVENTS`: only the order of a script's calls was looked at.
     """
 
     WORKING_PRECISION = "working-precision"
@@ -28,7 +28,6 @@ class Method(str, Enum):
     FEW_SAMPLES = "few-samples"
     WEIGHTS = "weights"
     FLOAT32_RUNS = "float32-runs"
-    MICRO_BATCH_FLOOR = "micro-batch-floor"
     FLOAT64_PART = "float64-part"
     TOLERANCE = "tolerance"
     NOT_COMPARED = "not-compared"

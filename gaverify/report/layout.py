@@ -28,7 +28,6 @@ METHODS: Mapping[str, str] = {
     Method.FEW_SAMPLES: "by the weights that fit, and by float64 on a few samples",
     Method.WEIGHTS: "by the weights that fit",
     Method.FLOAT32_RUNS: "by the same runs in float32, where rounding hides nothing",
-    Method.MICRO_BATCH_FLOOR: "by the rounding noise of a micro-batch and float64 on two samples",
     Method.FLOAT64_PART: "by float64 on a part of the batch",
     Method.TOLERANCE: "by the tolerances that were asked for",
 }

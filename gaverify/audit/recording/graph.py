@@ -90,7 +90,6 @@ def behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
 
 
 def _shape(node: Any, slot: int) -> tuple[int, ...] | None:
-    # torch 2.4 does not tell the shapes of operands: no meeting is found there.
     outputs = getattr(node, "_input_metadata", ())
     return tuple(outputs[slot].shape) if slot < len(outputs) else None
 

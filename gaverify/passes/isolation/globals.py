@@ -264,7 +264,7 @@ def deterministic() -> Iterator[None]:
 def eager_when_compiled(modules: list[nn.Module]) -> Iterator[None]:
     """Runs models from `torch.compile` eagerly: the draws inside a compiled graph cannot be replayed per sample."""
     with ExitStack() as stack:
-        if is_compiler_imported() and hasattr(torch.compiler, "set_stance"):
+        if is_compiler_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

@@ -164,7 +164,6 @@ def test_parameters_that_were_not_compared_do_not_agree() -> None:
         ("float64-control", "by repeating both runs in float64"),
         ("noise-floor", "by the rounding noise of the full batch"),
         ("two-samples", "by the rounding of two samples, which agree in float64"),
-        ("micro-batch-floor", "by the rounding noise of a micro-batch and float64 on two samples"),  # older documents
         ("tolerance", "by the tolerances that were asked for (rtol 0.01, atol 0.1)"),
         ("not-compared", "nothing was compared"),
         ("something-new", "by something-new"),
