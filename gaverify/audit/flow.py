@@ -63,19 +63,6 @@ def needs_replay(record: Record, full: ClosingRecord, accumulated: ClosingRecord
     return has_draws and (bool(record.unaligned) or record.divergent is not None or is_unrepeatable)
 
 
-def can_replay_inputs(record: Record, full: ClosingRecord) -> bool:
-    """Whether the runs may be given the same inputs of forwards, if a replay of loaders and draws does not suffice.
-
-    Args:
-        record: The comparison.
-        full: The closing record of the full-batch run.
-    """
-    # a script that computes losses outside the model has targets there, which would belong to other samples
-    if not full.models.returns_loss or not _may_see_same_samples(record):
-        return False
-    return record.updates[0].data.checked and not record.updates[0].data.same
-
-
 def _may_see_same_samples(record: Record) -> bool:
     """Whether both runs began with the same weights, and their models were given about as many rows."""
     # Other initial weights, or twice as many rows, are no question of samples: no replay makes them equal.
@@ -279,8 +266,6 @@ class _Audit:
         ways: list[Replay] = ["samples"] if helps else []
         if helps and full.loaders:
             ways.append("batches")  # where the collation draws, micro-batches that are collated anew would draw anew
-        if can_replay_inputs(record, full):
-            ways.append("inputs")
         return ways
 
     def _lift(self, comparison: _Comparison) -> _Comparison:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Order = Literal["turns", "blocks"]
 """How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
 
-Replay = Literal["samples", "batches", "inputs"] | Order
+Replay = Literal["samples", "batches"] | Order
 """What is replayed besides draws: samples of loaders, which are collated anew; their batches, if collation draws; the
 inputs of forwards as well. Ranks share the samples themselves: only the order counts."""
 
@@ -295,9 +295,9 @@ class ReplayData(Change):
     """Micro-batches in a short last window that ends every pass over a loader; 0: no change."""
 
     def install(self, recorder: Recorder) -> None:
-        """Replaces what the recorder does with loaders, inputs and draws of the loop."""
+        """Replaces what the recorder does with loaders and draws of the loop."""
         from gaverify.audit.recording.loop import DealtLoopDraws, KeptLoopDraws, Loop
-        from gaverify.audit.recording.samples import GivenSamples, Inputs, KeptSamples, Loaders
+        from gaverify.audit.recording.samples import GivenSamples, KeptSamples, Loaders
 
         source, folder, collated = recorder.job.source, recorder.storage.folder, self.way == "batches"
         loop: Loop
@@ -315,8 +315,7 @@ class ReplayData(Change):
                 if self.way in ("turns", "blocks")
                 else GivenSamples(source, self.parts, loop.ignore_draws, length, collated=collated)
             )
-        inputs = Inputs(source or folder, given=source is not None) if self.way == "inputs" else None
-        recorder.data.replay(loop, loaders, inputs)
+        recorder.data.replay(loop, loaders)
         recorder.draws.draws.deals_loop_draws = True
 
 

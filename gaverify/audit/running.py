@@ -304,8 +304,7 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     replay = job.find(ReplayData)
-    words = {"inputs": "inputs", "batches": "batches and random numbers"}
-    replayed = words.get(replay.way, "samples and random numbers") if replay else ""
+    replayed = f"{'batches' if replay and replay.way == 'batches' else 'samples'} and random numbers"
     ended = " ".join(filter(None, (run.closing.ending.value, run.closing.exit_code)))
     notes = {
         "without compilation": job.find(DisableCompilation),

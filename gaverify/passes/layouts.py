@@ -280,34 +280,6 @@ class SampleLayout:
         is_leading = layout is not None and layout.kind == "rows" and layout.first.at < 2
         return layout if is_leading else None
 
-    @classmethod
-    def match(cls, full: Sequence[Shape], micro: Sequence[Shape]) -> tuple[list[SampleLayout], int, int] | None:
-        """Returns the layouts of several tensors whose numbers of samples are not known, with B and n.
-
-        Where two dimensions of a tensor differ, one follows the padding: the batch is the first. Where no dimension of
-        any tensor does, because both sides hold the full batch, B and n are 1.
-
-        Args:
-            full: The shapes for all samples.
-            micro: Those for some of them.
-
-        Returns:
-            None where the shapes do not fit together.
-        """
-        if len(full) != len(micro):
-            return None
-        layouts, sizes = [], set()
-        for full_shape, shape in zip(full, micro, strict=True):
-            layout = cls.find(full_shape, shape)
-            if layout is None:
-                return None
-            layouts.append(cls(tuple(SampleDimension(dimension.at) for dimension in layout.dimensions[:1])))
-            sizes |= {(full_shape[dimension.at], shape[dimension.at]) for dimension in layouts[-1].dimensions}
-        if not sizes:
-            return layouts, 1, 1
-        batch_size, count = sizes.pop()
-        return None if sizes or count > batch_size else (layouts, batch_size, count)
-
     @property
     def kind(self) -> LayoutKind:
         """What the dimensions amount to.

@@ -359,8 +359,6 @@ class ModelSummary:
     """Whether FSDP's first version cuts one of them into flat pieces."""
     is_tensor_parallel: bool = False
     """Whether ranks hold parts of the same layers."""
-    returns_loss: bool = False
-    """Whether every forward with something to train returned its loss."""
 
 
 @dataclass(frozen=True)

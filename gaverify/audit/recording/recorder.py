@@ -261,7 +261,6 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
             engine_of(models),
             is_flattened(models),
             tensor_parallel(models, watch.all_parameters()),
-            recorder.forwards.returns_loss,
         ),
         arithmetic=recording.roundoff.describe(),
         draws=DrawSummary(

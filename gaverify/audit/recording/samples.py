@@ -28,11 +28,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from gaverify.audit.recording.values import tensors_in
 from gaverify.audit.same_data import Fingerprints, ForwardInputs
 from gaverify.errors import ProblemError
 from gaverify.passes.batching import batch_size_of, micro_batch_sizes, take
-from gaverify.passes.layouts import SampleLayout, leaves, summaries
+from gaverify.passes.layouts import leaves, summaries
 from gaverify.torch_internals import pin_memory
 
 # Which samples fed a forward: a fingerprint of every row of every input tensor.
@@ -488,58 +487,3 @@ class GivenSamples(_WithSamples):
 def _cut(total: int, unit: int) -> list[int]:
     full, remainder = divmod(total, unit)
     return [unit] * full + ([remainder] if remainder else [])
-
-
-class Inputs:
-    """Keeps the inputs of forwards, a file for each, or puts the next rows of the same forward's in their place.
-
-    Forwards are told apart by model, mode and their number since the last backward pass. Only the tensors that the
-    script hands over are changed, by what they point at: data sets that they are views of stay as they are.
-
-    Args:
-        folder: Of the full-batch run.
-        given: This is another run, which is given them.
-    """
-
-    def __init__(self, folder: Path, *, given: bool) -> None:
-        self._folder, self._given = folder, given
-        self._models: dict[int, tuple[int, Any]] = {}
-        self._since: Counter[tuple[int, bool]] = Counter()
-        self._next: dict[str, tuple[int, int]] = {}  # which file of a forward, and which row of it
-
-    def forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keeps or replaces the inputs of a forward that is about to begin."""
-        model, training = self._models.setdefault(id(module), (len(self._models), module))[0], module.training
-        key = f"inputs-{model}-{int(training)}-{self._since[model, training]}"
-        self._since[model, training] += 1
-        # A tensor with a graph is computed by the script: other values would not be those of its graph.
-        plain = (tensor for tensor in tensors_in((args, dict(kwargs))) if type(tensor) is torch.Tensor)
-        tensors = [tensor for tensor in plain if tensor.grad_fn is None and tensor.dim() > 0]
-        at, start = self._next.get(key, (0, 0))
-        path = self._folder / f"{key}-{at}.pt"
-        if tensors and not self._given:
-            torch.save([tensor.cpu() for tensor in tensors], path)
-            self._next[key] = at + 1, 0
-        elif tensors and path.exists():
-            self._next[key] = self._put(tensors, torch.load(path, weights_only=True), at, start)
-
-    def after_backward(self) -> None:
-        """A backward pass is over."""
-        self._since.clear()
-
-    def _put(self, tensors: list[torch.Tensor], stored: list[torch.Tensor], at: int, start: int) -> tuple[int, int]:
-        """Puts rows from `start` on of file `at` in place, and returns where the next ones are."""
-        matched = SampleLayout.match([tensor.shape for tensor in stored], [tensor.shape for tensor in tensors])
-        if matched is None or start + matched[2] > matched[1]:
-            return at, start  # lists of boxes, say: the comparison of the rows says what came of it
-        layouts, total, rows = matched
-        for tensor, full, layout in zip(tensors, stored, layouts, strict=True):
-            part = layout.take(full, range(start, start + rows), total)
-            # Not copied into: the tensor may be a view of the script's data set.
-            tensor.data = part.to(tensor.device, tensor.dtype).clone()
-        return (at, start + rows) if start + rows < total else (at + 1, 0)
-
-
-def has_loss(output: Any) -> bool:
-    """Whether a forward returns a single number that can be differentiated: its loss."""
-    return any(result.dim() == 0 and result.requires_grad for result in tensors_in(output))

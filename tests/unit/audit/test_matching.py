@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gaverify.audit.flow import possible_orders
 from gaverify.audit.recording.graph import ends_in_parameters
-from gaverify.audit.recording.samples import Inputs, has_loss, input_rows
+from gaverify.audit.recording.samples import input_rows
 from gaverify.audit.recording.values import Names
 from gaverify.audit.same_data import Matcher, Spot, check_rows
 
@@ -183,48 +182,6 @@ def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> No
 
 def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
     assert possible_orders(Fed([]), Fed([]), has_same_rows=False) == ("turns", "blocks")  # type: ignore[arg-type]
-
-
-class TestGiven:
-    def test_micro_batches_get_the_rows_one_behind_the_other(self, tmp_path: Path) -> None:
-        model, kept = nn.Linear(1, 1), Inputs(tmp_path, given=False)
-        whole = torch.arange(8.0, device="cpu").view(8, 1)
-        for part in whole.split(4):
-            kept.forward(model, (part,), {})
-            kept.after_backward()
-        given, rows = Inputs(tmp_path, given=True), torch.zeros(8, 1, device="cpu")
-        seen = []
-        for part in rows.split(2):
-            given.forward(model, (part,), {})
-            given.after_backward()
-            seen.append(part.flatten().tolist())
-        assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
-        assert not rows.any(), "the data set that they are views of was changed"
-
-    def test_two_forwards_of_a_pass_are_told_apart(self, tmp_path: Path) -> None:
-        model, kept = nn.Linear(1, 1), Inputs(tmp_path, given=False)
-        for start in (0.0, 10.0):
-            kept.forward(model, (torch.arange(start, start + 4, device="cpu").view(4, 1),), {})
-        kept.after_backward()
-        given, seen = Inputs(tmp_path, given=True), []
-        for _ in range(2):
-            for _ in range(2):
-                part = torch.zeros(2, 1, device="cpu")
-                given.forward(model, (), {"x": part})
-                seen.append(part.flatten().tolist())
-            given.after_backward()
-        assert seen == [[0.0, 1.0], [10.0, 11.0], [2.0, 3.0], [12.0, 13.0]]
-
-    def test_what_has_no_counterpart_is_left_alone(self, tmp_path: Path) -> None:
-        given, part = Inputs(tmp_path, given=True), torch.ones(2, 1, device="cpu")
-        given.forward(nn.Linear(1, 1), (part,), {})
-        assert part.tolist() == [[1.0], [1.0]]
-
-
-def test_a_loss_is_a_single_number_that_can_be_differentiated() -> None:
-    weight = torch.ones(3, device="cpu", requires_grad=True)
-    assert has_loss({"loss": weight.sum(), "logits": weight * 2})
-    assert not has_loss((weight * 2, torch.zeros((), device="cpu")))
 
 
 class TestEndsInParameters:

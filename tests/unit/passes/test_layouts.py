@@ -46,25 +46,6 @@ def test_a_leading_dimension_holds_the_samples() -> None:
     assert SampleLayout.find_leading((3, 5), (3, 5), 8, 8) is None
 
 
-class TestMatch:
-    def test_rows_of_the_first_dimension(self) -> None:
-        assert SampleLayout.match([(8, 4), (8,)], [(2, 4), (2,)]) == ([ROWS, ROWS], 8, 2)
-
-    def test_columns_and_a_table_that_all_share(self) -> None:
-        assert SampleLayout.match([(5, 8), (5, 5)], [(5, 2), (5, 5)]) == ([COLUMNS, SampleLayout()], 8, 2)
-
-    def test_padding_follows_the_batch(self) -> None:
-        assert SampleLayout.match([(8, 20)], [(2, 17)]) == ([ROWS], 8, 2)
-
-    def test_a_repetition_has_no_samples(self) -> None:
-        assert SampleLayout.match([(8, 4)], [(8, 4)]) == ([SampleLayout()], 1, 1)
-
-    def test_shapes_that_do_not_fit(self) -> None:
-        assert SampleLayout.match([(8, 4), (8,)], [(2, 4)]) is None
-        assert SampleLayout.match([(8, 4), (8,)], [(2, 4), (3,)]) is None
-        assert SampleLayout.match([(8, 4)], [(9, 4)]) is None
-
-
 class TestTake:
     def test_samples_are_the_outer_or_the_inner_index_of_a_folded_dimension(self) -> None:
         sample = torch.arange(4)

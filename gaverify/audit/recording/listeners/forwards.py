@@ -13,7 +13,7 @@ from gaverify.audit.recording.listeners.other_calls import TargetListener
 from gaverify.audit.recording.listeners.updates import UpdateListener
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Outputs, PinnedModules
-from gaverify.audit.recording.samples import Inputs, Loaders, has_loss, input_rows, input_shapes
+from gaverify.audit.recording.samples import Loaders, input_rows, input_shapes
 from gaverify.audit.recording.values import OutOfSight
 from gaverify.records.events import Forward
 
@@ -63,7 +63,7 @@ class DrawListener:
 
 
 class DataListener:
-    """Keeps or replays what lies outside the models: draws of the loop, samples of loaders, inputs of forwards."""
+    """Keeps or replays what lies outside the models: draws of the loop, and samples of loaders."""
 
     def __init__(self) -> None:
         self.loop = Loop()
@@ -72,17 +72,15 @@ class DataListener:
         """What is done about samples."""
         self.starts_at_forward = False
         """Whether the loop begins with the first forward: no optimizer is made."""
-        self._inputs: Inputs | None = None
 
-    def replay(self, loop: Loop, loaders: Loaders, inputs: Inputs | None) -> None:
+    def replay(self, loop: Loop, loaders: Loaders) -> None:
         """Keeps what lies outside the models, or takes it from the full-batch run.
 
         Args:
             loop: What is done about draws of the loop.
             loaders: What is done about samples.
-            inputs: What is done about the inputs of forwards; None: nothing.
         """
-        self.loop, self.loaders, self._inputs = loop, loaders, inputs
+        self.loop, self.loaders = loop, loaders
 
     @contextmanager
     def pause(self, call: ForwardCall | Differentiation) -> Iterator[None]:
@@ -93,17 +91,13 @@ class DataListener:
             yield
 
     def begin_forward(self, call: ForwardCall) -> None:
-        """Notes a forward; its inputs are replaced where that is asked for."""
+        """Notes a forward."""
         if call.is_graded:  # an evaluation reads other data
             self.loop.forward(next((shape[0] for shape in input_shapes(call.args, call.kwargs)), None))
-            if self._inputs is not None:
-                self._inputs.forward(call.module, call.args, call.kwargs)
 
     def end_differentiation(self, _: Differentiation) -> None:
         """A backward pass is over, whatever it was for: forwards are counted since it."""
         self.loop.backwards += 1
-        if self._inputs is not None:
-            self._inputs.after_backward()
 
 
 # What the graph and the loss functions tell of a loss: its weight, divisor and value, and the targets it counts.
@@ -217,8 +211,6 @@ class ForwardListener:
     def __init__(self, recording: Recording, updates: UpdateListener) -> None:
         self._recording, self._updates = recording, updates
         self._count = 0
-        self.returns_loss = True
-        """Whether every forward whose operations are differentiated returned a loss."""
 
     def identify(self, call: ForwardCall) -> None:
         """Finds out whether the module trains."""
@@ -261,7 +253,6 @@ class ForwardListener:
 
     def note_result(self, call: ForwardCall) -> None:
         """Looks whether the forward returned a loss."""
-        self.returns_loss = self.returns_loss and (not call.is_graded or has_loss(call.result))
 
     def is_inside(self) -> bool:
         """Whether a forward is running, or recomputed; inner modules tell whether autocast is on."""
