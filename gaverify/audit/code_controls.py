@@ -6,7 +6,7 @@ State is a module's buffer, frozen parameter or attribute, such as a moving aver
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,7 @@ from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateCo
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, ChangedValue, ValuePlace
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import State, StateChange
+from gaverify.records.facts import NextUpdate, State, StateChange
 from gaverify.records.windows import common_rounds, rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
@@ -361,6 +361,9 @@ def control_state(trial: Trial, record: Record) -> Record:
                 blamed,
                 (suspect_control,) if is_repair else (),
                 math.nan if is_repair else bench.difference_of_state,
+                next_update=bench.repeat(suspects) if is_repair else None,
+                # several values are restored together only where none of them is enough alone
+                together=len(suspects) > 1,
             )
             results = replace(record.controls, state=state)
             if suspect_control.fit is not None:
@@ -399,12 +402,30 @@ class _StateBench:
         ]
         return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
 
-    def _run(self, role: Role, *changes: Change, source: RecordedRun | None = None) -> RecordedRun:
+    def _run(
+        self, role: Role, *changes: Change, source: RecordedRun | None = None, updates: int | None = None
+    ) -> RecordedRun:
         evaluation = [UseEvaluationMode(self.evaluated)] if self.evaluated else []
         every_change = (*evaluation, DisableCompilation(), *changes)
-        number = self._update.number
+        number = updates or self._update.number
         control = self._trial.control(role, *every_change, source=source, updates=number, shown_as="state")
         return self._trial.run(control)
+
+    def _rounding_of(self, update: UpdateComparison) -> float:
+        unit = self._record.unit
+        return max(MANY_UNITS * unit, floors_allowed(unit) * update.noise)
+
+    def repeat(self, suspects: Sequence[StateChange]) -> NextUpdate | None:
+        """Restores values in all compared updates; returns the largest difference of a later one, None without one."""
+        later = [each for each in self._record.updates if each.judged and each.number > self._update.number]
+        if not later:
+            return None
+        change = RestoreState(tuple(suspect.name for suspect in suspects), is_repair=True)
+        run = self._run("accumulated", change, source=self._full, updates=later[-1].number)
+        differences = [gradient_difference(self._full, run, update=each.number) for each in later]
+        shares = [left / self._rounding_of(each) for left, each in zip(differences, later, strict=True)]
+        worst = shares.index(max(shares))
+        return NextUpdate(self._rounding_of(later[worst]), differences[worst], math.nan)
 
     def run_weighted(self, state: State, fit: WeightFit) -> ControlRun | None:
         """Returns the control with the blamed values restored and the weights that fit then on the losses."""
@@ -431,9 +452,9 @@ class _StateBench:
             All values that forwards change, and the control; it has the weights that explain the rest, if any do.
         """
         run = self._run("accumulated", RestoreState(names), source=self._full)
-        unit, number, tolerance = self._record.unit, self._update.number, self._record.tolerance
+        number, tolerance = self._update.number, self._record.tolerance
         difference = gradient_difference(self._full, run, update=number)
-        is_rounding = difference <= max(MANY_UNITS * unit, floors_allowed(unit) * self._update.noise)
+        is_rounding = difference <= self._rounding_of(self._update)
         fit = None
         if not is_rounding and not self.evaluated:
             round_ = rounds_of(run.events)[number - 1]

@@ -222,12 +222,16 @@ class RestoreState(Change):
 
     names: tuple[str, ...]
     """Names of the values; `EVERYTHING` stands for all."""
+    is_repair: bool = False
+    """Whether the values go from one update to the next as in training, and are not set to the full-batch run's."""
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
         from gaverify.audit.recording.state import RestoredState
 
         recorder.controls.state = RestoredState(self.names, recorder.recording.guard.work)
+        if self.is_repair:
+            recorder.controls.carried.kept = self.names
 
 
 @dataclass(frozen=True)

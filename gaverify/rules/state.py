@@ -166,7 +166,7 @@ def _word_restoring(state: State) -> str:
     if following.from_forward <= following.rounding:
         restore += " and after the last one; then run one forward pass of the full batch without gradients"
         return f"{restore} ({trial} in two updates; without that pass the second one differs)"
-    return f"{restore} (tested: it repairs the first update, and leaves a difference in the second one)"
+    return f"{restore} (tested: it repairs one update, and leaves a difference in the next one)"
 
 
 @rule("GAV403")

@@ -96,7 +96,7 @@ def test_a_second_cause_beside_state_shows_in_the_second_update() -> None:
     number, average = (finding for finding in verdict.findings if finding.severity == "fault")
     assert (number.code, average.code) == ("GAV103", "GAV403") and number.proven and average.proven
     assert "in a second update, in both runs the difference is " in str(number.evidence)
-    assert "(tested: it repairs the first update, and leaves a difference in the second one); or " in average.remedy
+    assert "(tested: it repairs one update, and leaves a difference in the next one); or " in average.remedy
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ class CarriedState:
         self._hunt: LineHunt | None = None
         self.aligned: tuple[str, ...] = ()
         """Names of values that are set to the full-batch run's whatever made them."""
+        self.kept: tuple[str, ...] = ()
+        """Names of values that are never set: a repair of them is tested."""
         self._differences: dict[tuple[int, str], ValuePlace] = {}
 
     def end_step(self, step: str) -> None:
@@ -150,7 +152,7 @@ class CarriedState:
         self._before_update |= changed
         for name, value in self._values(module).items():
             content, full = _content(value), self._before_update.get(name)
-            if content is None or full is None or not _differs(content, full, unit):
+            if content is None or full is None or _plain(name) in self.kept or not _differs(content, full, unit):
                 continue
             if value.place == "buffer" and name in changed and name not in made_by_script:
                 _set_buffer(content, full)

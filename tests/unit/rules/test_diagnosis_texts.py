@@ -412,9 +412,9 @@ def test_how_many_samples_differ_is_told_where_rows_were_compared() -> None:
         (NextUpdate(1e-6, 0.1, 1e-7, 1e-7), "without gradients (tested, equivalent in two updates; without that pass"),
         (
             NextUpdate(1e-6, 0.1, 1e-7, 0.1),
-            "(tested: it repairs the first update, and leaves a ",
+            "(tested: it repairs one update, and leaves a ",
         ),
-        (NextUpdate(1e-6, 0.1, 0.1), "(tested: it repairs the first update, and leaves a "),
+        (NextUpdate(1e-6, 0.1, 0.1), "(tested: it repairs one update, and leaves a "),
     ],
 )
 def test_a_repair_of_state_says_for_which_updates_it_was_tested(following: NextUpdate | None, text: str) -> None:
