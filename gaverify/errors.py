@@ -18,7 +18,7 @@ _NO_SUCH_SIZE = (
 """What torch says of a shape whose number of bytes does not even fit an integer."""
 
 
-_LONGEST_TEXT = 2_000  # characters of an exception
+LONGEST_TEXT = 2_000  # characters of an exception
 _OF_THE_USER = {
     errno.ENAMETOOLONG: "the file name is too long",
     errno.EBADF: "the user's code closed a file descriptor that is not its own (`os.closerange`?)",
@@ -57,7 +57,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 def cut_text(text: str) -> str:
     """Returns the text, or its beginning where it is longer than anybody reads: a tensor in it may have megabytes."""
     text = text.strip()
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} … ({len(text):,} characters)"
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)"
 
 
 def text_of(error: BaseException) -> str:

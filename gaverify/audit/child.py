@@ -24,7 +24,7 @@ from gaverify.audit.job import Command, Job
 from gaverify.audit.launchers import entry_variables, find_program, start_ranks
 from gaverify.children.last_words import cause_of
 from gaverify.children.ranks import torchrun_variables
-from gaverify.errors import ProblemError
+from gaverify.errors import LONGEST_TEXT, ProblemError, cut_text
 from gaverify.records.events import Ending
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def _give_up(error: BaseException, folder: Path) -> NoReturn:
 
 
 def _write_error(folder: Path, text: str) -> None:
-    """Writes how the script failed; ends this process if the disk has no room for that."""
+    """Writes how the script failed, with long lines cut; ends this process if the disk has no room for that."""
+    text = "\n".join(line if len(line) <= LONGEST_TEXT else cut_text(line) for line in text.splitlines())
     try:
         (folder / ERROR).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

@@ -198,6 +198,7 @@ REFUSED = [
     (TRAIN, UNKNOWN, ("accumulated run", "unrecognized arguments", "--strange")),
     ("for x in:\n    pass\n", CUT, ("train.py", "SyntaxError", "for x in:")),
     ("import no_such_library\n", CUT, ("ModuleNotFoundError", "no_such_library")),
+    ("raise ValueError('x' * 5_000_000)\n", CUT, ("full-batch run", "characters)")),
     ("sys.exit(5)\n", CUT, ("full-batch run", "sys.exit(5)")),
     ("os._exit(0)\n", CUT, ("full-batch run", "os._exit")),
     ("import signal; os.kill(os.getpid(), signal.SIGKILL)\n", CUT, ("SIGKILL",)),
