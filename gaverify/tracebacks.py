@@ -116,13 +116,22 @@ def user_frame(error: BaseException) -> str | None:
 def calling_frame(least: Owner = Owner.LIBRARY) -> Place | None:
     """Returns the innermost place that is running now in code of the user's, or of a library's unless `least` says no.
 
-    None where only other code is on the stack. Who called gaverify is not looked at: during a pass the search ends
-    where gaverify calls the user's loss or a backward.
+    None where only other code is on the stack.
+    """
+    frame = running_frame(least)
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def running_frame(least: Owner = Owner.LIBRARY) -> FrameType | None:
+    """Returns the innermost frame that is running now in code of the user's, or of a library's unless `least` says no.
+
+    Who called gaverify is not looked at: during a pass the search ends where gaverify calls the user's loss or a
+    backward.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename not in _PASSES:
         if owner_of(frame.f_code.co_filename) >= least:
-            return frame.f_code.co_filename, frame.f_lineno
+            return frame
         frame = frame.f_back
     return None
 

@@ -20,10 +20,12 @@ import torch
 from gaverify.audit.job import (
     Change,
     DisableCompilation,
+    PinArguments,
     PinModules,
     ReplayData,
     Role,
     Run,
+    TraceScript,
     UseEvaluationMode,
     WatchModules,
     WeightMicroBatches,
@@ -39,13 +41,25 @@ from gaverify.audit.recording.outputs import (
     RowSummaries,
     Summaries,
 )
+from gaverify.audit.recording.script_calls import PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
+from gaverify.audit.script_trace import TraceComparison, describe_value, read_trace
 from gaverify.audit.stages import fit_of
+from gaverify.errors import ProblemError
 from gaverify.passes.layouts import SampleLayout
 from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.events import Backward
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit, is_constant
+from gaverify.records.experiment import (
+    Cause,
+    ControlKind,
+    ControlRun,
+    Operation,
+    Suspect,
+    SuspectKind,
+    WeightFit,
+    is_constant,
+)
 from gaverify.records.windows import rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
@@ -206,6 +220,11 @@ def loss_difference(pairs: Sequence[Pair | None], unit: float, level: Collection
     if not differences or not differences[0] > difference_allowed(unit):
         return 0.0
     return max(differences)
+
+
+def _differs_at_all(pairs: Sequence[Pair | None], unit: float, level: Collection[str]) -> bool:
+    """Whether a loss's gradients of any micro-batch's rows differ from the full batch's by more than one factor."""
+    return any(_difference_left(pair, level) > difference_allowed(unit) for pair in filter(None, pairs))
 
 
 def depends_on_other_rows(
@@ -382,30 +401,34 @@ class CouplingBench:
         self._trial, self.record, self.update, self._factor = trial, record, update, factor
         self.weighted_run: ControlRun | None = None
 
-    def run_both(self, pins: Pins, first: PairsOfRanks = ()) -> PinnedRuns:
+    def run_both(self, pins: Pins, first: PairsOfRanks = (), *changes: Change) -> PinnedRuns:
         """Makes both runs.
 
         Args:
             pins: What is pinned in both.
             first: The pairs of the runs without pins, which tell the rows of each forward.
+            changes: What else both do otherwise.
         """
-        if self._can_run_side_by_side(pins):
+        if self._can_run_side_by_side(pins, changes):
             full, accumulated = self._trial.runner.record(
-                self._plan("full", pins), self._plan("accumulated", pins, source=self._trial.full)
+                self._plan("full", pins, *changes),
+                self._plan("accumulated", pins, *changes, source=self._trial.full),
             )
         else:
-            full = self._run("full", pins)
-            accumulated = self._run_accumulated(full, pins, first)
+            full = self._run("full", pins, *changes)
+            accumulated = self._run_accumulated(full, pins, first, *changes)
         return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
-    def _can_run_side_by_side(self, pins: Pins) -> bool:
+    def _can_run_side_by_side(self, pins: Pins, changes: Sequence[Change]) -> bool:
         """Whether the accumulated run may follow the trial's full-batch run, and need not wait for another one."""
-        closing, changes = self._trial.full.closing, self._trial.changes
+        closing = self._trial.full.closing
         # Without a seed, full-batch runs differ in draws and samples, and each needs an accumulated run of its own.
-        is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in changes)
+        is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in self._trial.changes)
         # Later updates begin with the weights of the full-batch run, which other kernels may round differently.
         is_first = self.update.number == 1 and not closing.unseen.has_compiled
-        return pins == Pins() and is_first and not is_given_data
+        # Pinned values are those of a full-batch run with the same pins.
+        has_pins = pins != Pins() or any(isinstance(change, PinArguments) for change in changes)
+        return is_first and not is_given_data and not has_pins
 
     def run_weighted(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
         """Makes the accumulated run with the weights that fit the difference left, and the same pins."""
@@ -515,29 +538,135 @@ def _explained_share(control: ControlRun, difference: float) -> float:
 
 
 def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) -> Iterator[Cause]:
-    """Yields the loss, if its gradients depend on other samples, or on values that the loop computes of all samples.
+    """Yields the loss, if its gradients depend on other samples, or what the loop hands to it beside the outputs.
 
-    Only the control tells of such values, and only if no wrong scale of a term can be the cause.
+    The loss computed once for all outputs repairs any fault between the outputs and the loss. So it proves that samples
+    act on each other only where that was seen: in gradients that follow the outputs of other samples, or in a value of
+    the loop that is computed from rows which agree.
     """
-    pairs, pins, record = runs.pairs, runs.pins, bench.record
-    terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
-    weights_excluded = max(terms, default=0) < 2 or bool(record.controls.terms)
+    pairs, unit = runs.pairs, bench.record.unit
     backwards = [e for e in runs.full.events if isinstance(e, Backward) and e.update == bench.update.number]
     inside = [path for backward in backwards for path in backward.origin.inside]
-    for level in levels(outputs_of(runs.full), inside):
-        difference = loss_difference(pairs, record.unit, level) if agree(pairs, record.unit, level) else 0.0
+    every_level = list(levels(outputs_of(runs.full), inside))
+    differing = [level for level in every_level if agree(pairs, unit, level) and _differs_at_all(pairs, unit, level)]
+    for level in differing:
         # It costs a run of its own, so it is asked only of a loss whose gradients differ.
-        has_coupling = difference > 0 and bench.depends_on_other_rows(runs, level)
-        if not has_coupling and not (difference and weights_excluded):
-            continue
-        more = replace(pins, modules=tuple(dict.fromkeys((*pins.modules, *level))))
-        what, kind = "the loss computed once for all outputs", ControlKind.CACHED_GRADIENTS
-        control = bench.control(bench.run_both(more, first), what, kind)
-        if has_coupling or control.rounding:
-            loss = _loss(bench.update.number, runs, level)
-            suspect = Suspect("rows" if has_coupling else "non-additive", loss, None, difference, 0, False, False)
-            yield Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
+        if loss_difference(pairs, unit, level) > 0 and bench.depends_on_other_rows(runs, level):
+            yield _cause_in_loss(bench, runs, first, level, "rows")
             return
+    if not differing:
+        return
+    comparison = _trace_script(bench, runs, first, every_level)
+    rows_act = [] if comparison is None else list(map(comparison.acts_on_rows, comparison.origins))
+    if comparison is not None and not all(rows_act):
+        cause = _value_cause(bench, runs, first, every_level, comparison)
+        if cause is not None:
+            yield cause
+            if not any(rows_act) or (cause.control is not None and cause.control.rounding):
+                return
+    yield from _additive_causes(bench, runs, first, differing, seen=any(rows_act))
+
+
+def _additive_causes(
+    bench: CouplingBench,
+    runs: PinnedRuns,
+    first: PairsOfRanks,
+    differing: Sequence[tuple[str, ...]],
+    *,
+    seen: bool,
+) -> Iterator[Cause]:
+    """Yields the loss, if values that the loop computes of all samples are in it, and no wrong scale of a term.
+
+    Args:
+        bench: Makes the runs.
+        runs: Both runs, with their outputs recorded.
+        first: The pairs of the runs without pins.
+        differing: The levels of code at which the gradients of outputs differ.
+        seen: Whether a line was seen in which samples act on each other.
+    """
+    record = bench.record
+    terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
+    weights_excluded = max(terms, default=0) < 2 or bool(record.controls.terms)
+    for level in differing if weights_excluded else ():
+        if loss_difference(runs.pairs, record.unit, level) > 0:
+            cause = _cause_in_loss(bench, runs, first, level, "non-additive")
+            if cause.control is None or not cause.control.rounding:
+                continue
+            if not seen:
+                cause = replace(cause, control=None, failure=_NOT_SEEN)
+            yield cause
+            return
+
+
+_NOT_SEEN = (
+    "the loss computed once for all outputs repairs any fault between the outputs and the loss, and no line was seen "
+    "in which samples act on each other"
+)
+
+
+def _cause_in_loss(
+    bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks, level: tuple[str, ...], kind: SuspectKind
+) -> Cause:
+    """Returns the code of a level as the cause, with the control that computes the loss once for all outputs."""
+    pins = replace(runs.pins, modules=tuple(dict.fromkeys((*runs.pins.modules, *level))))
+    what = "the loss computed once for all outputs"
+    control = bench.control(bench.run_both(pins, first), what, ControlKind.CACHED_GRADIENTS)
+    difference = loss_difference(runs.pairs, bench.record.unit, level)
+    suspect = Suspect(kind, _loss(bench.update.number, runs, level), None, difference, 0, False, False)
+    return Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
+
+
+def _trace_script(
+    bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks, every_level: Iterable[tuple[str, ...]]
+) -> TraceComparison | None:
+    """Returns the calls that the script makes between its models and its loss, of both runs; None without a trace."""
+    try:
+        traced = bench.run_both(runs.pins, first, TraceScript(_open_modules(every_level)))
+    except ProblemError:  # a run that fails under the trace answers nothing
+        return None
+    # Of several ranks the first one's calls are compared.
+    traces = read_trace(traced.full), read_trace(traced.accumulated)
+    parts = _parts(traced.pairs_by_rank[0]) if traced.pairs_by_rank else ()
+    if traces[0] is None or traces[1] is None or not parts:
+        return None
+    return TraceComparison(traces[0], traces[1], parts, difference_allowed(bench.record.unit))
+
+
+def _open_modules(every_level: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path for level in every_level for path in level if path != SCRIPT))
+
+
+def _parts(pairs: Sequence[Pair | None]) -> tuple[PlacesOfPart, ...]:
+    """Returns which rows of the full batch each micro-batch holds, by the forwards of the first model."""
+    by_forward: dict[tuple[int, int], list[PlacesOfPart]] = {}
+    for full, micro, places in filter(None, pairs):
+        by_forward.setdefault((full["number"], micro["model"]), []).append((full["rows"], tuple(places)))
+    return tuple(next(iter(by_forward.values()), ()))
+
+
+def _value_cause(
+    bench: CouplingBench,
+    runs: PinnedRuns,
+    first: PairsOfRanks,
+    every_level: Iterable[tuple[str, ...]],
+    comparison: TraceComparison,
+) -> Cause | None:
+    """Returns the first differing value that the loop hands to the loss, if the full batch's values repair that."""
+    if not comparison.handed:
+        return None
+    origin = next(node for node in comparison.origins if not comparison.acts_on_rows(node))
+    suspect = describe_value(comparison, origin)
+    if bench.record.ranks > 1:
+        return Cause(suspect, None, failure="values are not replaced where several ranks train")
+    pins = PinArguments(comparison.pinned(comparison.handed), comparison.parts, _open_modules(every_level))
+    name = suspect.value.name if suspect.value is not None else ""
+    what = f"{f'`{name}`' if name else 'that value'} replaced by the full batch's for the same rows"
+    try:
+        control = bench.control(bench.run_both(runs.pins, first, pins), what, ControlKind.RESULT_PINNED)
+    except ProblemError:  # other values may not fit there: then nothing is shown
+        return None
+    explained = _explained_share(control, bench.update.relative_difference)
+    return Cause(suspect, control, explained=explained) if control.rounding or explained > SMALL_PART else None
 
 
 def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]) -> tuple[Pins, str, ControlKind]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gaverify.audit.recording.graph import Terms
     from gaverify.audit.recording.outputs import PinnedRows
     from gaverify.audit.recording.recorder import Recorder
+    from gaverify.audit.recording.script_calls import PinnedCall, PlacesOfPart
     from gaverify.records.events import LossOrigin
     from gaverify.tracebacks import Place
 
@@ -282,6 +283,43 @@ class PinModules(Change):
 
         work, source = recorder.recording.guard.work, recorder.job.source
         recorder.modules.pinned_modules = PinnedModules(work, self.paths, source, self.rows, self.factor)
+
+
+@dataclass(frozen=True)
+class TraceScript(Change):
+    """Notes every call of torch that the script itself makes in the last update that is recorded."""
+
+    inside: tuple[str, ...] = ()
+    """Paths of modules whose own code counts as the script's."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Listens to the calls."""
+        from gaverify.audit.recording.script_calls import TracedCalls
+
+        recorder.modules.traced_calls = TracedCalls(recorder.recording, self.inside)
+        recorder.follow_script(recorder.modules.traced_calls)
+
+
+@dataclass(frozen=True)
+class PinArguments(Change):
+    """Replaces arguments of calls by the full batch's, in the last update that is recorded.
+
+    In the full-batch run it stores them.
+    """
+
+    calls: tuple[PinnedCall, ...]
+    """The calls, and which arguments."""
+    parts: tuple[PlacesOfPart, ...]
+    """Number of rows of the full batch, and the places of each micro-batch's rows among them."""
+    inside: tuple[str, ...] = ()
+    """Paths of modules whose own code counts as the script's."""
+
+    def install(self, recorder: Recorder) -> None:
+        """Listens to the calls."""
+        from gaverify.audit.recording.script_calls import PinnedArguments
+
+        recorder.modules.pinned_arguments = PinnedArguments(recorder.recording, self.inside, self.calls, self.parts)
+        recorder.follow_script(recorder.modules.pinned_arguments)
 
 
 # -- data and arithmetic ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME
 
 FunctionKey = tuple[str, tuple[str, int] | None, int]
 """A call of a torch function: its name, the line of the user's code, the how-manieth of this name on this line."""
-SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random"]
+SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random", "values"]
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,40 @@ class ModuleDifference:
 
 
 @dataclass(frozen=True)
+class DifferingNumber:
+    """A Python number that a call is given, and that differs between the runs."""
+
+    name: str
+    """The script's variable; empty where none holds it."""
+    full: float
+    """The full batch's."""
+    micro_batches: tuple[float, ...]
+    """Those of the micro-batches."""
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """What a script's loop hands to the loss beside the model's outputs, where it differs for the same rows."""
+
+    name: str
+    """The script's variable; empty where none holds it."""
+    reader: Operation
+    """The computation with a gradient that reads it."""
+    is_reordered: bool = False
+    """Whether the micro-batches hold the full batch's values, and at other rows."""
+    made_with: DifferingNumber | None = None
+    """A number that differs where the value is made; None where there is none."""
+
+
+@dataclass(frozen=True)
 class Suspect:
     """The first operation whose result for the same samples depends on the batch that they came in."""
 
     kind: SuspectKind
-    """What depends on the batch: rows, a cross-sample matrix, a non-additive loss, control flow or random draws."""
+    """What depends on the batch: rows, a cross-sample matrix, a non-additive loss, control flow or random draws.
+
+    "values": what a script's loop hands to the loss beside the model's outputs differs for the same rows.
+    """
     operation: Operation
     """First operation whose result depends on the batch; a module or loss where only that is known."""
     source: Operation | None
@@ -104,6 +133,8 @@ class Suspect:
     """Whether the operation's result has a gradient."""
     lacking: Operation | None = None
     """The first operation that some forwards do not run; None unless `kind` is "control-flow"."""
+    value: LossValue | None = None
+    """What the loss is handed, where `kind` is "values"."""
 
     @property
     def is_branch_on_shape(self) -> bool:

@@ -18,6 +18,7 @@ from gaverify.rules.coupling import (
     batch_dependent_backward,
     batch_statistics,
     cross_sample_operation,
+    loss_inputs_differ,
 )
 from gaverify.rules.lost_passes import gradients_cleared_inside_window, trailing_window_lost
 from gaverify.rules.ranks import (
@@ -86,6 +87,7 @@ RANKS = (
 RULES = (
     *COUPLING,
     *EVENTS,
+    loss_inputs_differ,
     *RANKS,
     *WEIGHTS,
     aligned_randomness,

@@ -1,4 +1,4 @@
-"""Samples act on each other: GAV101 to GAV104."""
+"""Samples act on each other, or the loss reads other values: GAV101 to GAV104, GAV610."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
-from gaverify.records.experiment import Cause, ControlKind, Operation
+from gaverify.records.experiment import Cause, ControlKind, LossValue, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.rule import (
@@ -18,12 +18,15 @@ from gaverify.rules.rule import (
     find_pairing_remedy,
     finding_of,
     first_operation,
+    largest,
     measured_evidence,
     module_name,
     number_remedy,
     proven,
     quote_names,
     rule,
+    rule_of_loops,
+    weights_text,
     word_control,
     word_difference_left,
     word_earlier_fixes,
@@ -181,6 +184,48 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     return find_pairing_remedy(cause.suspect) or (
         loss_remedy if facts.diagnosed else f"{loss_remedy}: {cached} does it, not tried here"
     )
+
+
+@rule_of_loops("GAV610")
+def loss_inputs_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
+    """Yields a finding per value that a loop hands to the loss and that differs for the same samples."""
+    for cause in facts.forward.causes:
+        suspect, value = cause.suspect, cause.suspect.value
+        if value is None:
+            continue
+        name = f"`{value.name}`" if value.name else f"a value (`{suspect.operation.source}`)"
+        what = f"the loss reads {name}, which is another one for the same samples than in the full batch"
+        remedy = "compute it once for the full batch, before it is split, and give each micro-batch its own rows of it"
+        if value.is_reordered:
+            what = f"the loss reads {name}, which holds the values of other samples"
+            remedy = "cut it in the order of the samples, so that each micro-batch gets the values of its own rows"
+        elif not suspect.samples:
+            remedy = "use the same value in every micro-batch as in the full batch"
+        tested = ": tested" if cause.control is not None and cause.control.rounding else ""
+        yield finding_of(
+            what,
+            _value_evidence(facts, cause, value),
+            control(facts, cause),
+            location=suspect.operation.location,
+            remedy=number_remedy(facts, remedy + tested, cause),
+            proven=proven(facts, cause),
+        )
+
+
+def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
+    """Where the value differs first, by how much, and where the loss reads it."""
+    suspect, reader = cause.suspect, value.reader
+    rows = f" for {suspect.samples} samples" if suspect.samples else ""
+    text = f"{largest(facts)}; all outputs of the model agree for the same samples"
+    text += f"; first value that differs{rows}: `{suspect.operation.source}`"
+    number = value.made_with
+    if number is not None:
+        name = f"`{number.name}`" if number.name else "a number"
+        micro_batches = weights_text(number.micro_batches)
+        text += f", where {name} is {number.full:.4g} in the full batch and {micro_batches} in the micro-batches"
+    if reader.place[2:] != suspect.operation.place[2:]:
+        text += f"; the loss reads it at {reader.file}:{reader.line}"
+    return measured_evidence("loss-values", text, difference=suspect.difference, samples=suspect.samples)
 
 
 @rule("GAV104")

@@ -73,6 +73,7 @@ CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unu
 STATE, CARRIED = "loops_state.py", "loops_carried.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
+HANDED = "loops_handed.py"
 BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 JOINED = "because that one is skipped and the step with it"
@@ -296,6 +297,15 @@ ROWS = [
     looped(COUPLED, "attention", "GAV102", proven=True),
     looped(COUPLED, "chained", "GAV101", proven=True),
     looped(COUPLED, "routed", "GAV103", proven=True, words=CACHED),  # it hands the term out to nobody
+    # values beside the outputs that belong to other samples, or are another number in each micro-batch; and right ones
+    looped(HANDED, "advantages", "GAV610", "--wrong", proven=True, words="the values of other samples"),
+    looped(HANDED, "targets", "GAV610", "--wrong", proven=True, words="the loss reads `target`"),
+    looped(HANDED, "positions", "GAV610", "--wrong", proven=True, words="the loss reads `given`"),
+    looped(HANDED, "temperature", "GAV610", "--wrong", proven=True, words="use the same value"),
+    looped(HANDED, "masked", "GAV610", "--wrong", proven=True, words="the loss reads `kept`"),
+    looped(HANDED, "baseline", "GAV610", "--wrong", proven=True, words="where `mean` is 0.5 in the full batch"),
+    looped(HANDED, "whitened", "GAV103", "--wrong", proven=True, words=CACHED),
+    *(looped(HANDED, loop) for loop in ("advantages", "targets", "positions", "temperature", "masked", "baseline")),
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
     Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", proven=True, notes=""),

@@ -51,6 +51,7 @@ from gaverify.audit.recording.listeners.other_calls import (
 )
 from gaverify.audit.recording.listeners.steps import ControlListener, StepHooks
 from gaverify.audit.recording.listeners.updates import HandListener, UpdateListener, WindowListener
+from gaverify.audit.recording.script_calls import ScriptCalls
 from gaverify.audit.recording.storage import Journal, Storage, leave, leave_together
 from gaverify.audit.recording.values import on_meta
 from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
@@ -177,6 +178,17 @@ class Recorder:
             self.updates.end_if_complete,
         )
         bus.after(UpdateEnd, self.modules.end_update, self.draws.end_update)
+
+    def follow_script(self, calls: ScriptCalls) -> None:
+        """Subscribes what listens to the calls of the script's own code: outside of models, passes and steps."""
+        bus = self.bus
+        bus.around(ForwardCall, calls.run_forward)
+        bus.after(ForwardCall, calls.note_forward)
+        bus.before(BackwardCall, calls.note_loss)
+        for kind in (BackwardCall, GradCall):
+            bus.around(kind, calls.pause)
+        bus.before(StepCall, calls.begin_step)
+        bus.after(StepCall, calls.end_step)
 
     def listen(self) -> None:
         """Lets the listeners to other calls patch torch and subscribe: each owns its calls, in any order."""

@@ -54,6 +54,7 @@ CATALOGUE = {
     "GAV607": "scheduler-per-micro-batch",
     "GAV608": "scaler-per-micro-batch",
     "GAV609": "step-settings-differ",
+    "GAV610": "loss-inputs-differ",
     "GAV701": "ranks-hold-different-gradients",
     "GAV702": "gradients-never-reduced",
     "GAV703": "mean-over-ranks",
@@ -410,6 +411,7 @@ CODES = (
     "GAV607",
     "GAV608",
     "GAV609",
+    "GAV610",
 )
 
 

@@ -14,6 +14,7 @@ from gaverify.audit.recording.listeners.updates import UpdateListener
 from gaverify.audit.recording.loop import Loop
 from gaverify.audit.recording.outputs import Outputs, PinnedModules
 from gaverify.audit.recording.samples import Loaders, input_rows, input_shapes
+from gaverify.audit.recording.script_calls import PinnedArguments, TracedCalls
 from gaverify.audit.recording.values import OutOfSight
 from gaverify.records.events import Forward
 
@@ -152,6 +153,10 @@ class ModuleListener:
         """Records what module calls return and are given back; None: nothing is recorded."""
         self.pinned_modules: PinnedModules | None = None
         """Replaces what they return; None: nothing is replaced."""
+        self.traced_calls: TracedCalls | None = None
+        """Notes the calls of the script's own code; None: nothing is noted."""
+        self.pinned_arguments: PinnedArguments | None = None
+        """Replaces arguments of these; None: nothing is replaced."""
 
     def pin(self, call: ForwardCall) -> AbstractContextManager[None]:
         """Surrounds a forward in which calls are replaced."""
@@ -192,6 +197,10 @@ class ModuleListener:
             # The full-batch run stores what others are given; those store which gradients the pinned code makes itself.
             stored = self.pinned_modules.forwards if recording.job.source is None else own_positions
             recording.storage.tensors("pinned", stored)
+        if self.traced_calls is not None:
+            recording.storage.tensors("trace", self.traced_calls.trace)
+        if self.pinned_arguments is not None and recording.job.source is None:
+            recording.storage.tensors("arguments", self.pinned_arguments.kept)
 
     def _concerns(self, call: ForwardCall) -> bool:
         return call.trains and self._recording.is_last_update

@@ -1,0 +1,414 @@
+"""Compares the calls of torch that a script's own code made in both runs, and finds where values first differ.
+
+Walked back from what is differentiated, in both runs at once, and not behind calls whose results agree row by row. The
+first call that differs, and reads nothing that differs, is where a fault begins. A sum over the batch that adds up says
+nothing of its addends, and rows of zeros say nothing of their factors: the walk goes on behind them.
+
+Shapes: n rows of a micro-batch, which lie at n places among the N rows of the full batch; K micro-batches.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+from gaverify.audit.reading import RecordedRun
+from gaverify.audit.recording.script_calls import (
+    CallKey,
+    Description,
+    PinnedCall,
+    PlacesOfPart,
+    Trace,
+    TracedCall,
+    locate_rows,
+)
+from gaverify.passes.calls import walk_from
+from gaverify.records.experiment import DifferingNumber, LossValue, Operation, Suspect
+from gaverify.thresholds import TINY
+from gaverify.tracebacks import display_path
+
+Node = int
+"""A call of the full-batch run by its position; -1 - position for one that the accumulated run alone makes."""
+
+
+RowPair = tuple[torch.Tensor, torch.Tensor]
+"""Fingerprints of the same rows in both runs."""
+
+
+class Agreement(Enum):
+    """How the results of a call in the accumulated run are related to the full batch's."""
+
+    AGREES = "the same values for the same rows"
+    ADDS_UP = "a number of each micro-batch, whose sum or mean is the full batch's"
+    DIFFERS = "other values"
+    UNKNOWN = "of shapes that cannot be compared, or zero"
+
+
+def read_trace(run: RecordedRun) -> Trace | None:
+    """Returns the trace of a run; None where it left none."""
+    path = run.folder / "trace.pt"
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+@dataclass(frozen=True)
+class Partners:
+    """The calls of the accumulated run that correspond to one of the full-batch run."""
+
+    calls: tuple[int, ...]
+    """Their positions."""
+    is_split: bool
+    """Whether there is one for each micro-batch; else it is made once per update in both runs."""
+    in_full: int
+    """How often the full-batch run makes the call in an update."""
+
+
+@dataclass(frozen=True)
+class HandedValue:
+    """A value without gradient that the script hands to a computation with one, and that differs."""
+
+    reader: Node
+    path: str
+    """Of the argument."""
+    maker: Node
+    """The call that made it; the reader itself for a Python number."""
+
+
+class TraceComparison:
+    """The traces of both runs, aligned.
+
+    Calls of one name and line correspond in their order, where the accumulated run has as many as the full-batch run,
+    or K times as many.
+
+    Args:
+        full: The trace of the full-batch run.
+        accumulated: That of the accumulated run.
+        parts: Which rows of the full batch each micro-batch holds.
+        allowed: The relative difference that rounding may leave between fingerprints.
+    """
+
+    def __init__(self, full: Trace, accumulated: Trace, parts: Sequence[PlacesOfPart], allowed: float) -> None:
+        self.full, self._micro, self.parts, self.allowed = full["calls"], accumulated["calls"], tuple(parts), allowed
+        self._roots = full["roots"], accumulated["roots"]
+        self.partners = dict(self._align())
+        self._nodes = {micro: at for at, partners in self.partners.items() for micro in partners.calls}
+        self._agreements: dict[Node, Agreement] = {}
+
+    def _align(self) -> Iterator[tuple[int, Partners]]:
+        places: list[dict[CallKey, list[int]]] = [{}, {}]
+        for by_key, calls in zip(places, (self.full, self._micro), strict=True):
+            for at, call in enumerate(calls):
+                by_key.setdefault(key_of(call), []).append(at)
+        count = len(self.parts)
+        for key, in_full in places[0].items():
+            in_micro = places[1].get(key, [])
+            for position, at in enumerate(in_full):
+                if len(in_micro) == count * len(in_full):
+                    yield at, Partners(tuple(in_micro[position :: len(in_full)]), True, len(in_full))
+                elif len(in_micro) == len(in_full):
+                    yield at, Partners((in_micro[position],), False, len(in_full))
+
+    def call(self, node: Node) -> TracedCall:
+        """Returns the call of a node."""
+        return self.full[node] if node >= 0 else self._micro[-1 - node]
+
+    def micro_calls(self, node: Node) -> list[TracedCall]:
+        """Returns the calls of the accumulated run that correspond to a node."""
+        return [self._micro[at] for at in self.partners[node].calls] if node in self.partners else []
+
+    def inputs(self, node: Node) -> set[Node]:
+        """Returns the calls that a call reads in either run."""
+        own = self.call(node)
+        makers = {*own["arguments"].values(), *own["read"]} if node >= 0 else set()
+        for call in self.micro_calls(node) if node >= 0 else [own]:
+            makers |= {self._node_of(at) for at in (*call["arguments"].values(), *call["read"])}
+        return makers - {node}
+
+    def _node_of(self, at: int) -> Node:
+        return self._nodes.get(at, -1 - at)
+
+    @cached_property
+    def reached(self) -> list[Node]:
+        """The calls that what is differentiated depends on, back to the nearest that agree, in the script's order."""
+        roots = [*self._roots[0], *map(self._node_of, self._roots[1])]
+
+        def onwards(node: Node) -> set[Node]:
+            is_end = self.agreement(node) is Agreement.AGREES and node not in roots
+            return set() if is_end else self.inputs(node)
+
+        return sorted(walk_from(roots, onwards), key=lambda node: (node < 0, abs(node)))
+
+    @cached_property
+    def origins(self) -> list[Node]:
+        """The calls that differ and read nothing that differs."""
+        differing = {node for node in self.reached if self.agreement(node) is Agreement.DIFFERS}
+        return [node for node in self.reached if node in differing and not differing & self._behind(node)]
+
+    def _behind(self, node: Node) -> set[Node]:
+        reached = set(self.reached)
+        return set(walk_from(self.inputs(node), lambda each: self.inputs(each) & reached)) - {node}
+
+    def name_of(self, node: Node, path: str) -> str:
+        """Returns the script's variable that holds an argument in both runs; empty where there is none."""
+        first, *others = (call["names"].get(path, []) for call in (self.call(node), *self.micro_calls(node)))
+        return next((name for name in first if all(name in names for names in others)), "")
+
+    def name_read(self, node: Node) -> str:
+        """Returns the first variable of the script that a call reads a tensor from; empty where there is none."""
+        return next(filter(None, (self.name_of(node, path) for path in self.call(node)["arguments"])), "")
+
+    def first_line(self, node: Node) -> Node:
+        """Returns the call by which a value first differs: itself, or one that only the accumulated run makes."""
+        known = set(map(key_of, self.full))
+        alone = [each for each in self._behind(node) if each < 0 and key_of(self.call(each)) not in known]
+        return max(alone, default=node)
+
+    def leads_to(self, node: Node, origin: Node) -> bool:
+        """Whether a value that a call makes comes from another call."""
+        return node == origin or origin in self._behind(node)
+
+    def acts_on_rows(self, node: Node) -> bool:
+        """Whether a call differs because rows of a micro-batch act on each other: all that it reads agrees.
+
+        It reads rows of the micro-batch, and beside them nothing that holds the rows of others.
+        """
+        calls = self.micro_calls(node)
+        own = self.call(node)
+        if not calls or not self.partners[node].is_split or any(self._other_numbers(own, call) for call in calls):
+            return False
+        sources = set(walk_from(self.inputs(node), lambda each: () if self._is_settled(each) else self.inputs(each)))
+        settled = [each for each in sources if self._is_settled(each)]
+        if not settled or any(not self.inputs(each) and each not in settled for each in sources):
+            return False
+        return any(self._has_rows(each) for each in settled) and not any(map(self._holds_other_rows, settled))
+
+    def _is_settled(self, node: Node) -> bool:
+        return node >= 0 and self.agreement(node) is Agreement.AGREES
+
+    def _has_rows(self, node: Node) -> bool:
+        """Whether the results of a call that agrees have one entry for each row of the micro-batch."""
+        full, micro = self._shapes(node)
+        return not full <= micro
+
+    def _holds_other_rows(self, node: Node) -> bool:
+        """Whether a call may return rows that are not the micro-batch's: it is made once per update, for all rows."""
+        full, micro = self._shapes(node)
+        is_made_once = not self.partners[node].is_split or len(self.parts) == 1
+        return is_made_once and any(math.prod(shape) > 1 for shape in full & micro)
+
+    def _shapes(self, node: Node) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+        """Returns the shapes of a call's results in the full-batch run, and in the accumulated run."""
+        full, *micro = (
+            {result["shape"] for result in call["results"] if result is not None}
+            for call in (self.call(node), *self.micro_calls(node))
+        )
+        return full, set().union(*micro)
+
+    def numbers(self, node: Node) -> list[tuple[str, float, list[float]]]:
+        """Returns the Python numbers of a call that differ: their path, the full batch's, the micro-batches'."""
+        own, calls = self.call(node), self.micro_calls(node)
+        differing = []
+        for path, number in own["numbers"].items():
+            numbers = [call["numbers"].get(path, number) for call in calls]
+            if any(each != number for each in numbers):
+                differing.append((path, number, numbers))
+        return differing
+
+    def _other_numbers(self, own: TracedCall, call: TracedCall) -> bool:
+        # A number that was read out of a tensor is an input of the call like any other.
+        return own["numbers"] != call["numbers"] and not (own["read"] and call["read"])
+
+    @cached_property
+    def handed(self) -> list[HandedValue]:
+        """The differing values without gradient that computations with one read."""
+        values = []
+        for node in self.reached:
+            call = self.call(node)
+            if node < 0 or not call["graded"] or node not in self.partners or not self.partners[node].is_split:
+                continue
+            for path, maker in call["arguments"].items():
+                is_plain = not self.full[maker]["graded"] and self.agreement(maker) is not Agreement.AGREES
+                if is_plain and maker in set(self.reached):
+                    values.append(HandedValue(node, path, maker))
+            if node in self.origins:
+                values += [HandedValue(node, path, node) for path, _, _ in self.numbers(node)]
+        return values
+
+    def pinned(self, values: Sequence[HandedValue]) -> tuple[PinnedCall, ...]:
+        """Returns the calls whose arguments have to be replaced so that some values are the full batch's."""
+        paths: dict[Node, list[str]] = {}
+        for value in values:
+            paths.setdefault(value.reader, []).append(value.path)
+        calls = []
+        for reader, arguments in paths.items():
+            call, partners = self.full[reader], self.partners[reader]
+            calls.append(PinnedCall(call["name"], *call["place"], partners.in_full, call["number"], tuple(arguments)))
+        return tuple(calls)
+
+    def rows_of(self, node: Node) -> list[RowPair]:
+        """Returns the fingerprints of a call's rows, of the full batch and of each micro-batch; empty without rows."""
+        calls = self.micro_calls(node)
+        if not calls or not self.partners[node].is_split:
+            sides = [call["results"] for call in (self.call(node), *calls)]
+            known = [[each for each in side if each is not None] for side in sides]
+            rows = _rows_of_lists(*known) if len(known) > 1 else None
+            return [rows] if rows else []
+        for position, result in enumerate(self.full[node]["results"]):
+            pairs = [_rows(result, _result(call, position), part) for call, part in zip(calls, self.parts, strict=True)]
+            if all(pair is not None for pair in pairs):
+                return [pair for pair in pairs if pair is not None]
+        return []
+
+    def agreement(self, node: Node) -> Agreement:
+        """Returns how the results of a call are related."""
+        if node not in self._agreements:
+            self._agreements[node] = self._compare(node)
+        return self._agreements[node]
+
+    def _compare(self, node: Node) -> Agreement:
+        calls = self.micro_calls(node)
+        if not calls:
+            return Agreement.UNKNOWN
+        results = self.full[node]["results"]
+        if not self.partners[node].is_split:
+            return self._compare_once(results, calls[0]["results"])
+        found = {
+            self._compare_parts(result, [_result(call, position) for call in calls])
+            for position, result in enumerate(results)
+        }
+        order = (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.ADDS_UP, Agreement.AGREES)
+        return next((each for each in order if each in found), Agreement.UNKNOWN)
+
+    def _compare_parts(self, full: Description | None, micro: Sequence[Description | None]) -> Agreement:
+        descriptions = [each for each in micro if each is not None]
+        if full is None or len(descriptions) < len(micro):
+            return Agreement.UNKNOWN
+        if all(each["shape"] == full["shape"] for each in descriptions):
+            return self._compare_numbers(full["whole"], torch.stack([each["whole"] for each in descriptions]))
+        pairs = [_rows(full, each, part) for each, part in zip(descriptions, self.parts, strict=True)]
+        rows = [pair for pair in pairs if pair is not None]
+        if len(rows) < len(pairs):
+            return Agreement.UNKNOWN
+        return self._judge(torch.cat([a for a, _ in rows]), torch.cat([b for _, b in rows]))
+
+    def _compare_numbers(self, full: torch.Tensor, micro: torch.Tensor) -> Agreement:
+        """Compares results of one shape in both runs, micro of shape (K, 3)."""
+        agreement = self._judge(full.expand_as(micro), micro)
+        if agreement is not Agreement.DIFFERS:
+            return agreement
+        sizes = torch.tensor([len(places) / rows for rows, places in self.parts], dtype=torch.float64)
+        scale = micro[:, 2].max().clamp_min(TINY)
+        # Only the two projections are linear in the values; the norm of a sum is no sum of norms.
+        for weights in (torch.ones_like(sizes), torch.full_like(sizes, 1 / len(sizes)), sizes):
+            if float(((weights @ micro)[:2] - full[:2]).abs().max() / scale) <= self.allowed:
+                return Agreement.ADDS_UP
+        return Agreement.DIFFERS
+
+    def _compare_once(self, full: Sequence[Description | None], micro: Sequence[Description | None]) -> Agreement:
+        """Compares what both runs make once per update, such as the whole batch, or its list of micro-batches."""
+        ours, theirs = ([each for each in side if each is not None] for side in (full, micro))
+        if not ours or len(ours) < len(full) or len(theirs) < len(micro):
+            return Agreement.UNKNOWN
+        if [each["shape"] for each in ours] == [each["shape"] for each in theirs]:
+            pairs = zip(ours, theirs, strict=True)
+            found = {self._judge(a["whole"][None], b["whole"][None]) for a, b in pairs}
+            return next(each for each in (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.AGREES) if each in found)
+        if rows := _rows_of_lists(ours, theirs):
+            return self._judge(*rows)
+        if len(ours) == len(theirs) == 1 and _count(ours[0]) == _count(theirs[0]):  # in another shape
+            return self._judge(ours[0]["whole"][None], theirs[0]["whole"][None])
+        return Agreement.UNKNOWN
+
+    def _judge(self, full: torch.Tensor, micro: torch.Tensor) -> Agreement:
+        scale = torch.maximum(full[..., 2].abs().max(), micro[..., 2].abs().max())
+        if not float(scale) > TINY:
+            return Agreement.UNKNOWN
+        is_same = float((full - micro).abs().max() / scale) <= self.allowed
+        return Agreement.AGREES if is_same else Agreement.DIFFERS
+
+
+def key_of(call: TracedCall) -> CallKey:
+    """Returns by what a call is found in another run."""
+    return CallKey(call["name"], call["place"])
+
+
+def _result(call: TracedCall, position: int) -> Description | None:
+    return call["results"][position] if position < len(call["results"]) else None
+
+
+def _rows_of_lists(full: Sequence[Description], micro: Sequence[Description]) -> RowPair | None:
+    """Returns the rows of two lists of tensors, each list in its order; None where they have not as many."""
+    if not all(each["along"] for each in (*full, *micro)) or len({each["shape"][1:] for each in (*full, *micro)}) != 1:
+        return None
+    rows = [torch.cat([each["along"][0] for each in side]) for side in (full, micro)]
+    return (rows[0], rows[1]) if rows[0].shape == rows[1].shape else None
+
+
+def _count(described: Description) -> int:
+    return int(torch.Size(described["shape"]).numel())
+
+
+def _rows(full: Description | None, micro: Description | None, part: PlacesOfPart) -> RowPair | None:
+    """Returns the fingerprints of the same rows in both runs, shape (n, entries, 3) each; None without rows."""
+    located = None if full is None or micro is None else locate_rows(full["shape"], micro["shape"], part)
+    if full is None or micro is None or located is None:
+        return None
+    layout, (rows, places) = located
+    at, fold = layout.first.at, layout.first.fold
+    in_full, in_micro = full["along"][at].reshape(rows, fold, 3), micro["along"][at].reshape(len(places), fold, 3)
+    return in_full[list(places)], in_micro
+
+
+def describe_value(comparison: TraceComparison, origin: Node) -> Suspect:
+    """Returns the value that the loss is handed and that differs first, where a call makes it.
+
+    Args:
+        comparison: The calls of both runs.
+        origin: The call.
+    """
+    value = next((each for each in comparison.handed if comparison.leads_to(each.maker, origin)), comparison.handed[0])
+    rows = [] if value.maker == value.reader else comparison.rows_of(value.maker)
+    difference, samples = _row_difference(rows, comparison.allowed)
+    differing = comparison.numbers(origin)[:1]
+    numbers = [
+        DifferingNumber(comparison.name_of(origin, path), number, tuple(numbers)) for path, number, numbers in differing
+    ]
+    loss_value = LossValue(
+        comparison.name_of(value.reader, value.path) or comparison.name_read(origin),
+        _operation_of(comparison.call(value.reader)),
+        _are_reordered(comparison, rows),
+        next(iter(numbers), None),
+    )
+    made = _operation_of(comparison.call(comparison.first_line(origin)))
+    return Suspect("values", made, None, difference, samples, False, False, value=loss_value)
+
+
+def _row_difference(rows: Sequence[RowPair], allowed: float) -> tuple[float, int]:
+    """Returns the largest relative difference, and how many rows differ; 1 and 0 where there are no rows."""
+    if not rows:
+        return 1.0, 0
+    full, micro = (torch.cat(side) for side in zip(*rows, strict=True))
+    differences = (full - micro).abs().flatten(1).amax(1) / full[..., 2].abs().max().clamp_min(TINY)
+    return float(differences.max()), int((differences > allowed).sum())
+
+
+def _are_reordered(comparison: TraceComparison, rows: Sequence[RowPair]) -> bool:
+    """Whether the micro-batches hold the full batch's values at other rows; not known where these are alike."""
+    if not rows:
+        return False
+    full, micro = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
+    scale = full.abs().max().clamp_min(TINY)
+    among_themselves = torch.cdist(full, full, p=float("inf")).fill_diagonal_(float("inf")).amin(1) / scale
+    to_nearest = torch.cdist(micro, full, p=float("inf")).amin(1) / scale
+    return float(to_nearest.max()) <= comparison.allowed < float(among_themselves.min())
+
+
+def _operation_of(call: TracedCall) -> Operation:
+    file, line = call["place"]
+    name = call["name"].removeprefix("torch.")
+    return Operation(name, file=display_path(file), line=line, source=linecache.getline(file, line).strip())
