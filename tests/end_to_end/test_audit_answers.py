@@ -305,6 +305,7 @@ ROWS = [
     looped(HANDED, "masked", "GAV610", "--wrong", proven=True, words="the loss reads `kept`"),
     looped(HANDED, "baseline", "GAV610", "--wrong", proven=True, words="where `mean` is 0.5 in the full batch"),
     looped(HANDED, "whitened", "GAV103", "--wrong", proven=True, words=CACHED),
+    looped(HANDED, "levelled", "GAV401", "--wrong", proven=True),
     *(looped(HANDED, loop) for loop in ("advantages", "targets", "positions", "temperature", "masked", "baseline")),
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own

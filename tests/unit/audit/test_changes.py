@@ -18,12 +18,14 @@ from gaverify.audit.job import (
     Job,
     LeadSteps,
     PerturbWeights,
+    PinArguments,
     PinModules,
     ReplayData,
     RestoreState,
     Run,
     ScaleLosses,
     SynchroniseGradients,
+    TraceScript,
     UndoSteps,
     UseEvaluationMode,
     UseMathKernels,
@@ -32,6 +34,7 @@ from gaverify.audit.job import (
     WeightMicroBatches,
     merge_changes,
 )
+from gaverify.audit.recording.script_calls import PinnedCall
 
 EVERY_CHANGE = (
     PerturbWeights(2.0**-24, 3, at_optimizer=True),
@@ -49,6 +52,8 @@ EVERY_CHANGE = (
     AlignState(("0:bias",)),
     WatchModules(("(script)",)),
     PinModules(("1", ""), (((0, (1, 2)), None),), 2.0),
+    TraceScript(("1", "")),
+    PinArguments((PinnedCall("mul", "train.py", 3, 1, 0, ("[0][1]",)),), ((4, (1, 2)),), ("",)),
     ReplayData("batches", 4, 2),
     UseMathKernels(),
     ComputeInFloat32(),

@@ -65,7 +65,7 @@ CATALOGUE = {
     "GAV708": "synchronised-every-micro-batch",
     "GAV901": "uninformative-batch",
 }
-AUDITED = {rule.code for rule in rules.EVENTS} | {"GAV605", "GAV701", "GAV702", "GAV706", "GAV707", "GAV708"}
+AUDITED = {rule.code for rule in rules.EVENTS} | {"GAV605", "GAV610", "GAV701", "GAV702", "GAV706", "GAV707", "GAV708"}
 VERIFIED = [rule.code for rule in rules.RULES if rule.code not in AUDITED]
 BOTH = [
     "GAV000",
