@@ -177,14 +177,23 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
 
 
 def _find_moves(loop: Record) -> list[tuple[Window, Event]]:
-    """Parameters that changed between two backward passes without a step; not where the full batch's run does it."""
-    # weights that move in the full-batch run as well (averages, projections) are part of the method
-    full = {window.number for window in loop.full_windows if any(map(_by_hand, window.before_last_backward))}
-    movements = []
-    for window in loop.windows:
-        if window.number not in full and window.of(Backward):
-            movements += [(window, event) for event in window.before_last_backward if _by_hand(event)]
-    return movements
+    """Parameters that change between backward passes without a step, in windows with more of it than the full batch's.
+
+    A method may move weights on purpose (an average, a climb to where the loss is sharp): then it does so as often in
+    the full-batch run.
+    """
+    meant = {window.number: len(_moves_in(window)) for window in loop.full_windows}
+    moves = {window.number: _moves_in(window) for window in loop.windows}
+    return [
+        (window, event)
+        for window in loop.windows
+        if window.of(Backward) and len(moves[window.number]) > meant.get(window.number, 0)
+        for event in moves[window.number]
+    ]
+
+
+def _moves_in(window: Window) -> list[Event]:
+    return [event for event in window.before_last_backward if _by_hand(event)]
 
 
 def _by_hand(event: Event) -> bool:
@@ -195,13 +204,21 @@ def _finding_of_moves(loop: Record, moved: list[tuple[Window, Event]]) -> Findin
     number = moved[0][0].number
     in_window = sum(moved_window.number == number for moved_window, _ in moved)
     numbers = sorted({moved_window.number for moved_window, _ in moved})
+    in_full = sum(len(_moves_in(window)) for window in loop.full_windows if window.number == number)
+    remedy = "change parameters (weight decay, clipping, averaging) once per update, next to the step"
+    if in_full:
+        remedy = (
+            f"change them {times(in_full)} per update: add up the gradients of all micro-batches first, then run all "
+            "of them again with the changed parameters"
+        )
     return finding_of(
-        f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step",
+        f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step"
+        + (f"; in the full-batch run {times(in_full)}" if in_full else ""),
         count_calls(loop.complete),
         Evidence(
             "events", "weights", f"changed between two backward passes {times(len(moved))} in all", {"updates": numbers}
         ),
-        remedy="change parameters (weight decay, clipping, averaging) once per update, next to the step",
+        remedy=remedy,
         location=first_place(event for _, event in moved),
         proven=True,
     )

@@ -45,10 +45,12 @@ def test_gradients_that_a_script_transforms_per_micro_batch_are_named_and_not_ca
     assert result.finding("GAV606")["proven"] and "`0.weight`, `4.weight`" in text and "bias" not in text, str(result)
 
 
-def test_directions_of_each_micro_batch_are_no_cut_off_window() -> None:
-    """The weights are put back to rounding before the step, and the sums hold every second pass."""
-    result = audit("loops_rare.py", common="--loop sharpness_per_micro_batch")
-    assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
+@pytest.mark.parametrize("loop", ["sharpness_per_micro_batch", "sharpness_inside"])
+def test_weights_that_each_micro_batch_moves_are_named(loop: str) -> None:
+    """The full batch moves them once, too: sharpness-aware steps."""
+    result = audit("loops_rare.py", common=f"--loop {loop}", options=("--updates", "3"))
+    assert (result.code, result.faults) == (1, {"GAV601"}), str(result)
+    assert result.line("GAV601") == marked("loops_rare.py", "move") and "in the full-batch run once" in str(result)
 
 
 def test_weights_are_not_compared_after_the_full_batchs_gradient() -> None:

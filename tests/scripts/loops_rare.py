@@ -66,6 +66,23 @@ def sharpness_aware(args, loader):
         optimizer.step()
 
 
+def sharpness_inside(args, loader):
+    """Each micro-batch moves the weights and clears the gradients; they are put back once per window."""
+    model = network(args.dropout)
+    optimizer = sgd(model, args)
+    for window in windows(loader, args.accum):
+        for features, labels in window:
+            (criterion(model(features), labels) / args.accum).backward()
+            norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+            moves = {parameter: 0.5 * parameter.grad / norm for parameter in model.parameters()}
+            move(moves, 1)
+            optimizer.zero_grad()
+            (criterion(model(features), labels) / args.accum).backward()
+        move(moves, -1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sharpness_per_micro_batch(args, loader):
     """The direction is that of each micro-batch; what the second passes give is added up outside `.grad`."""
     model = network(args.dropout)
@@ -109,7 +126,7 @@ def functional(args, loader):
 @torch.no_grad()
 def move(moves, sign):
     for parameter, amount in moves.items():
-        parameter.add_(amount, alpha=sign)
+        parameter.add_(amount, alpha=sign)  # here: move
 
 
 def line_search(args, loader):

@@ -198,6 +198,7 @@ EVENT_FAULTS = [
     ("steps every time", "BSZ BSZ BSZ BSZ", "BSZ BSZ BSZ BSZ", {"numbers": (2, 4)}, "GAV601", "S"),
     ("steps every time, K given", "BSZ BSZ BSZ", "", {"steps": 4}, "GAV601", "S"),
     ("decays by hand", "BMBMBMBSZ", "", {}, "GAV601", "M"),
+    ("each micro-batch climbs (SAM)", "BMZBBMZBBMZBBMZBSZ", "BMZBSZ", {}, "GAV601", "M"),
     ("never cleared", "BBBBS BBBBS", "", {}, "GAV602", "S"),
     ("an epoch's tail leaks", "BBBBSZ BBBBBBSZ", "", {"steps": 4}, "GAV602", "S"),
     ("cleared inside", "ZBZBZBZBS ZBZBZBZBS", "", {}, "GAV603", "Z"),

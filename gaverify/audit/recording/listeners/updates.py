@@ -226,7 +226,8 @@ class HandListener:
             trained = [parameter for parameter in new if parameter.requires_grad]
             if trained:  # stands for an optimizer of the parameters that this model adds
                 watch.add(ByHand(trained))
-        elif not self._windows.steps:
+        # A run that follows another one is told: each micro-batch may move weights on purpose before the first step.
+        elif not self._windows.steps and not self._recording.job.sources:
             has_optimizer = len(new) < len(list(module.parameters()))
             self._steps.look(module, has_optimizer=has_optimizer)
             # The run is made again, as one of a script that moves its weights itself.
