@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 WEIGHTINGS = ("uniform", "samples", "tokens", "none")
+DEFAULT_IGNORED = -100  # torch's default of `ignore_index`
 _TARGET_NAMES = ("labels", "targets", "target", "label", "y")
 
 

@@ -197,6 +197,8 @@ class Facts:
     """Measurements over several ranks; None for one process."""
     identical: bool = False
     """Whether all samples of the batch are the same."""
+    unpadded: tuple[str, ...] = ()
+    """What would pad or mask a part of the batch, and does not, each in words."""
     left: float = math.nan
     """Relative difference that remains with all found causes neutralised; NaN where not measured."""
     cleared: bool = False

@@ -113,15 +113,24 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         reasons.append(
             f"every micro-batch has {counts[0]:g} valid targets: equal weights are right for this batch only"
         )
+    if facts.unpadded and facts.window.steps > 1 and not facts.compared.divergent:
+        reasons.append(f"{join_texts(facts.unpadded)}: padded samples were not tested")
     if reasons:
         text = "; ".join(reasons)
+        remedies = ["use a batch of different samples with different numbers of valid targets"]
+        if _is_one_micro_batch(facts):
+            remedies = ["compare at least two micro-batches (`--steps 2`)", *remedies[: len(reasons) - 1]]
         yield finding_of(
             text,
             measured_evidence("batch-quality", text, valid_targets=list(map(float, counts))),
-            remedy="use a batch of different samples with different numbers of valid targets",
+            remedy="; ".join(remedies),
             severity="note",
             proven=True,
         )
+
+
+def _is_one_micro_batch(facts: Facts) -> bool:
+    return facts.loop is None and facts.window.steps == 1 and facts.ranks is None
 
 
 def _list_reasons(facts: Facts) -> Iterator[str]:
@@ -134,7 +143,7 @@ def _list_reasons(facts: Facts) -> Iterator[str]:
         rows = loop.updates[0].parameters
         if loop.same_pieces:
             yield "both runs split the first update in the same way: the full batch was compared with itself"
-    elif facts.window.steps == 1 and facts.ranks is None:
+    elif _is_one_micro_batch(facts):
         yield "K = 1: the full batch was compared with itself"
     if facts.identical:
         unseen = "" if facts.blind else "; only their random draws differ"
@@ -226,6 +235,20 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
         if rows:
             yield _finding_of_rows(rows, update)
             return
+    losses = facts.window.losses if facts.loop is None and not facts.compared.divergent else ()
+    broken = [str(k + 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
+    if broken:
+        which = f"losses of micro-batches {join_texts(broken)} are" if len(broken) > 1 else ""
+        which = which or f"loss of micro-batch {broken[0]} is"
+        values = ", ".join(f"{loss:.4g}" for loss in losses)
+        yield finding_of(
+            f"the {which} not finite, although the gradients agree",
+            measured_evidence("comparison", f"losses of the micro-batches: {values}"),
+            remedy="look for a mean over nothing (a micro-batch without valid targets): leave it out, or divide the "
+            "sum by the count of all micro-batches",
+            severity="note",
+            proven=True,
+        )
 
 
 def _finding_of_rows(rows: list[ParameterComparison], update: int | None) -> Finding:

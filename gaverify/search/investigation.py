@@ -20,7 +20,7 @@ from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import leaves
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.precision import buffers_differ
-from gaverify.passes.user_code import largest_mean
+from gaverify.passes.user_code import DEFAULT_IGNORED, largest_mean
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import ControlKind, is_constant
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
@@ -224,6 +224,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
         buffers=Buffers(_find_drift(measurement)),
         backward=Backward(hooked=tuple(n for n, p in experiment.parameters.items() if has_hooks(p))),
         identical=_identical_samples(experiment.problem.batch, experiment.batch_size),
+        unpadded=tuple(_list_unpadded(measurement)),
     )
 
 
@@ -242,6 +243,19 @@ def _find_drift(measurement: Measurement) -> dict[str, float]:
     unit = measurement.unit
     differences = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
     return {name: far for name, far in differences.items() if buffers_differ(accumulated[name], full[name], unit)}
+
+
+def _list_unpadded(measurement: Measurement) -> Iterator[str]:
+    """Yields the value that the loss ignores, where no target has it, and masks of the batch that hide nothing."""
+    experiment, calls = measurement.experiment, measurement.full.observed[0].target_counts
+    # torch's default ignores -100 in every loss: one target per sample is seldom padded
+    may_be_padded = any(call.ignored != DEFAULT_IGNORED or call.total > experiment.batch_size for call in calls)
+    if may_be_padded and all(float(call.valid) == call.total for call in calls):
+        yield f"no target is {calls[0].ignored}, which the loss ignores"
+    for path, leaf in leaves(experiment.problem.batch):
+        is_mask = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.layout is torch.strided
+        if is_mask and "mask" in path.lower() and leaf.dim() > 1 and bool((leaf != 0).all()):
+            yield f"`{path}` hides nothing"
 
 
 def _identical_samples(batch: Any, batch_size: int) -> bool:

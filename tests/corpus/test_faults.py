@@ -23,7 +23,7 @@ import pytest
 import readme
 import torch
 import torch.nn.functional as F
-from problems import Case, fault_codes, note_codes, story
+from problems import Case, fault_codes, language_model, note_codes, story, token_batch, token_loss
 from problems_small import FAMILIES, KINDS
 from torch import nn
 
@@ -232,6 +232,48 @@ def test_bits_lost_beside_a_fault_are_those_of_adding_up(size: int, weighting: s
     assert verdict.outcome is Outcome.DIVERGENT and ("GAV501" in note_codes(verdict)) == lost, story(verdict)
     errors = [finding.evidence[0].values["accumulated"] for finding in verdict.findings if finding.code == "GAV501"]
     assert all(1e-3 < error < 0.05 for error in errors)
+
+
+def _tokens(problem: gaverify.Problem, pad: int, masks: bool) -> gaverify.Problem:
+    """The same with tokens that a mask hides, or none; -1 marks targets to ignore, of which there are some or none."""
+    tokens, labels = problem.batch["tokens"], problem.batch["labels"].clone()
+    labels[:, pad:] = -1
+    mask = torch.ones_like(tokens)
+    mask[0, 5:] = int(not masks)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        scores = model(batch["tokens"] * batch["attention_mask"])
+        return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=-1)
+
+    return gaverify.Problem(problem.model, loss, {"tokens": tokens, "attention_mask": mask, "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("pad", "masks", "words"),
+    [
+        (6, False, "no target is -1, which the loss ignores, `batch['attention_mask']` hides nothing: padded samples"),
+        (6, True, "no target is -1, which the loss ignores: padded samples were not tested"),
+        (4, True, "every micro-batch has 8 valid targets"),
+    ],
+)
+def test_a_batch_without_padding_says_that_padding_was_not_tested(pad: int, masks: bool, words: str) -> None:
+    torch.manual_seed(0)
+    batch = token_batch((6,) * 8)
+    verdict = _verify(_tokens(gaverify.Problem(language_model(), token_loss, batch), pad, masks))
+    assert verdict.outcome is Outcome.EQUIVALENT, story(verdict)
+    assert next(finding for finding in verdict.findings if finding.code == "GAV901").summary.startswith(words)
+
+
+def test_one_micro_batch_is_told_to_take_more() -> None:
+    (finding,) = _verify(problems_weights.mean_loss(), steps=1).findings
+    assert finding.code == "GAV901" and finding.remedy == "compare at least two micro-batches (`--steps 2`)"
+
+
+def test_a_loss_that_is_no_number_beside_gradients_that_agree_gets_a_note() -> None:
+    problem = problems_weights.some_ignored()
+    problem.batch[1][2:4] = -100
+    verdict = _verify(problem, steps=5, weighting="tokens")
+    assert verdict.outcome is Outcome.EQUIVALENT and "GAV503" in note_codes(verdict), story(verdict)
 
 
 def test_identical_samples_are_no_green_tick() -> None:

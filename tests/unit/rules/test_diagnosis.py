@@ -127,6 +127,12 @@ JUDGED: dict[str, tuple[Facts, list[tuple[str, str]]]] = {
     "704": (record(ranks=ranks(fit((0.25, 0.25), factor=2.0, left=2e-7))), [("GAV704", "fault")]),
     "705": (record(ranks=ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)), [("GAV705", "fault")]),
     "70x one process diverges alike": (record(ranks=ranks(fit((0.534, 0.466)), from_one_process=1e-7)), []),
+    "503 a loss beside gradients that agree": (record(micro_losses=(1.0, NAN, 1.0, 1.0)), [("GAV503", "note")]),
+    "901 nothing padded": (record(unpadded=("no target is -1, which the loss ignores",)), [("GAV901", "note")]),
+    "901 nothing padded beside a fault": (
+        divergent(unpadded=("`mask` hides nothing",), causes=(norm(),)),
+        [("GAV101", "fault")],
+    ),
     "901 K = 1": (record(steps=1, sizes=(16,), weights=(1.0,)), [("GAV901", "note")]),
     "901 identical": (record(identical=True), [("GAV901", "note")]),
     "901 zero": (record(rows=(row(full=0.0, accumulated=0.0),)), [("GAV901", "note")]),
