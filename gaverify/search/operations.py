@@ -313,6 +313,7 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
             explanation = replace(explanation, residual=control.fit.residual)
     if not explanation.is_complete:
         explanation = _widen_last_control(explanation)
+        explanation = _keep_suspicion(explanation)
     yield _release_causes(explanation) if explanation.is_complete else explanation
 
 
@@ -399,6 +400,14 @@ def _widen_last_control(explanation: Explanation) -> Explanation:
     if wider is None or control is None or not control.rounding:
         return explanation
     return replace(explanation, trials=(*before, wider), left=control.left)
+
+
+def _keep_suspicion(explanation: Explanation) -> Explanation:
+    """Keeps an operation that makes a part of the difference, where only a control without power left nothing."""
+    suspicion = next((trial.suspicion for trial in explanation.trials if trial.suspicion is not None), None)
+    if suspicion is None or explanation.causes:
+        return explanation
+    return replace(explanation, trials=(suspicion,), left=explanation.facts.left)
 
 
 def _give_last_probe(explanation: Explanation) -> Explanation:

@@ -45,6 +45,9 @@ class SuspectTrial:
     region: SuspectTrial | None = None
     """The trial with cached gradients, kept where the suspect's own result changes nothing: they prove a region."""
 
+    suspicion: SuspectTrial | None = None
+    """A trial without power that left nothing, where this one, on probation, leaves less than there was before."""
+
     @property
     def is_suspicion(self) -> bool:
         """Whether no control was possible, or none that left nothing had power."""
@@ -108,6 +111,9 @@ def try_suspect(
         is_best_repair = best is not None and isinstance(best.probe, EvaluationMode)
         if probe is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
             best = replace(trial, helps=False)
+    if best is not None and best.cause.control is not None and powerless is not None:
+        changes = abs(best.cause.control.left - left) > SAME_IN_FLOAT32 * left
+        return replace(best, suspicion=powerless if changes else None)
     return best or powerless or SuspectTrial(Cause(suspect, None), None, tuple(failures), helps=False)
 
 
@@ -186,7 +192,9 @@ def _run_controls(
         kind: The only kind that is run; None runs all.
     """
     for each_kind, make in _list_controls(bench, suspect, fit=fit):
-        if kind not in (None, each_kind):
+        # a value is pinned before it is pinned with its gradients
+        wanted_kind = ControlKind.RESULT_PINNED if kind is ControlKind.FULL_BATCH else kind
+        if wanted_kind not in (None, each_kind):
             continue
         try:
             control, probe = make()
@@ -200,7 +208,7 @@ def _run_controls(
         # is wrong before it shows again: a layer, a hook, a function with a backward of its own.
         what, connected = f"{control.what}, and the gradients of its inputs,", probe.with_gradients()
         try:
-            run = bench.run(what, connected, fit=fit)
+            run = bench.run(what, connected, fit=fit, kind=ControlKind.FULL_BATCH)
         except FORESEEN as error:
             failures.append(failure_sentence(error))
         else:

@@ -540,6 +540,23 @@ class Numbered(nn.Module):
         return self.head(torch.tanh(self.lin(x)) * numbers / numbers)
 
 
+class Mixing(nn.Module):
+    """Adds to each row a little of a mean of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + 0.2 * (rows @ rows.T).softmax(-1) @ self.values(rows)
+
+
+def mixed_behind_hook() -> Problem:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Mixing(), nn.Linear(8, 4))
+    model[0].weight.register_hook(_normed)
+    return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 def numbered() -> Problem:
     model = Numbered()
     model.lin.weight.register_hook(_normed)
@@ -598,6 +615,7 @@ FAULTS = (
         "the module's outputs agreed before they were kept constant",
         module="pool",
     ),
+    fault("hook-before-mixing", mixed_behind_hook, "GAV102 GAV104", "samples interact behind a layer with a hook"),
     fault("hook-beside-numbers", numbered, "GAV104", "numbers of rows from outside torch that cancel", module="lin"),
     fault("gradient-hook", hooked_weight, "GAV104", "a hook divides by the micro-batch's norm", module="0"),
     fault("first-slope", lambda: weighted_slopes(True), "GAV104", "a backward scales all rows by the first one's"),
