@@ -160,8 +160,7 @@ def _explain_shuffled(record: Record, update: UpdateComparison) -> str:
     where = f" (see the inputs of the forward pass at {Path(file).name}:{line})" if file else ""
     return (
         f"shuffling, a missing seed, a dropped batch or packing can be the cause{where}. Try `--seed 0`. gaverify "
-        "gives both runs the same batches if they come from a `DataLoader`, or if the model takes the targets and "
-        "returns its loss"
+        "gives both runs the same batches if they come from a `DataLoader`"
     )
 
 

@@ -280,7 +280,6 @@ ROWS = [
     Row(DRAWING, "--loop shuffled --workers 2"),
     Row(DRAWING, "--loop masked", words="cut from the full-batch run's batches, with their padding"),
     Row(DRAWING, "--loop masked --undivided", "GAV201", "backward"),
-    looped(UNUSUAL, "slices", "GAV201", "--undivided", mark="", **SLICES),
     # an epoch's short last window, which the first updates of a run never reach
     looped(UNUSUAL, "epochs", common="--end misscaled", words="no epoch ended: `--tail`"),
     looped(UNUSUAL, "epochs", "GAV605", "--end misscaled", mark="", options=TAIL),

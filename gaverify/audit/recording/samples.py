@@ -1,14 +1,10 @@
-"""What the script reads: samples of `DataLoader`s and inputs of forwards, and which of them fed a forward.
+"""What the script reads: samples of `DataLoader`s, and which of them fed a forward.
 
 A loader is known by its number in the order in which loaders are first iterated. A micro-batch is made by the loader's
 own `collate_fn` from its share of the samples of a batch of the full-batch run, so that padding and the offsets of
 graphs are those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows. So
 are, where that is asked for, the batches of a `collate_fn` that draws random numbers, such as the masks of a language
 model: it would draw others for a micro-batch.
-
-Inputs are for scripts that make their batches without a loader, in an order that depends on the batch size.
-Replacing them is right only if everything that belongs to a sample goes into the forward, its target too, as into a
-model that returns its loss.
 
 Shapes: B rows of a forward of the full-batch run, b of a micro-batch; the batch may be any one dimension.
 """
