@@ -38,7 +38,7 @@ from gaverify.audit.job import Job, WatchWeights
 from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.request import Request
-from gaverify.children.group import Group
+from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import last_lines
 from gaverify.children.launching import Kept, start_command
 from gaverify.errors import InternalError, ProblemError
@@ -270,7 +270,7 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
             holds its own traceback and last output.
     """
     progress(" and ".join(dict.fromkeys(TITLES[job.name] for job in jobs)))
-    with Group() as group:
+    with open_group() as group:
         children = [_start(job, group) for job in jobs]
         failed = _wait(children, group, timeout)
     # If one has failed, the group has ended the others: that their records are incomplete says nothing.

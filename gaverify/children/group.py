@@ -6,48 +6,26 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gaverify.children.folders import working_folder
 from gaverify.children.last_words import Ended
-from gaverify.children.launching import Channel, Kept, ended_as_interrupted, fork, start_module
+from gaverify.children.launching import Kept, ended_as_interrupted, fork, start_module
 
 _TICK = 0.05  # seconds between two looks whether a process has ended
 
 
 class Group:
-    """Processes that gaverify starts, and ends with everything that they started.
+    """Processes that gaverify starts, and ends with everything that they started."""
 
-    For as long as a `with` block runs, SIGTERM and SIGHUP interrupt it. Behind it no process of the group is left, and
-    no folder.
-
-    Args:
-        prefix: Of the name of a folder for the processes' temporary files; empty: they need none.
-    """
-
-    def __init__(self, prefix: str = "") -> None:
-        self._prefix = prefix
-        self._stack = ExitStack()
+    def __init__(self, folder: Path | None) -> None:
         self._messages: deque[tuple[Kept, Any]] = deque()
         self.processes: list[Kept] = []
-        self.folder = Path()
-
-    def __enter__(self) -> Group:
-        self._stack.enter_context(ended_as_interrupted())
-        if self._prefix:
-            self.folder = self._stack.enter_context(working_folder(self._prefix))
-        self._stack.callback(self._end_all)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+        self.folder = folder
 
     def add(self, process: Kept) -> Kept:
         """Takes a process that was started into the group, and returns it."""
@@ -66,8 +44,8 @@ class Group:
         environment = {**os.environ, "TMPDIR": str(self.folder), **variables}
         return self.add(start_module(module, env=environment, **options))
 
-    def fork(self, work: Callable[[Channel], object]) -> Kept:
-        """Forks a process that runs `work`, which is given what sends messages to this one."""
+    def fork(self, work: Callable[[Connection], object]) -> Kept:
+        """Forks a process that runs `work`, which is given the pipe for messages to this one."""
         return self.add(fork(work))
 
     def receive(self, until: float = math.inf) -> tuple[Kept, Any] | None:
@@ -80,13 +58,13 @@ class Group:
             The process and its message, in the end `Ended`, with which it leaves the group; None: the time has come.
         """
         while not self._messages:
-            pipes = [process.channel.reads for process in self.processes if process.channel.reads is not None]
+            pipes = [process.answers for process in self.processes if process.answers is not None]
             # What a process said before it ended is there now.
             ended = [process for process in self.processes if process.status is not None]
             is_over = time.monotonic() >= until
             wait(pipes, 0 if ended or is_over else min(until - time.monotonic(), _TICK))
             for process in self.processes:
-                self._messages.extend((process, message) for message in process.channel.read_all())
+                self._messages.extend((process, message) for message in process.read_messages())
             for process in ended:
                 process.end()  # what it started may go on
                 self.processes.remove(process)
@@ -102,6 +80,20 @@ class Group:
         if process in self.processes:
             self.processes.remove(process)
 
-    def _end_all(self) -> None:
-        for process in list(self.processes):
-            self.end(process)
+
+@contextmanager
+def open_group(prefix: str = "") -> Iterator[Group]:
+    """Gives a group of processes. Behind the block none of them is left, and no folder, whatever ends it.
+
+    SIGTERM and SIGHUP interrupt the block.
+
+    Args:
+        prefix: Of the name of the group's folder for temporary files; empty: it has none.
+    """
+    with ended_as_interrupted(), working_folder(prefix) if prefix else nullcontext() as folder:
+        group = Group(folder)
+        try:
+            yield group
+        finally:
+            for process in list(group.processes):
+                group.end(process)

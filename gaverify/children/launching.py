@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -29,51 +28,6 @@ _ENDING_SIGNALS = [
 ]
 
 
-class Channel:
-    """The pipes between gaverify and a process that it started.
-
-    Args:
-        reads: Where messages come from; None: nothing comes.
-        writes: Where messages go; None: nothing goes.
-    """
-
-    def __init__(self, reads: Connection | None, writes: Connection | None) -> None:
-        self.reads, self.writes = reads, writes
-
-    def send(self, message: object) -> None:
-        """Sends a message."""
-        assert self.writes is not None
-        # Not `Connection.send`: torch would hand tensors over in memory that ends with this process.
-        self.writes.send_bytes(pickle.dumps(message))
-
-    def receive(self) -> Any:
-        """Waits for a message and returns it.
-
-        Raises:
-            EOFError: Nobody can send any more.
-        """
-        assert self.reads is not None
-        return pickle.loads(self.reads.recv_bytes())
-
-    def read_all(self) -> Iterator[Any]:
-        """Yields the messages that are there."""
-        try:
-            while self.reads is not None and self.reads.poll():
-                yield self.receive()
-        except (EOFError, OSError):  # also in the middle of a message
-            assert self.reads is not None
-            self.reads.close()
-            self.reads = None
-
-    def close(self) -> None:
-        """Closes the pipes."""
-        for pipe in (self.reads, self.writes):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        self.reads = self.writes = None
-
-
 class Kept:
     """A child process that ends with gaverify.
 
@@ -81,14 +35,19 @@ class Kept:
         process: The keeper, whose streams and exit status are the child's; on Windows, or where it was forked, the
             child itself.
         alive: The end of the pipe that is closed when gaverify is gone; None where there is no keeper.
-        channel: How to talk with the child.
+        answers: Where the child's messages come from; None: it says nothing, or no more.
+        tasks: Where messages to the child go.
     """
 
     def __init__(
-        self, process: subprocess.Popen[Any] | Fork, alive: int | None, channel: Channel | None = None
+        self,
+        process: subprocess.Popen[Any] | Fork,
+        alive: int | None,
+        answers: Connection | None = None,
+        tasks: Connection | None = None,
     ) -> None:
         self.process, self._alive = process, alive
-        self.channel = channel or Channel(None, None)
+        self.answers, self.tasks = answers, tasks
 
     @property
     def status(self) -> int | None:
@@ -98,6 +57,25 @@ class Kept:
     def wait(self) -> int:
         """Waits until the child has ended; returns its status."""
         return int(self.process.wait())
+
+    def send(self, task: object) -> None:
+        """Sends a message to the child; nothing where it has died, which its end will tell."""
+        assert self.tasks is not None
+        with suppress(OSError):
+            self.tasks.send(task)
+
+    def read_messages(self) -> Iterator[Any]:
+        """Yields what the child has said by now."""
+        try:
+            while self.answers is not None and self.answers.poll():
+                yield self.answers.recv()
+        except (EOFError, OSError):  # also in the middle of a message
+            self._close()
+
+    def _close(self) -> None:
+        for pipe in filter(None, (self.answers, self.tasks)):
+            pipe.close()
+        self.answers = self.tasks = None
 
     def end(self) -> None:
         """Ends the child and everything that it started, and waits until they are gone; may be called twice."""
@@ -110,7 +88,7 @@ class Kept:
             self.process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:  # stuck in the kernel: nobody can end it, and nobody has to wait for it
             self.process.kill()
-        self.channel.close()
+        self._close()
 
 
 class Fork:
@@ -151,24 +129,24 @@ class Fork:
     kill = terminate
 
 
-def fork(work: Callable[[Channel], object]) -> Kept:
+def fork(work: Callable[[Connection], object]) -> Kept:
     """Forks a process that runs `work` and ends, at the latest with this one.
 
     Neither the terminal's signals nor the report's stdout reach it: what it prints goes to stderr.
 
     Args:
-        work: Is given what sends messages to this process.
+        work: Is given the pipe for messages to this process.
     """
     parent = os.getpid()
-    reads, writes = Pipe(duplex=False)
+    answers, says = Pipe(duplex=False)
     number = os.fork()
     if not number:
-        _run_fork(work, Channel(None, writes), parent)
-    writes.close()  # the child has its own; with this one open, reading would never reach the end of the pipe
-    return Kept(Fork(number), None, Channel(reads, None))
+        _run_fork(work, says, parent)
+    says.close()  # the child has its own; with this one open, reading would never reach the end of the pipe
+    return Kept(Fork(number), None, answers)
 
 
-def _run_fork(work: Callable[[Channel], object], channel: Channel, parent: int) -> NoReturn:
+def _run_fork(work: Callable[[Connection], object], says: Connection, parent: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -181,7 +159,7 @@ def _run_fork(work: Callable[[Channel], object], channel: Channel, parent: int) 
         # A thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here.
         sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
         os.dup2(2, 1)
-        work(channel)
+        work(says)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -192,7 +170,7 @@ def _run_fork(work: Callable[[Channel], object], channel: Channel, parent: int) 
 
 
 def start_module(module: str, **options: Any) -> Kept:
-    """Starts `main()` of a module of gaverify's in a fresh process, which calls `open_channel` to talk with this one.
+    """Starts `main()` of a module of gaverify's in a fresh process, which calls `open_pipes`.
 
     Args:
         module: Its name.
@@ -202,28 +180,28 @@ def start_module(module: str, **options: Any) -> Kept:
         OSError: It cannot be started.
     """
     command = [sys.executable, "-P", "-c", _START.format(module), *sys.path]
-    (tasks, sends), (reads, answers) = Pipe(duplex=False), Pipe(duplex=False)
+    (hears, tasks), (answers, says) = Pipe(duplex=False), Pipe(duplex=False)
     try:
-        child = start_command(command, stdin=tasks.fileno(), stdout=answers.fileno(), **options)
+        child = start_command(command, stdin=hears.fileno(), stdout=says.fileno(), **options)
     finally:
-        tasks.close()
-        answers.close()
-    child.channel = Channel(reads, sends)
+        hears.close()
+        says.close()
+    child.answers, child.tasks = answers, tasks
     return child
 
 
-def open_channel() -> Channel:
-    """Returns how a process that `start_module` has started talks with gaverify.
+def open_pipes() -> tuple[Connection, Connection]:
+    """Returns where a process that `start_module` has started hears tasks, and where it says what it found.
 
     Code of the user's then reads from stdin what it would read in CI, and prints to stderr.
     """
-    channel = Channel(Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False))
+    hears, says = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace", line_buffering=True)  # type: ignore[union-attr]
-    return channel
+    return hears, says
 
 
 def start_command(command: Sequence[str], **options: Any) -> Kept:

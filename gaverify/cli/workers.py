@@ -11,13 +11,13 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.children.group import Group
+from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
-from gaverify.children.launching import Kept, open_channel
+from gaverify.children.launching import Kept, open_pipes
 from gaverify.errors import BrokenTorch, InternalError, ProblemError, as_foreseen
 from gaverify.spec import Spec
 
@@ -66,8 +66,7 @@ class _Worker:
         self.number, self.spec, self.step = number, spec, "preparing"
         # Importing torch must not count: the time limit is the verification's.
         self.started = time.monotonic() if self.is_ready else None
-        with suppress(OSError):  # it has died; reading its answer tells how
-            self.process.channel.send(spec)
+        self.process.send(spec)
 
     def answer(self, message: Any, progress: Callable[[int, str, int, int], None]) -> Any:
         """Returns the answer to its spec that a message is, or None where it is none.
@@ -117,7 +116,7 @@ def verify_in_workers(
     # Reversed, because `pop` takes the last one.
     waiting = list(enumerate(specs))[::-1]
     workers: dict[Kept, _Worker] = {}
-    with Group("gaverify-run-") as group:
+    with open_group("gaverify-run-") as group:
         while waiting or workers:
             while waiting and len(workers) < count:
                 process = _start_worker(group, count, debug=debug)
@@ -163,19 +162,19 @@ def _start_worker(group: Group, count: int, *, debug: bool) -> Kept:
 
 def main() -> None:
     """Runs in a worker: verifies each spec that it is sent, and sends verdicts and errors."""
-    channel = open_channel()
+    hears, says = open_pipes()
     try:
         from gaverify.verification import verify_spec
     except Exception as error:
-        channel.send(BrokenTorch(error))
+        says.send(BrokenTorch(error))
         os._exit(1)
-    channel.send(_Ready())
+    says.send(_Ready())
     while True:
         try:
-            spec = channel.receive()
+            spec = hears.recv()
         except (EOFError, OSError):
             os._exit(0)  # threads that the user's code left are not waited for
-        channel.send(_verify(verify_spec, spec, lambda *step: channel.send(_Step(*step))))
+        says.send(_verify(verify_spec, spec, lambda *step: says.send(_Step(*step))))
 
 
 def _verify(verify_spec: Callable[..., Any], spec: Spec, progress: Progress) -> Any:

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from gaverify.children.group import Group
+from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
-from gaverify.children.launching import Channel, Kept, open_channel
+from gaverify.children.launching import Kept, open_pipes
 from gaverify.children.ranks import HERE, torchrun_variables
 from gaverify.collective.membership import is_lost, join_sentences
 from gaverify.errors import Agreed, GaverifyError, InternalError, ProblemError, as_foreseen
@@ -90,7 +91,7 @@ def run_on_ranks(
     """
     if forks:
         _import_compiler()
-    with _hosted_store() as port, Group("gaverify-ranks-") as group:
+    with _hosted_store() as port, open_group("gaverify-ranks-") as group:
         ranks = []
         for rank in range(count):
             place = _Place(rank, count, port, str(group.folder))
@@ -98,7 +99,7 @@ def run_on_ranks(
                 ranks.append(group.fork(partial(_run_rank, work, place)))
             else:
                 ranks.append(group.start_module("gaverify.collective.launching", {}))
-                ranks[rank].channel.send((work, place))
+                ranks[rank].send((work, place))
         said = _listen(group, ranks, progress)
     if said.errors or said.dead:
         raise _explain_failure(said, count)
@@ -165,13 +166,13 @@ def _explain_failure(said: _Said, count: int) -> GaverifyError:
 
 def main() -> None:
     """Runs in a fresh process: is told which rank it is, and works as that."""
-    channel = open_channel()
-    work, place = channel.receive()
-    _run_rank(work, place, channel)
+    hears, says = open_pipes()
+    work, place = hears.recv()
+    _run_rank(work, place, says)
     os._exit(0)
 
 
-def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _Place, channel: Channel) -> None:
+def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _Place, says: Connection) -> None:
     """Runs in each rank: sends what its work returns, or what all ranks agreed to raise."""
     rank, count = place.rank, place.count
     # The store of the process that started the ranks is theirs, as torchrun's is.
@@ -188,14 +189,14 @@ def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _Place, channel: 
 
     def report(*step: Any) -> None:
         if rank == 0:
-            channel.send(step)
+            says.send(step)
 
     try:
-        channel.send(_Done(work(report, lambda sentence: channel.send(Agreed(sentence)))))
+        says.send(_Done(work(report, lambda sentence: says.send(Agreed(sentence)))))
     except Agreed as error:
-        channel.send(_Done(Agreed(str(error))))
+        says.send(_Done(Agreed(str(error))))
     except BaseException as error:
-        channel.send(_as_told(error, rank, count))
+        says.send(_as_told(error, rank, count))
         sys.stderr.flush()
         os._exit(GaverifyError.exit_code)  # threads of the user's code and of a broken group are not waited for
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gaverify.children.group import Group
+from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
@@ -76,7 +75,7 @@ def profile_spec(
     setting: Setting | None = None
     interrupted = False
     try:
-        with Group("gaverify-profile-") as group:
+        with open_group("gaverify-profile-") as group:
             for plan in plans:
                 strategy = "accumulate" if plan.strategy == "full-batch" else plan.strategy
                 label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
@@ -107,8 +106,7 @@ def run_job(group: Group, job: Job, report: Callable[[str], None]) -> dict[str, 
     # A file, because nobody reads stderr while the process runs, and a full pipe would stop it.
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
         process = group.start_module("gaverify.profiling.worker", ENVIRONMENT, stderr=stderr)
-        with suppress(OSError):  # it died at once; its exit code says how
-            process.channel.send(job)
+        process.send(job)
         while "ended" not in messages:
             news = group.receive()
             assert news is not None

@@ -14,19 +14,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from gaverify.children.launching import open_channel
+from gaverify.children.launching import open_pipes
 from gaverify.profiling.launching import Job
 from gaverify.records.profile import Setting
 
 
 def main() -> None:
     """Measures the row that it is sent."""
-    channel = open_channel()
-    job = channel.receive()
+    hears, says = open_pipes()
+    job = hears.recv()
     _prefer_for_killing()
 
     def send(**message: Any) -> None:
-        channel.send(message)
+        says.send(message)
 
     try:
         _measure(job, send)

@@ -170,7 +170,7 @@ def test_the_help_names_what_is_read(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_name_is_answered_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gaverify.profiling.launching.Group", None)
+    monkeypatch.setattr("gaverify.profiling.launching.open_group", None)
     assert main(["profile", "--model", "nope"]) == 2
     assert "there is no built-in `nope`" in capsys.readouterr().err
 
