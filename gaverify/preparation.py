@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,9 +28,10 @@ from gaverify.passes.isolation import (
 )
 from gaverify.passes.modes import check_queries, mode_set
 from gaverify.passes.precision import DTYPES, convert_weights, resolve_device
-from gaverify.passes.user_code import check_weighting, named_parameters
+from gaverify.passes.user_code import named_parameters
 from gaverify.records.comparison import Reference
-from gaverify.spec import OPTIONS, Spec
+from gaverify.spec import Spec
+from gaverify.spec.fields import find_problems
 from gaverify.verdict.settings import Settings
 
 Progress = Callable[[str, int, int], None]
@@ -76,6 +77,10 @@ def problem_of_spec(spec: Spec) -> Problem:
     return problem_of(trim_batch(load_problem(spec), spec.batch_size), name=spec.model)
 
 
+_WORDS = ("weighting", "mode", "strategy", "reference", "rtol", "atol", "time_limit", "dtype", "autocast")
+"""Settings that are checked as those of a spec; the others are checked where they are used."""
+
+
 def settings_of(given: Mapping[str, Any]) -> Settings:
     """Returns what a verification is asked to do.
 
@@ -86,18 +91,21 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
         ProblemError: A word is unknown, or options contradict each other.
     """
     words = {entry.name: given[entry.name] for entry in fields(Settings)}
-    check_weighting(words["weighting"], words["steps"] * (given.get("ranks") or 1))
-    for name in ("mode", "strategy", "reference"):
-        kind = OPTIONS[name].kind
-        if not kind.fits(words[name]) and (name, words[name]) != ("mode", None):
-            raise ProblemError(f"unknown {name} {words[name]!r}; write {kind.must}")
+    if not isinstance(words["weighting"], str):
+        with suppress(TypeError, ValueError):
+            words["weighting"] = tuple(map(float, words["weighting"]))
+    # Functions and dtypes stand for themselves, and None leaves a choice open.
+    plain = {
+        name: words[name]
+        for name in _WORDS
+        if not (words[name] is None or callable(words[name]) or isinstance(words[name], torch.dtype))
+    }
+    sizes = {"model": "", "steps": int(words["steps"]), "ranks": given.get("ranks")}
+    problems = [f"`{name}` {sentence}" for name, _, sentence in find_problems({**sizes, **plain}) if name in _WORDS]
     if words["exact"] and words["rtol"] is not None:
-        raise ProblemError("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
-    if (words["rtol"] is None) != (words["atol"] is None):
-        raise ProblemError("rtol and atol go together: give both or neither")
-    limit = words["time_limit"]
-    if limit is not None and not limit > 0:
-        raise ProblemError(f"time_limit is {limit!r}; give a number of seconds above 0, or None for no limit")
+        problems.append("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
+    if problems:
+        raise ProblemError("; ".join(problems))
     words |= {name: dtype_of(words[name]) for name in ("dtype", "autocast")}
     return Settings(**{**words, "reference": Reference(words["reference"])})
 
@@ -201,11 +209,7 @@ def _parameters(problem: Problem) -> dict[str, nn.Parameter]:
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Returns the dtype that a word names; None and dtypes as they are."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ProblemError(f"unknown dtype `{dtype}`; write one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
 def reporter(progress: Progress | None, steps: int) -> Callable[[str], None]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # Micro-batch weights: the factor that a recipe puts on each micro-batch's loss.
 
 
-WEIGHTINGS = ("uniform", "samples", "tokens", "none")
 DEFAULT_IGNORED = -100  # torch's default of `ignore_index`
 _TARGET_NAMES = ("labels", "targets", "target", "label", "y")
 
@@ -54,22 +53,6 @@ def micro_batch_weight(experiment: Experiment, k: int, micro_batch: Any, observe
     if callable(weighting):
         return _call_weighting(weighting, micro_batch, experiment.problem.batch)
     return float(weighting[k])
-
-
-def check_weighting(weighting: Any, steps: int) -> None:
-    """Raises `ProblemError` when `weighting` is neither a known word, K numbers, nor a callable."""
-    if isinstance(weighting, str):
-        if weighting not in WEIGHTINGS:
-            raise ProblemError(f"unknown weighting `{weighting}`; write one of {', '.join(WEIGHTINGS)}, or K numbers")
-    elif not callable(weighting):
-        try:
-            numbers = [float(weight) for weight in weighting]
-        except (TypeError, ValueError) as error:
-            raise ProblemError(
-                f"weighting {weighting!r} is not accepted; give {', '.join(WEIGHTINGS)}, K numbers or a function"
-            ) from error
-        if len(numbers) != steps:
-            raise ProblemError(f"weighting has {len(numbers)} numbers for steps = {steps} micro-batches; give one each")
 
 
 def largest_mean(observed: Observed) -> TargetCount | None:

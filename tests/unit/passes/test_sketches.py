@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+import gaverify
 from gaverify import Problem, ProblemError
 from gaverify.passes.dispatch import Observed, TargetCount
 from gaverify.passes.layouts import project_rows, real_numbers, summaries
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
-from gaverify.passes.user_code import check_weighting, micro_batch_weight, targets_of, valid_targets
+from gaverify.passes.user_code import micro_batch_weight, targets_of, valid_targets
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 
@@ -270,20 +271,22 @@ def test_an_argument_with_a_default_is_not_asked_for_the_batch() -> None:
 @pytest.mark.parametrize(
     ("weighting", "sentence"),
     [
-        ("even", "unknown weighting `even`"),
-        ([0.5], "1 numbers for steps = 2"),
-        (["a", "b"], "is not accepted"),
-        (3, "is not accepted"),
+        ("even", '`weighting` must be "uniform", "samples", "tokens" or "none", or one number per micro-batch, got'),
+        ([0.5], "must have one number per micro-batch: 1 numbers, but steps is 2"),
+        (["a", "b"], 'or one number per micro-batch, got \\["a", "b"\\]'),
+        (3, "or one number per micro-batch, got 3"),
     ],
 )
 def test_what_is_no_weighting_says_so(weighting, sentence: str) -> None:
+    model = torch.nn.Linear(2, 1)
     with pytest.raises(ProblemError, match=sentence):
-        check_weighting(weighting, 2)
+        gaverify.verify(model, lambda model, batch: model(batch).mean(), torch.ones(4, 2), 2, weighting)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "samples", "tokens", "none", [0.5, 0.5], (1, 2), lambda micro: 1.0])
+@pytest.mark.parametrize("weighting", ["samples", "none", [0.5, 0.5], (1, 2), torch.ones(2), lambda micro: 1.0])
 def test_weightings_are_known(weighting) -> None:
-    check_weighting(weighting, 2)
+    model = torch.nn.Linear(2, 1)
+    gaverify.verify(model, lambda model, batch: model(batch).mean(), torch.ones(4, 2), 2, weighting)
 
 
 def test_a_function_without_a_number_says_so() -> None:
