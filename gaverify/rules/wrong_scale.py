@@ -280,6 +280,10 @@ def _finding_of_factor(
         else "the gradient summed over the update's micro-batches"
     )
     before = f"{difference(update)}; " if update is not None else "with the weights put back after each step, "
+    divisor = _find_shared_divisor(loop, update) if update is not None else None
+    if divisor is not None:
+        before += f"both runs divide each loss by {divisor}, so that the full batch's is no mean; "
+        remedy += "; or divide in each run by its own number of micro-batches"
     return finding_of(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(
@@ -294,6 +298,17 @@ def _finding_of_factor(
         location=backward_place(facts, number),
         proven=trial.proven,
     )
+
+
+def _find_shared_divisor(loop: Record, update: UpdateComparison) -> int | None:
+    """The whole number that both runs divide every loss by, although one pass of the full batch needs no division."""
+    full_window = next((window for window in loop.full_windows if window.number == update.number), None)
+    full_scales = [backward.scales for backward in full_window.of(Backward)] if full_window is not None else []
+    scales = [each[-1] if each else math.nan for each in (*full_scales, *update.window.scales)]
+    if len(full_scales) != 1 or not 0 < scales[0] < 1:  # several passes of the full batch may have a weight each
+        return None
+    divisor = round(1 / scales[0])
+    return divisor if all(math.isclose(each * divisor, 1.0, rel_tol=loop.tolerance) for each in scales) else None
 
 
 def _other_factor(loop: Record, update: UpdateComparison, factor: float) -> tuple[UpdateComparison, float] | None:

@@ -110,6 +110,7 @@ ROWS = [
     # plain loops: the scale of the loss
     looped(SCALE, "division_forgotten", "GAV201", words=TIMES_4),  # B02
     looped(SCALE, "divided_twice", "GAV201"),  # B05
+    looped(SCALE, "divided_by_constant", "GAV201", words="both runs divide each loss by 16, so that the full batch's"),
     looped(SCALE, "penalty_undivided", "GAV201"),
     looped(SCALE, "penalty_later", "GAV201"),
     looped(SCALE, "penalty_divided"),
