@@ -464,6 +464,24 @@ class CouplingBench:
         moved = self._run("full", Pins(runs.pins.evaluated), WatchModules(level))
         return depends_on_other_rows(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
 
+    def mixes_rows(self, runs: PinnedRuns, suspect: Suspect) -> bool:
+        """Whether the outputs of a module for half of the rows change with what it is given in the other half.
+
+        In the first update a module whose first micro-batch differs has no state of others. Later it may read what an
+        earlier update left.
+        """
+        if self.update.number == 1 or self.record.ranks > 1:
+            return True
+        path = suspect.operation.module or ""
+        repeated = self._run("full", Pins(runs.pins.evaluated), WatchModules(repeated=path))
+        pairs = [
+            (full, moved, range(full["rows"] // 2))
+            for full, moved in zip(outputs_of(runs.full), outputs_of(repeated), strict=False)
+            if full["rows"] > 1
+        ]
+        found = first_module(pairs, self.record.unit)
+        return found is not None and found.operation.module == suspect.operation.module
+
     def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
         """Returns what a control leaves of the difference, whether that is rounding, and the weights that explain it.
 
@@ -512,6 +530,8 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         before, suspect = runs, first_module(runs.pairs, unit)
         if suspect is None:
             yield from _loss_causes(bench, runs, first)
+            return
+        if not bench.mixes_rows(runs, suspect):
             return
         pins, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
         runs = bench.run_both(pins, first)

@@ -253,6 +253,8 @@ class WatchModules(Change):
 
     moved: tuple[str, ...] = ()
     """Paths of modules, or `SCRIPT`, whose calls return changed values for the second half of the rows."""
+    repeated: str | None = None
+    """Path of a module whose calls are given the first half of the rows in place of the second half as well."""
 
     def install(self, recorder: Recorder) -> None:
         """Listens to module calls; the lines of operations tell where rows interact."""
@@ -260,7 +262,8 @@ class WatchModules(Change):
         from gaverify.audit.recording.outputs import Outputs
 
         keep_lines()
-        recorder.modules.outputs = Outputs(recorder.recording.guard.work, self.moved, small=recorder.job.role != "full")
+        work, small = recorder.recording.guard.work, recorder.job.role != "full"
+        recorder.modules.outputs = Outputs(work, self.moved, self.repeated, small=small)
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,8 @@ ROWS = [
     looped(CARRIED, "queued", options=UPDATES_3),
     looped(CARRIED, "cooled", "GAV403", "--last", proven=True, words="`temperature`", options=UPDATES_3),
     looped(CARRIED, "cooled", options=UPDATES_3),
+    looped(CARRIED, "hidden", options=UPDATES_3),
+    looped(CARRIED, "mixed", "GAV102", proven=True, options=UPDATES_3),
     looped(CARRIED, "normalised", notes="GAV402", options=UPDATES_3),
     Row(STATE, "--kind centre --undivided", "GAV401 GAV201", "centre", proven=True),
     Row(STATE, "--kind codebook --batchnorm", "GAV401 GAV101", "codebook", proven=True),

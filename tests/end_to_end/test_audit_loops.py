@@ -53,6 +53,12 @@ def test_weights_that_each_micro_batch_moves_are_named(loop: str) -> None:
     assert result.line("GAV601") == marked("loops_rare.py", "move") and "in the full-batch run once" in str(result)
 
 
+def test_state_of_an_earlier_update_is_not_called_mixing() -> None:
+    """It lies out of sight, and makes the outputs of a module differ from the first micro-batch on."""
+    result = audit("loops_carried.py", common="--loop hidden --last")
+    assert (result.code, result.faults) == (1, set()) and "GAV000" in str(result), str(result)
+
+
 def test_weights_are_not_compared_after_the_full_batchs_gradient() -> None:
     """An update that is not judged was given that gradient as well: "weights differ by 0 %" would be no news."""
     result = audit("loops_steps.py", common="--loop all_but_the_boundary")

@@ -101,13 +101,20 @@ class Outputs:
         work: Surrounds the recorder's own code.
         moved: Paths of modules, or `SCRIPT`, whose calls return changed values for the second half of the rows. If the
             gradients of the first half change, too, the rows interact.
+        repeated: Path of a module whose calls are given the first half of the rows in place of the second half. If
+            its outputs for the first half change, the rows interact in it. Any values may be repeated, also tokens.
         small: The forwards are those of micro-batches, whose few rows may be as many as a layer has features.
     """
 
     def __init__(
-        self, work: Callable[[], AbstractContextManager[None]], moved: Collection[str] = (), *, small: bool = False
+        self,
+        work: Callable[[], AbstractContextManager[None]],
+        moved: Collection[str] = (),
+        repeated: str | None = None,
+        *,
+        small: bool = False,
     ) -> None:
-        self._work, self._moved, self._small = work, moved, small
+        self._work, self._moved, self._repeated, self._small = work, moved, repeated, small
         self.forwards: list[Forward] = []
         self._model_outputs: set[Any] = set()  # operations that made the outputs of models
         self._takers: dict[Any, str] = {}  # operations that made outputs of calls → path of the code that takes them
@@ -122,7 +129,7 @@ class Outputs:
         forward: Forward = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
-        begins, ends = partial(self._begins, inner), partial(self._ends, forward, inner)
+        begins, ends = partial(self._begins, inner, rows), partial(self._ends, forward, inner)
         with listening(paths_in(model), begins, ends, outside=SCRIPT):
             yield
 
@@ -149,7 +156,9 @@ class Outputs:
             under = (self._takers.get(child) for node in nodes for child, _ in node.next_functions)
             return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
-    def _begins(self, inner: dict[str, _Inner], call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begins(
+        self, inner: dict[str, _Inner], rows: int, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         with self._work():
             tensors = _tensors((args, kwargs))
             first = next((values for _, tensor in tensors if (values := plain(tensor)) is not None), None)
@@ -162,6 +171,9 @@ class Outputs:
             inner[call.path] = _Inner({tensor.grad_fn for _, tensor in tensors})
             if call.under in inner:
                 inner[call.under].roots |= {tensor.grad_fn for _, tensor in tensors}
+        if call.path != self._repeated or rows < 2:
+            return None
+        return map_leaves((args, dict(kwargs)), lambda _, leaf: _repeat_first_half(rows, leaf))
 
     def _ends(self, forward: Forward, inner: dict[str, _Inner], call: Call, output: Any) -> Any:
         with self._work():
@@ -274,6 +286,17 @@ def _move_second_half(rows: int, leaf: Any) -> Any:
     # Each entry has its own factor: one factor for all cancels where the script normalises its rows.
     factors = (0.75 + 0.25 * torch.cos(places.square())).to(leaf.dtype)
     return torch.cat([leaf[:half], second_half * factors])
+
+
+def _repeat_first_half(rows: int, leaf: Any) -> Any:
+    """Returns a tensor with the first half of its rows in place of the second half."""
+    dims = range(min(leaf.dim(), 2)) if isinstance(leaf, torch.Tensor) else ()
+    dim = next((dim for dim in dims if leaf.shape[dim] and leaf.shape[dim] % rows == 0), None)
+    if dim is None:
+        return leaf
+    half = leaf.narrow(dim, 0, rows // 2 * (leaf.shape[dim] // rows))
+    rest = leaf.shape[dim] - half.shape[dim]
+    return torch.cat([half, *[half] * (rest // half.shape[dim]), half.narrow(dim, 0, rest % half.shape[dim])], dim)
 
 
 PinnedRows = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
