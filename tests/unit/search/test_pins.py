@@ -96,6 +96,35 @@ def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> N
         module(samples[:2])
 
 
+class _Sums(torch.nn.Module):
+    """Sums of the first entries of each row; the others are padding."""
+
+    def __init__(self, counted: int) -> None:
+        super().__init__()
+        self.counted = counted
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, : self.counted].sum(1)
+
+
+@pytest.mark.parametrize("counted", [2, 3])
+def test_inputs_get_the_full_batch_s_gradients_without_padding_that_none_came_back_to(counted: int) -> None:
+    full = torch.arange(12.0, device="cpu").reshape(4, 3).requires_grad_()
+    part = full[:2, :2].detach().clone().requires_grad_()
+    module = _Sums(counted)
+    probe = PinnedOutputs(cast(Experiment, _HALVES), module, with_gradients=True)
+    with probe.around(None):
+        module(full).square().sum().backward()
+    with probe.around(0):
+        total = module(part).sum()
+    if counted == 2:
+        total.backward()
+        assert full.grad is not None and torch.equal(cast(torch.Tensor, part.grad), full.grad[:2, :2])
+    else:
+        with pytest.raises(ControlFailed, match="padded to another length"):
+            total.backward()
+
+
 # --- Whether a module scales its channels; by slopes that really differ, not by what rounding makes of equal ones ----
 
 
