@@ -14,6 +14,8 @@ from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME
 
 FunctionKey = tuple[str, tuple[str, int] | None, int]
 """A call of a torch function: its name, the line of the user's code, the how-manieth of this name on this line."""
+MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
+"""Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
 SuspectKind = Literal["rows", "matrix", "non-additive", "control-flow", "random", "values"]
 
 
@@ -131,6 +133,8 @@ class Suspect:
     """Whether a module of the model returns batch-dependent rows that it does not compute from this operation."""
     differentiable: bool = True
     """Whether the operation's result has a gradient."""
+    pairs: bool = False
+    """Whether the operation reads rows that lie in another order: each sample has a partner from its batch."""
     lacking: Operation | None = None
     """The first operation that some forwards do not run; None unless `kind` is "control-flow"."""
     value: LossValue | None = None

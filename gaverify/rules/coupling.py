@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Outcome
@@ -18,6 +19,7 @@ from gaverify.rules.rule import (
     find_pairing_remedy,
     finding_of,
     first_operation,
+    group_causes,
     largest,
     measured_evidence,
     module_name,
@@ -86,7 +88,9 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
         yield _meeting(facts, cause, what, remedy)
 
 
-def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence) -> Finding:
+def _meeting(
+    facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence, others: Sequence[Cause] = ()
+) -> Finding:
     """The finding of a cause in the forward: the trace, more that was measured, and the control run.
 
     Of several causes each has a repair, and they are tried in the order in which the causes run: so they are told.
@@ -95,12 +99,22 @@ def _meeting(facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence
         what,
         first_operation(facts, cause),
         *more,
-        control(facts, cause),
+        control(facts, _join_causes([cause, *others])),
         location=cause.suspect.culprit.location,
         remedy=number_remedy(facts, remedy, cause),
-        proven=proven(facts, cause),
-        together=_places(cause),
+        proven=all(proven(facts, each) for each in (cause, *others)),
+        together=(*_places(cause), *(each.suspect.culprit.location for each in others)),
     )
+
+
+def _join_causes(causes: Sequence[Cause]) -> Cause:
+    """The last of some causes with one origin, whose control ran with those before it neutralised."""
+    *_, last = causes
+    runs = [cause.control for cause in causes if cause.control is not None]
+    if len(causes) == 1 or last.control is None:
+        return last
+    what = " and with ".join(run.what for run in runs)
+    return replace(last, control=replace(last.control, what=what), difference_alone=math.nan)
 
 
 def _places(cause: Cause) -> Iterator[Location]:
@@ -114,7 +128,7 @@ def _places(cause: Cause) -> Iterator[Location]:
 @rule("GAV102")
 def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation inside the model that mixes samples."""
-    for cause in facts.forward.causes:
+    for cause, *others in group_causes(facts):
         suspect = cause.suspect
         # random draws that depend on the batch are GAV302
         if not suspect.in_model or suspect.statistics or suspect.kind == "random":
@@ -132,13 +146,14 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
                 remedy += f"; or use {run.what}: tested, equivalent"
         # a repair that has run comes before one that follows from the kind of operation
         remedy = find_constant_remedy(cause) or find_pairing_remedy(suspect) or remedy
-        yield _meeting(facts, cause, f"{module_name(operation.module, operation.kind)} {what}", remedy)
+        what = f"{module_name(operation.module, operation.kind)} {what}"
+        yield _meeting(facts, cause, what, remedy, others=others)
 
 
 @rule("GAV103")
 def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation outside the model's outputs that couples samples."""
-    for cause in facts.forward.causes:
+    for cause, *others in group_causes(facts):
         suspect = cause.suspect
         if suspect.in_model or suspect.kind not in _IN_LOSS:
             continue
@@ -151,7 +166,7 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
                 f"no micro-batch weights reproduce the gradient{of}: the best leave a difference of {fit.residual:.1e}"
             )
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield _meeting(facts, cause, _IN_LOSS[suspect.kind], _remedy(facts, cause), *more)
+        yield _meeting(facts, cause, _IN_LOSS[suspect.kind], _remedy(facts, cause), *more, others=others)
 
 
 def _remedy(facts: Facts, cause: Cause) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Generic, ParamSpec
 
 from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.events import Backward, Event
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect
+from gaverify.records.experiment import MOVES_ROWS, Cause, ControlKind, ControlRun, Operation, Suspect
 from gaverify.records.facts import Facts
 from gaverify.records.findings import ALSO, Evidence, Finding, Location, Severity
 from gaverify.records.ranks import RankFacts
@@ -329,9 +329,6 @@ _INEXACT = {
 }
 """Why a control may leave something although nothing else is at fault."""
 
-_MOVES_ROWS = frozenset({"index", "index_select", "flip", "roll", "gather", "take"})
-"""Operations of the dispatcher that compute nothing: where they couple samples, a row met another one's."""
-
 
 def first_operation(facts: Facts, cause: Cause) -> Evidence:
     """What the trace saw: the difference, the operation, how many samples."""
@@ -439,9 +436,31 @@ def find_constant_remedy(cause: Cause) -> str:
 
 def find_pairing_remedy(suspect: Suspect) -> str:
     """The repair of partners (mixup): operations that only move rows; empty for others, as for a choice of rows."""
-    if suspect.kind == "control-flow" or suspect.culprit.name.partition(".")[0] not in _MOVES_ROWS:
+    moves_rows = suspect.kind != "control-flow" and suspect.culprit.name.partition(".")[0] in MOVES_ROWS
+    if not (suspect.pairs or moves_rows):
         return ""
-    return "pair the samples before the batch is split, so that partners and their targets share a micro-batch"
+    return (
+        "mix before the batch is split: pair the samples of the full batch, so that partners and their targets share a "
+        "micro-batch"
+    )
+
+
+def group_causes(facts: Facts) -> list[list[Cause]]:
+    """Returns the causes of the forward, those with one origin together: the partners of samples and their targets."""
+    groups: list[list[Cause]] = []
+    for cause in facts.forward.causes:
+        partners = [group for group in groups if _have_one_origin(group[0].suspect, cause.suspect)]
+        if partners:
+            partners[0].append(cause)
+        else:
+            groups.append([cause])
+    return groups
+
+
+def _have_one_origin(first: Suspect, second: Suspect) -> bool:
+    """Whether two operations read the partners that samples get, and one rule tells of both."""
+    are_partners = first.pairs and second.pairs and first.in_model == second.in_model
+    return are_partners and not (first.statistics or second.statistics)
 
 
 def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
@@ -452,7 +471,7 @@ def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
         remedy: In words.
         cause: Whose it is; None: that of the weights, which come last where they do not explain nearly everything.
     """
-    causes = facts.forward.causes
+    causes = [group[0] for group in group_causes(facts)]
     # the larger share of the difference is repaired first, so that each step shows an effect
     order = (None, *causes) if facts.weights_first else (*causes, None)
     total = len(causes) + facts.window.has_wrong_weights

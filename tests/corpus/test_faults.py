@@ -135,6 +135,16 @@ def test_the_search_goes_on_behind_an_operation_whose_control_shows_nothing(id: 
     assert finding.summary.endswith("although the losses agree")
 
 
+@pytest.mark.parametrize("id", ["A09-randperm", "A09-flip"])
+def test_partners_and_their_targets_are_one_fault(id: str) -> None:
+    verdict = next(case for case in FAULTS if case.id == id).verify()
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert finding.code == "GAV103" and finding.proven
+    assert finding.remedy.startswith("mix before the batch is split: ") and "fix 1 of" not in finding.remedy
+    (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
+    assert "kept constant and with cached gradients in both runs the difference is " in control.statement
+
+
 def test_forgotten_division_names_its_factor() -> None:
     case = next(case for case in FAULTS if case.id == "B02")
     verdict = case.verify()

@@ -12,7 +12,7 @@ import torch
 
 from gaverify.passes.calls import walk_from
 from gaverify.passes.layouts import SampleLayout, changed_dimensions
-from gaverify.records.experiment import FunctionKey, Operation, Suspect, SuspectKind
+from gaverify.records.experiment import MOVES_ROWS, FunctionKey, Operation, Suspect, SuspectKind
 from gaverify.search.trace.traces import (
     DECISIONS,
     INPUT,
@@ -419,9 +419,14 @@ class SuspectFinder:
         if self._dependence.by_control_flow(index):  # a loop over the samples, or a branch
             yield self._suspect(index, "rows") if self._sources(index) else self._control_flow(index)
         functions, calls = _function_of(step), self._find_uncut_calls(step)
-        yield Suspect(
-            "non-additive", self.operation(index), None, left, self._size, False, False, functions, calls=calls
-        )
+        suspect = Suspect("non-additive", self.operation(index), None, left, self._size, False, False, functions)
+        yield replace(suspect, calls=calls, pairs=self._moves_targets(index))
+
+    def _moves_targets(self, index: int) -> bool:
+        """Whether a loss reads whole numbers whose rows an operation has moved: the targets of partners."""
+        inputs = walk_from(self._full.steps[index].inputs, lambda step: self._full.steps[step].inputs)
+        moved = (self._full.steps[step] for step in inputs if self._full.steps[step].name in MOVES_ROWS)
+        return any(not result.floating and result.layout is not None for step in moved for result in step.results)
 
     def _suspect(self, index: int, kind: SuspectKind) -> Suspect:
         step = self._full.steps[index]
@@ -452,6 +457,8 @@ class SuspectFinder:
         calls, outputs = self._find_uncut_calls(step), self._outputs(index)
         suspect = Suspect(kind, operation, None, difference, samples, in_model, False, _function_of(step))
         suspect = replace(suspect, calls=calls, outputs=outputs, differentiable=step.differentiable)
+        pairs = any(self._matching.permuted[source] for source in step.inputs)
+        suspect = replace(suspect, pairs=pairs and kind == "rows")
         return replace(suspect, exits=_sort_functions(exits), model_mixes=self._model_mixes_beside(index))
 
     def _model_mixes_beside(self, index: int) -> bool:

@@ -104,7 +104,7 @@ def test_partners_are_paired_before_the_window_is_cut() -> None:
     held = ControlRun("the result of `flip` kept constant", 1e-16, True)
     for name, told in (("flip", True), ("index", True), ("mm", False)):
         finding = only(divergent(causes=(cause(Operation(name, "0"), control=held),)))
-        assert ("pair the samples before the batch is split" in finding.remedy) is told
+        assert ("mix before the batch is split" in finding.remedy) is told
 
 
 def test_a_choice_of_rows_is_no_pairing() -> None:
