@@ -51,6 +51,7 @@ def traced(loss: Loss, count: int) -> Trace:
 
 
 def run(loss: Loss, count: int, differentiate: Callable[[torch.Tensor], None]) -> None:
+    REWARDS.clone()  # read once before the micro-batches, by both runs
     for k in range(count):
         at = slice(k * N // count, (k + 1) * N // count)
         differentiate(loss(OUTPUTS[at], at, k) / count)
@@ -98,7 +99,20 @@ def zero_in_value(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
     return ((outputs - outputs.detach()) * REWARDS.roll(k)[at]).mean()
 
 
-@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers, zero_in_value])
+def one_in_value(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    """A ratio is 1 before the first step: the losses add up to the full batch's whatever the rows are."""
+    part = REWARDS.reshape(-1, N // (at.stop - at.start)).T[k]
+    return ((outputs - outputs.detach()).exp() * part).mean()
+
+
+def of_a_line_of_its_own(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    part = REWARDS[at]
+    if len(outputs) < N:
+        part = REWARDS.flip(0)[at]
+    return (outputs * part).mean()
+
+
+@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers, zero_in_value, one_in_value, of_a_line_of_its_own])
 def test_values_of_other_rows_differ_and_no_rows_act_on_each_other(loss: Loss) -> None:
     comparison = compared(loss)
     assert comparison.origins
@@ -132,6 +146,8 @@ def test_a_value_is_described_by_its_variable_its_lines_and_what_it_holds() -> N
     )
     assert suspect.operation.source == "part = REWARDS.roll(k)[at]"
     assert suspect.value.reader.source == "return (outputs * part).mean()"
+    alone = compared(of_a_line_of_its_own)
+    assert describe_value(alone, alone.origins[0]).operation.source == "part = REWARDS.flip(0)[at]"
     numbers = compared(of_numbers)
     value = describe_value(numbers, numbers.origins[0]).value
     assert value is not None
