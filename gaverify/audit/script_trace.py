@@ -232,8 +232,15 @@ class TraceComparison:
             if node < 0 or not call["graded"] or node not in self.partners or not self.partners[node].is_split:
                 continue
             for path, maker in call["arguments"].items():
-                is_plain = not self.full[maker]["graded"] and self.agreement(maker) is not Agreement.AGREES
-                if is_plain and maker in set(self.reached):
+                makers = {maker} | {
+                    self._node_of(each["arguments"][path])
+                    for each in self.micro_calls(node)
+                    if path in each["arguments"]
+                }
+                # Where another line makes it in the accumulated run, no results can be compared.
+                differs = makers != {maker} or self.agreement(maker) is not Agreement.AGREES
+                is_plain = not any(self.call(each)["graded"] for each in makers)
+                if differs and is_plain and makers & set(self.reached):
                     values.append(HandedValue(node, path, maker))
             if node in self.origins:
                 values += [HandedValue(node, path, node) for path, _, _ in self.numbers(node)]
@@ -371,7 +378,10 @@ def describe_value(comparison: TraceComparison, origin: Node) -> Suspect:
         comparison: The calls of both runs.
         origin: The call.
     """
-    value = next((each for each in comparison.handed if comparison.leads_to(each.maker, origin)), comparison.handed[0])
+    value = next(
+        (each for each in comparison.handed if each.reader == origin or comparison.leads_to(each.maker, origin)),
+        comparison.handed[0],
+    )
     rows = [] if value.maker == value.reader else comparison.rows_of(value.maker)
     difference, samples = _row_difference(rows, comparison.allowed)
     differing = comparison.numbers(origin)[:1]
