@@ -391,7 +391,7 @@ def describe_value(comparison: TraceComparison, origin: Node) -> Suspect:
     loss_value = LossValue(
         comparison.name_of(value.reader, value.path) or comparison.name_read(origin),
         _operation_of(comparison.call(value.reader)),
-        _are_reordered(comparison, rows),
+        samples > 0 and _are_reordered(comparison, rows),  # rows that agree are not those that were read
         next(iter(numbers), None),
     )
     made = _operation_of(comparison.call(comparison.first_line(origin)))

@@ -147,7 +147,10 @@ def test_a_value_is_described_by_its_variable_its_lines_and_what_it_holds() -> N
     assert suspect.operation.source == "part = REWARDS.roll(k)[at]"
     assert suspect.value.reader.source == "return (outputs * part).mean()"
     alone = compared(of_a_line_of_its_own)
-    assert describe_value(alone, alone.origins[0]).operation.source == "part = REWARDS.flip(0)[at]"
+    suspect = describe_value(alone, alone.origins[0])
+    assert suspect.operation.source == "part = REWARDS.flip(0)[at]"
+    assert suspect.value is not None
+    assert not suspect.value.is_reordered, "no rows were compared"
     numbers = compared(of_numbers)
     value = describe_value(numbers, numbers.origins[0]).value
     assert value is not None
