@@ -475,7 +475,10 @@ def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     # the larger share of the difference is repaired first, so that each step shows an effect
     order = (None, *causes) if facts.weights_first else (*causes, None)
     total = len(causes) + facts.window.has_wrong_weights
-    return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}" if total > 1 else remedy
+    # an order is told only where all of them together left nothing
+    if total < 2 or not facts.cleared:
+        return remedy
+    return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}"
 
 
 def word_earlier_fixes(before: Sequence[Cause]) -> str:

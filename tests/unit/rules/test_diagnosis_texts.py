@@ -420,3 +420,9 @@ def test_how_many_samples_differ_is_told_where_rows_were_compared() -> None:
 def test_a_repair_of_state_says_for_which_updates_it_was_tested(following: NextUpdate | None, text: str) -> None:
     restored = replace(changed("buffer", restored=True), next_update=following)
     assert text in only(divergent(state=restored)).remedy
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_an_order_of_repairs_is_told_only_where_all_of_them_together_leave_nothing(cleared: bool) -> None:
+    found = findings_for(divergent(causes=(norm(), coupled()), cleared=cleared))
+    assert [str(finding.remedy).startswith("fix ") for finding in found] == [cleared, cleared]
