@@ -51,6 +51,7 @@ def test_weights_that_each_micro_batch_moves_are_named(loop: str) -> None:
     result = audit("loops_rare.py", common=f"--loop {loop}", options=("--updates", "3"))
     assert (result.code, result.faults) == (1, {"GAV601"}), str(result)
     assert result.line("GAV601") == marked("loops_rare.py", "move") and "in the full-batch run once" in str(result)
+    assert len(result.document["updates"]) == 3, "a run that moves weights before its first step goes on"
 
 
 def test_state_of_an_earlier_update_is_not_called_mixing() -> None:
