@@ -355,7 +355,12 @@ def find_coupling(trial: Trial, record: Record) -> Record:
         return record
     bench = CouplingBench(trial, record, update)
     coupling = tuple(_causes(bench))  # finds `bench.weighted_run` as well
-    return replace(record, controls=replace(record.controls, coupling=coupling, weighted_run=bench.weighted_run))
+    return replace(
+        record,
+        controls=replace(
+            record.controls, coupling=coupling, weighted_run=bench.weighted_run or record.controls.weighted_run
+        ),
+    )
 
 
 PairsOfRanks = Sequence[Sequence[Pair | None]]

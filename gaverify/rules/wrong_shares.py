@@ -517,6 +517,9 @@ def _judge_loop(facts: Facts, loop: Record) -> Iterator[Finding]:
     trial = WeightsTrial(proven=adds_up)  # each term ran alone
     if shares.term is None:
         trial = read_trial(facts, update.number, means=adds_up)
+        # Weights without a meaning that fit, and do not repair: two gradients per micro-batch, say, fit anything.
+        if trial.run is not None and not trial.run.rounding and not shares.shares_of:
+            return
     remedy, doubt = _LOOP_REMEDIES.get(kind, _SHARE_OF_MEAN), _word_doubt(fit)
     if not adds_up:
         remedy = (
