@@ -276,7 +276,6 @@ class ControlKind(Enum):
     RESULT_PINNED = "a result held constant"
     EVALUATION_MODE = "modules in eval mode, on stored statistics"
     CACHED_GRADIENTS = "the loss computed once over all outputs, the model backward per micro-batch"
-    OWN_CACHE = "the full batch handed to a loss that caches gradients itself"
     DECISIONS = "the full batch's decisions taken by every micro-batch"
     LARGER_MICRO_BATCHES = "micro-batches of more samples, which run the operations of the full batch"
     STATE_RESTORED = "the state restored before each micro-batch"

@@ -190,8 +190,6 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         before = facts.forward.causes[: facts.forward.causes.index(cause)]
         tested = f"tested{word_earlier_fixes(before)}"
         return f"{cached}: {tested}, gives the full-batch gradient with the memory of one micro-batch"
-    if run is not None and run.kind is ControlKind.OWN_CACHE and run.repairs:
-        return "pass the full batch to the loss, which caches gradients itself, part by part: tested"
     constant_remedy = find_constant_remedy(cause)
     if constant_remedy:
         return constant_remedy

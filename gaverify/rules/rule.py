@@ -505,8 +505,7 @@ def _is_told_from_weights(facts: Facts, run: ControlRun) -> bool:
     fitted and leave a difference rule them out; those of a model with fewer numbers than micro-batches always fit.
     """
     fit = facts.window.fit
-    is_cached = run.kind in (ControlKind.CACHED_GRADIENTS, ControlKind.OWN_CACHE)
-    return not is_cached or (fit is not None and not fit.vacuous)
+    return run.kind is not ControlKind.CACHED_GRADIENTS or (fit is not None and not fit.vacuous)
 
 
 def has_several_causes(facts: Facts) -> bool:

@@ -291,7 +291,7 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     cut = _Cut(experiment, inside)
     direct = experiment.full_batch(cut)
     if not cut.leaves:
-        return run_own_cache(bench)
+        raise ControlFailed("no module output takes part in the loss")
 
     def add_gradients(full: PassResult) -> Gradients:
         parts = experiment.micro_batches(full, cut)
@@ -311,67 +311,6 @@ def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
     return ControlRun(
         "cached gradients", difference_left, difference_left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS
     )
-
-
-def run_own_cache(bench: Bench) -> ControlRun:
-    """Gives the full batch to a loss that caches gradients, with parts of the size of a micro-batch.
-
-    Raises:
-        ControlFailed: The model is run on more samples than a micro-batch has, whatever sizes the loss is given.
-    """
-    full, largest_call = _run_full_batch(bench)
-    most = max(bench.experiment.sizes)
-    if largest_call <= most:
-        return _make_control_run(bench, full, full, "")
-    for owner, name in _list_sizes(bench, most):
-        with _set_attribute(owner, name, most):
-            gradients, largest_call = _run_full_batch(bench)
-        if largest_call <= most:
-            return _make_control_run(bench, gradients, full, f", `{name}` = {most}")
-    raise ControlFailed("the loss runs the model without a graph, and on more samples than a micro-batch holds")
-
-
-def _make_control_run(bench: Bench, gradients: Gradients, full: Gradients, how: str) -> ControlRun:
-    difference_left = bench.relative_difference(gradients, full)
-    what = f"the full batch handed to the loss, which runs the model part by part{how},"
-    return ControlRun(what, difference_left, difference_left <= bench.rounding, kind=ControlKind.OWN_CACHE)
-
-
-def _run_full_batch(bench: Bench) -> tuple[Gradients, int]:
-    """The full batch's gradients, and the most samples that one call of the model gets, in the backward as well."""
-    rows: list[int] = []
-    runs_with_graph = False  # such a call is one in the backward, because no output of the forward had a graph
-
-    def enter(_: Call, args: Any, kwargs: Any) -> None:
-        nonlocal runs_with_graph
-        if is_in_functorch_transform():  # one call may compute any number of samples
-            raise ControlFailed("the loss runs the model inside a transform of torch.func")
-        runs_with_graph = runs_with_graph or torch.is_grad_enabled()
-        rows.extend(len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0)
-
-    with listening({bench.experiment.problem.model: ""}, enter, outside=""):
-        full = bench.experiment.full_batch()
-    if not (rows and runs_with_graph):
-        raise ControlFailed("no module output takes part in the loss")
-    return full.gradients, max(rows)
-
-
-def _list_sizes(bench: Bench, most: int) -> Iterator[tuple[nn.Module, str]]:
-    """The attributes of the loss's modules that may be the size of its parts."""
-    model = set(bench.experiment.problem.model.modules())
-    for owner in find_owners(bench.experiment).values():
-        if owner not in model:
-            yield from ((owner, name) for name, value in vars(owner).items() if type(value) is int and value > most)
-
-
-@contextmanager
-def _set_attribute(owner: nn.Module, name: str, value: int) -> Iterator[None]:
-    before = vars(owner)[name]
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        vars(owner)[name] = before
 
 
 # Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.

@@ -51,6 +51,7 @@ _SUSPECTED = (
     # nothing, and it shows nothing about their gradients.
     "A08",
     "hook-before-mixing",  # the control that leaves nothing hides the hook, and the others leave what the hook makes
+    *("own-cache", "own-cache-of-parts"),  # the loss has no graph to the model, so that nothing of it can be cached
 )
 CASES = (*FAULTS, *TWINS, problems_state.LOW_PRECISION)
 
