@@ -68,8 +68,6 @@ def scaffold(model: str | None, checkpoint: str | None, kind: str | None, spec: 
 
 
 def _of_model(model: str, kind: str | None, spec: Path, factory: Path, gaps: dict[str, str]) -> Scaffold:
-    if listed := _classes_to_name(model):
-        raise SpecError(listed, "model")
     from gaverify.loading.importing import Kind, check_name, kind_of
 
     meant = kind_of(model)
@@ -144,20 +142,6 @@ def _module(place: str, folder: Path) -> str:
     raise SpecError(f"`{place}` cannot be imported from `{folder.resolve()}`; run `gaverify init` in the file's folder")
 
 
-def _classes_to_name(model: str) -> str:
-    """The sentence for a file or a module without a class behind a colon; "" for every other name."""
-    from gaverify.loading.importing import module_classes, parse_file
-
-    file = model if model.endswith(".py") else f"{model.replace('.', os.sep)}.py"
-    if ":" in model or "." not in model or not os.path.isfile(file):
-        return ""
-    classes = module_classes(parse_file(Path(file)))
-    if not classes:
-        return ""
-    named = f"`{model}` has the class" + ("es" if len(classes) > 1 else "")
-    return f"{named} {', '.join(f'`{name}`' for name in classes)}; name one: `--model {model}:{classes[0]}`"
-
-
 def _gaps_of_checkpoint(path: str) -> dict[str, str]:
     from gaverify.loading.checkpoints import tensors_of
 
@@ -211,7 +195,7 @@ def init(file: Path | None, model: str | None, checkpoint: str | None, kind: str
     file = file or Path("gaverify.toml")
     if file.suffix == ".py":
         # It is the model that stands in the place of the spec; `--force` would write the spec over it.
-        advice = _classes_to_name(str(file)) or f"name a class or factory of it: `gaverify init --model {file}:NAME`"
+        advice = f"name a class or factory of it: `gaverify init --model {file}:NAME`"
         raise SpecError(f"FILE is the spec to write, a .toml file, but `{file}` is Python; {advice}")
     # The factory is imported as a module, whose name has to be an identifier.
     factory = file.with_name(f"{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}_model.py")

@@ -43,23 +43,11 @@ def parse_file(file: Path) -> ast.Module:
         return ast.Module([], [])
 
 
-def module_classes(tree: ast.Module) -> list[str]:
-    """Returns the classes of a file that are modules of torch by what the text says; else all that have a base."""
-    bases = {
-        node.name: [ast.unparse(base) for base in node.bases] for node in tree.body if isinstance(node, ast.ClassDef)
-    }
-    modules: list[str] = []
-    for name, written in bases.items():  # a class stands behind those that it inherits from
-        if any(base in modules or base.startswith(("nn.", "torch.nn.")) or base.endswith("Module") for base in written):
-            modules.append(name)
-    # No class is visibly a module: one may inherit from a base of the user's own in another file.
-    return modules or [name for name, written in bases.items() if written]
-
-
-def first_function(file: str) -> str:
-    """Returns the name of the file's first public function, as a suggestion; "factory" if none can be read."""
+def first_name(file: str) -> str:
+    """Returns the first public function of a file, else its first class, as a suggestion; "factory" without any."""
     body = parse_file(Path(file)).body
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for kind in kinds for node in body if isinstance(node, kind) and not node.name.startswith("_")]
     return names[0] if names else "factory"
 
 
@@ -432,7 +420,7 @@ def _explain_name(name: str) -> str:
     """What a name is that has a colon or is a Python file, and what to write; "" where only the import can tell."""
     place, colon, attribute = os.path.splitdrive(name)[1].rpartition(":")
     if not colon:
-        return f"`{name}` is a file; write `{name}:{first_function(name)}`"
+        return f"`{name}` is a file; write `{name}:{first_name(name)}`"
     if attribute and ":" not in place and (place.endswith(".py") or re.fullmatch(r"[^./\\][^/\\]*", place)):
         return ""
     return f"`{name}` names no factory; write `package.module:factory` or `file.py:factory`"
@@ -440,13 +428,13 @@ def _explain_name(name: str) -> str:
 
 def _explain_no_model(name: str) -> str:
     """What a name is that no model has, and what to write in its place."""
-    file = f"{name}.py"
+    file = f"{name.replace('.', os.sep)}.py"
     place, _, attribute = name.rpartition(".")
     what, instead = "is no Python file", "file.py:factory"
     if os.path.isdir(name):
         folder = Path(name)
         modules = sorted(str(entry) for entry in folder.glob("*.py") if entry.name != "__init__.py")
-        what, instead = "is a folder", f"{modules[0]}:{first_function(modules[0])}" if modules else instead
+        what, instead = "is a folder", f"{modules[0]}:{first_name(modules[0])}" if modules else instead
         instead = f"gaverify run {name}" if any(folder.glob("*.toml")) else instead
     elif name.endswith(WEIGHTS):
         what = "holds weights, not the model's code" if os.path.exists(name) else "does not exist"
@@ -454,7 +442,7 @@ def _explain_no_model(name: str) -> str:
     elif name.endswith(".toml") and os.path.exists(name):
         what, instead = "is a spec", f"gaverify run {name}"
     elif os.path.isfile(file):
-        what, instead = "is a module", f"{file}:{first_function(file)}"
+        what, instead = "is a module", f"{file}:{first_name(file)}"
     elif place and _is_module(place):
         what, instead = "has no colon", f"{place}:{attribute}"
     elif not os.path.exists(name):

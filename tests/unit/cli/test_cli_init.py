@@ -399,12 +399,12 @@ def test_a_checkpoint_that_no_factory_can_load_is_refused(folder: Path, capsys: 
     [
         (["--model", "mlpp"], "did you mean `mlp`?"),
         (["--model", "nets_to_init.py:Nett"], "did you mean `Net`?"),
+        (["--model", "nets_to_init.py"], "`nets_to_init.py` is a file; write `nets_to_init.py:make`"),
+        (["--model", "sub.nets_to_init"], "`sub.nets_to_init` is a module; write `sub/nets_to_init.py:make`"),
         (
-            ["--model", "nets_to_init.py"],
-            "has the classes `Net`, `Image`, `Words`, `Step`, `Sized`, `Particular`",
+            ["nets_to_init.py", "--force"],
+            "is Python; name a class or factory of it: `gaverify init --model",
         ),
-        (["--model", "sub.nets_to_init"], "name one: `--model sub.nets_to_init:Net`"),
-        (["nets_to_init.py", "--force"], "is Python; `nets_to_init.py` has the classes"),
         (["--model", "nets_to_init.py:Settings"], "is a class, but not of torch.nn.Module"),
         (["--model", "nets_to_init.py:built"], "is a Net; name a class or a function that returns it"),
         (["--model", "nets_to_init.py:size"], "is an int; name a class or a function that returns it"),
