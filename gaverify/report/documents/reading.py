@@ -63,7 +63,7 @@ def answer_of(document: Mapping[str, Any]) -> Answer:
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
         text = text_of_file(path, "document of gaverify's", _LARGEST)
-        document = json.loads(text, object_hook=_as_today, parse_int=_whole_number)
+        document = json.loads(text, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"is no JSON: {error}; write one with `--output FILE.json`", str(path)) from error
     if not isinstance(document, dict):
@@ -76,18 +76,3 @@ def _whole_number(word: str) -> int:
     if len(word) > _LONGEST_NUMBER:
         raise ValueError(f"a number of {len(word)} digits stands in it")
     return int(word)
-
-
-def _as_today(item: dict[str, Any]) -> dict[str, Any]:
-    """An object of a document, without what only older ones say: spilling, a profile's ranks, lines and predictions."""
-    for key in ("spill", "moved"):
-        item.pop(key, None)
-    if "repeats" in item:
-        for key in ("ranks", "engine", "batch_bytes"):
-            item.pop(key, None)
-    if item.get("kind") == "profile":
-        for key in ("memory_limit", "wanted_batch", "prediction", "no_prediction", "lines"):
-            item.pop(key, None)
-    if item.keys() == {"torch", "gaverify", "python", "platform"}:
-        item |= {"started": "", "commit": ""}  # else the record would say that it was made now
-    return item

@@ -208,27 +208,6 @@ def test_several_answers_and_errors(tmp_path: Path) -> None:
     assert report.errors == (("broken.toml", "no `model`"),)
 
 
-def test_a_document_that_tells_whether_gradients_lay_on_disk_is_read_without_that(tmp_path: Path) -> None:
-    (tmp_path / "older.json").write_text(json.dumps(GOOD | {"run": GOOD["run"] | {"spill": True}}))
-    assert read_report(tmp_path / "older.json") == Report((answer_of(GOOD),))
-
-
-def test_an_older_profile_is_read_without_its_ranks_and_predictions(tmp_path: Path) -> None:
-    today = json.loads(answer_text(profiles.profile()))
-    rows = [row | {"moved": None} for row in today["rows"]]
-    setting = today["setting"] | {"ranks": 2, "engine": "ddp", "batch_bytes": 3200}
-    predictions = {
-        "memory_limit": None,
-        "wanted_batch": 32,
-        "prediction": None,
-        "no_prediction": "no limit",
-        "lines": {"activations": None, "peak": None},
-    }
-    older = today | predictions | {"lines": {"activations": None, "peak": None}} | {"setting": setting, "rows": rows}
-    (tmp_path / "older.json").write_text(json.dumps(older))
-    assert read_report(tmp_path / "older.json").answers == (answer_of(today),)
-
-
 def test_calls_in_order_are_a_success_that_is_not_called_equivalent() -> None:
     checked = samples.audited(Outcome.INCONCLUSIVE)
     checked = replace(checked, findings=(), events_only=True, calls_in_order=True, name="calls")
