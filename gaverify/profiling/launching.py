@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.comparison import Outcome
-from gaverify.records.profile import LABELS, Plan, Profile, Row, Seconds, Setting, Status
+from gaverify.records.profile import LABELS, Plan, Profile, Row, Setting, Status
 
 if TYPE_CHECKING:
     from gaverify.spec import Spec
@@ -38,6 +38,18 @@ class Job(NamedTuple):
     plan: Plan
     repeats: int
     optimizer: str | None
+
+
+class Conclusion(NamedTuple):
+    """How a row ended, as its process says.
+
+    Args:
+        kind: The row's status; or `refused`: no row can run, or `internal`: a fault of gaverify.
+        message: Why; empty for a row that was measured.
+    """
+
+    kind: Status | Literal["refused", "internal"]
+    message: str = ""
 
 
 class Refused(GaverifyError):
@@ -80,10 +92,10 @@ def profile_spec(
                 strategy = "accumulate" if plan.strategy == "full-batch" else plan.strategy
                 label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
                 job = Job(replace(spec, steps=plan.steps, strategy=strategy), plan, repeats, optimizer)
-                messages = run_job(group, job, _reporter(progress, label, len(rows), len(plans)))
-                rows.append(row_from(plan, messages))
+                row, its_setting = measure_row(group, job, _reporter(progress, label, len(rows), len(plans)))
+                rows.append(row)
                 # A row that ran out of memory while it loaded has none, and all others have the same.
-                setting = setting or messages.get("setting")
+                setting = setting or its_setting
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -97,80 +109,56 @@ def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable
     return lambda stage: progress(f"{label}: {stage}", done, total)
 
 
-def run_job(group: Group, job: Job, report: Callable[[str], None]) -> dict[str, Any]:
-    """Returns everything that a process reported of one job, its messages laid over each other, and how it ended.
-
-    Keys are those of the worker's messages; `ended` and `stderr` (its last lines) are added.
-    """
-    messages: dict[str, Any] = {}
-    # A file, because nobody reads stderr while the process runs, and a full pipe would stop it.
-    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
-        process = group.start_module("gaverify.profiling.worker", ENVIRONMENT, stderr=stderr)
-        process.send(job)
-        while "ended" not in messages:
-            news = group.receive()
-            assert news is not None
-            message: dict[str, Any] = {"ended": news[1]} if isinstance(news[1], Ended) else news[1]
-            if "stage" in message:
-                report(message["stage"])
-            messages |= message
-        stderr.seek(0)
-        # A traceback ends with what was raised; a model that logs a lot would bury it.
-        messages["stderr"] = stderr.read()[-2000:]
-    return messages
-
-
-def row_from(plan: Plan, messages: dict[str, Any]) -> Row:
-    """Returns the row that a child's messages make.
+def measure_row(group: Group, job: Job, report: Callable[[str], None]) -> tuple[Row, Setting | None]:
+    """Returns a row that a fresh process measures, and where it did.
 
     Raises:
-        Refused: The child could not load the problem.
+        Refused: The process could not load the problem.
         InternalError: It met a fault in gaverify.
     """
-    status, message = _end(messages)
-    times, verdict = messages.get("seconds"), messages.get("verdict", {})
-    outcome = verdict.get("outcome")
-    if status != "measured" and messages.get("activation_bytes") is not None:
-        # everything was measured, and only the comparison failed: verifying needs more memory than training
-        status, outcome = "measured", Outcome.INCONCLUSIVE
-        message = f"not compared with the full batch: {message}"
-    return Row(
-        plan.strategy,
-        plan.steps,
-        status,
-        message,
-        tuple(messages.get("micro_batches", ())),
-        messages.get("activation_bytes"),
-        messages.get("memory"),
-        Seconds.of(times) if times else None,
-        outcome,
-        verdict.get("relative_difference"),
-        verdict.get("method"),
-    )
-
-
-def _end(told: dict[str, Any]) -> tuple[Status, str]:
-    """How a child ended: the status of its row, and the sentence."""
-    error = told.get("error")
-    if error is None and told.get("done"):
-        return "measured", ""
-    if error is None:
-        return _explain_death(told["ended"], told["stderr"], told.get("stage", "starting"))
-    kind, message = error["kind"], error["message"]
+    row, stage = Row(job.plan.strategy, job.plan.steps, "measured"), "starting"
+    setting: Setting | None = None
+    conclusion: Conclusion | None = None
+    # A file, because nobody reads stderr while the process runs, and a full pipe would stop it.
+    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
+        group.start_module("gaverify.profiling.worker", ENVIRONMENT, stderr=stderr).send(job)
+        while not isinstance(message := _receive(group), Ended):
+            if isinstance(message, str):
+                stage = message
+                report(stage)
+            elif isinstance(message, Row):  # as far as it has come
+                row = message
+            elif isinstance(message, Setting):
+                setting = message
+            else:
+                conclusion = message
+        stderr.seek(0)
+        # A traceback ends with what was raised; a model that logs a lot would bury it.
+        last_output = stderr.read()[-2000:].strip()
+    kind, why = conclusion or _explain_death(message, last_output, stage)
     if kind == "refused":
-        raise Refused(message)
+        raise Refused(why)
     if kind == "internal":
-        raise InternalError(f"{message}\n{told['stderr'].strip()}")
-    return kind, message
+        raise InternalError(f"{why}\n{last_output}")
+    if kind != "measured" and row.activation_bytes is not None:
+        # everything was measured, and only the comparison failed: verifying needs more memory than training
+        return replace(row, outcome=Outcome.INCONCLUSIVE, message=f"not compared with the full batch: {why}"), setting
+    return replace(row, status=kind, message=why), setting
 
 
-def _explain_death(ended: Ended, stderr: str, stage: str) -> tuple[Status, str]:
-    """Returns the status and the sentence for a process that said nothing of its end."""
+def _receive(group: Group) -> Any:
+    news = group.receive()
+    assert news is not None  # it waits for as long as it takes
+    return news[1]
+
+
+def _explain_death(ended: Ended, last_output: str, stage: str) -> Conclusion:
+    """Returns the conclusion for a process that said nothing of its end."""
     sentence = f"the process {ended}{_during(stage)}"
     if ended.code < 0:
-        return "out-of-memory" if ended.is_killed else "failed", sentence
-    last = stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-    return "failed", f"{sentence}: {last[0]}"
+        return Conclusion("out-of-memory" if ended.is_killed else "failed", sentence)
+    last = last_output.splitlines()[-1:] or ["it printed nothing"]
+    return Conclusion("failed", f"{sentence}: {last[0]}")
 
 
 def _during(stage: str) -> str:

@@ -12,11 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from gaverify.children.launching import open_pipes
-from gaverify.profiling.launching import Job
-from gaverify.records.profile import Setting
+from gaverify.profiling.launching import Conclusion, Job
+from gaverify.records.profile import Row, Seconds, Setting
 
 
 def main() -> None:
@@ -25,22 +26,23 @@ def main() -> None:
     job = hears.recv()
     _prefer_for_killing()
 
-    def send(**message: Any) -> None:
-        says.send(message)
+    def say(*messages: object) -> None:
+        for message in messages:
+            says.send(message)
 
     try:
-        _measure(job, send)
-        send(done=True)
+        _measure(job, say)
+        say(Conclusion("measured"))
     except BaseException as error:
         traceback.print_exc()
-        send(error=_describe_failure(error))
+        say(_conclude_failure(error))
     sys.stderr.flush()
     os._exit(0)  # everything is said; taking torch and the model apart would take the better part of a second
 
 
-def _measure(job: Job, send: Callable[..., None]) -> None:
+def _measure(job: Job, say: Callable[..., None]) -> None:
     spec, plan, repeats, optimizer = job
-    send(stage="loading")
+    say("loading")
     problem = _load_trimmed(spec)
     _check_fits(problem, plan)
 
@@ -54,15 +56,19 @@ def _measure(job: Job, send: Callable[..., None]) -> None:
     )
 
     with workload(problem, spec, plan, optimizer) as work, _group(spec):
-        send(setting=_setting(work, job), micro_batches=tuple(work.experiment.sizes), stage="memory")
+        row = Row(plan.strategy, plan.steps, "measured", micro_batches=tuple(work.experiment.sizes))
+        say(_setting(work, job), row, "memory")
         # The peak comes first: what another stage has freed would stay with the process and hide it.
-        send(memory=peak_memory(work), stage="time")
-        times = update_seconds(work, repeats, lambda k: send(stage=f"time {k + 1}/{WARM_UP + repeats}"))
-        send(seconds=times, stage="activations")
-        send(activation_bytes=activation_bytes(work), stage="verdict")
+        row = replace(row, memory=peak_memory(work))
+        say(row, "time")
+        times = update_seconds(work, repeats, lambda k: say(f"time {k + 1}/{WARM_UP + repeats}"))
+        row = replace(row, seconds=Seconds.of(times))
+        say(row, "activations")
+        row = replace(row, activation_bytes=activation_bytes(work))
+        say(row, "verdict")
         work.optimizer = None  # `verify` takes no step; the state would only take memory from it
         if plan.strategy != "full-batch":
-            send(verdict=compare_with_full_batch(work, spec))
+            say(replace(row, **compare_with_full_batch(work, spec)))
 
 
 def _group(spec: Any) -> AbstractContextManager[None]:
@@ -147,24 +153,24 @@ def _setting(work: Any, job: Job) -> Setting:
     )
 
 
-def _describe_failure(error: BaseException) -> dict[str, str]:
-    """What went wrong, as the parent shall read it."""
+def _conclude_failure(error: BaseException) -> Conclusion:
+    """Returns how a row ended that raised."""
     from gaverify.errors import GaverifyError, exit_call, is_out_of_memory, text_of
 
     message = text_of(error) or type(error).__name__
     if isinstance(error, _Refusal):
-        return {"kind": "refused", "message": message}
+        return Conclusion("refused", message)
     if isinstance(error, _Unfit):
-        return {"kind": "does-not-fit", "message": message}
+        return Conclusion("does-not-fit", message)
     if is_out_of_memory(error):
         if not isinstance(error, GaverifyError):
             message = f"out of memory: {message.splitlines()[0]}"
-        return {"kind": "out-of-memory", "message": message}
+        return Conclusion("out-of-memory", message)
     if isinstance(error, SystemExit):
-        return {"kind": "failed", "message": f"the model's code called {exit_call(error)}"}
+        return Conclusion("failed", f"the model's code called {exit_call(error)}")
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
-        return {"kind": "failed", "message": message}
-    return {"kind": "internal", "message": f"{type(error).__name__}: {message}"}
+        return Conclusion("failed", message)
+    return Conclusion("internal", f"{type(error).__name__}: {message}")
 
 
 def _prefer_for_killing() -> None:
