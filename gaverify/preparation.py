@@ -31,7 +31,7 @@ from gaverify.passes.precision import DTYPES, convert_weights, resolve_device
 from gaverify.passes.user_code import named_parameters
 from gaverify.records.comparison import Reference
 from gaverify.spec import Spec
-from gaverify.spec.fields import find_problems
+from gaverify.spec.fields import explain_spec
 from gaverify.verdict.settings import Settings
 
 Progress = Callable[[str, int, int], None]
@@ -100,8 +100,8 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
         for name in _WORDS
         if not (words[name] is None or callable(words[name]) or isinstance(words[name], torch.dtype))
     }
-    sizes = {"model": "", "steps": int(words["steps"]), "ranks": given.get("ranks")}
-    problems = [f"`{name}` {sentence}" for name, _, sentence in find_problems({**sizes, **plain}) if name in _WORDS]
+    sizes = {"model": "given", "steps": int(words["steps"]), "ranks": given.get("ranks")}
+    problems = list(explain_spec({**sizes, **plain}))
     if words["exact"] and words["rtol"] is not None:
         problems.append("exact asks float64 and rtol and atol judge by tolerance: give one or the other")
     if problems:

@@ -86,11 +86,11 @@ def read_options(file: Path) -> AuditFile:
     if "model" in table and "script" not in table and "module" not in table:
         raise SpecError("is a spec, not the options of an audit; run it with `gaverify run`", str(file))
     problems: list[str] = []
-    values, written = read_table(_FILE_OPTIONS, table, problems)
+    values, places = read_table(_FILE_OPTIONS, table, problems)
     if "script" not in table and "module" not in table:
         problems.append(f"$.script: is missing; write `{write_example(OPTIONS['script'], is_word=False)}`")
-    values["accept"] = read_entries(values.get("accept", ()), "$.accept", problems)
-    problems += explain_values(_FILE_OPTIONS, values, written)
+    values["accept"] = read_entries(values.get("accept", ()), places["accept"], problems)
+    problems += explain_values(_FILE_OPTIONS, values, places)
     if problems:
         raise SpecError(problems, str(file))
     for name in ("script", "full_script"):  # beside the file, as with a spec's model; else from where the command runs

@@ -75,8 +75,8 @@ def _entry_problems(entry: Any, place: str) -> Iterator[str]:
         yield f"{place}: must be a table; write `{EXAMPLE}`"
         return
     problems: list[str] = []
-    values, written = read_table(_OPTIONS, entry, problems, place)
-    yield from (*problems, *explain_values(_OPTIONS, values, written, place))
+    values, places = read_table(_OPTIONS, entry, problems, place)
+    yield from (*problems, *explain_values(_OPTIONS, values, places))
     code = values.get("code", "")
     if TEXT.fits(code):
         if not re.fullmatch(r"GAV\d{3}", code):

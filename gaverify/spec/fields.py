@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from typing import Any
 
 from gaverify.errors import SpecError
 from gaverify.spec.entries import Accept
-from gaverify.spec.options import explain_wrong, find_wrong, option, options_of
+from gaverify.spec.options import explain_values, find_wrong, option, options_of
 from gaverify.spec.values import (
     DEVICE,
     FLAG,
@@ -189,8 +189,7 @@ class Spec:
     """Outcome that counts as a success; None: equivalent."""
 
     def __post_init__(self) -> None:
-        problems = [f"`{name}` {sentence}" for name, _, sentence in find_problems(vars(self))]
-        if problems:
+        if problems := list(explain_spec(vars(self))):
             raise ValueError("; ".join(problems))
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,22 +202,20 @@ class Spec:
 OPTIONS = options_of(Spec)
 
 
-def find_problems(
-    values: Mapping[str, Any], is_word: Callable[[str, str], bool] = lambda name, entry: False
-) -> Iterator[tuple[str, str, str]]:
-    """Yields (field, entry of its table, sentence) for everything that is wrong.
+def explain_spec(values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yields a sentence for everything that is wrong with the values of fields, with its place in front.
 
     Fields that are not there have their defaults. Those that are right alone are held against each other.
 
     Args:
         values: The values of fields.
-        is_word: Whether a field, or an entry of its table, is from the command line, which sentences advise to write.
+        places: Where each stands; None: in a call of Python's.
     """
-    right = {name: values.get(name, known.default) for name, known in OPTIONS.items()}
-    for wrong, entry in find_wrong(OPTIONS, values):
-        right.pop(wrong.name, None)  # a table may have several wrong entries
-        yield wrong.name, entry, explain_wrong(wrong, entry, values, is_word=is_word(wrong.name, entry))
-    yield from ((name, "", text) for name, text in _conflicts(right))
+    places = places or {name: f"`{name}`" for name in OPTIONS}
+    yield from explain_values(OPTIONS, values, places)
+    wrong = {option.name for option, _ in find_wrong(OPTIONS, values)}
+    right = {name: values.get(name, known.default) for name, known in OPTIONS.items() if name not in wrong}
+    yield from (f"{places[name]}: {text}" for name, text in _conflicts(right))
 
 
 def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 from gaverify.errors import SpecError, nearest
 from gaverify.launched import read_launcher
 from gaverify.spec.entries import read_entries
-from gaverify.spec.fields import OPTIONS, Spec, find_problems, join_problems
+from gaverify.spec.fields import OPTIONS, Spec, explain_spec, join_problems
 from gaverify.spec.options import read_table
 from gaverify.spec.project import Project
 from gaverify.text_files import table_of_file
@@ -202,25 +202,18 @@ def _check(
     in_file: list[str] = []
     on_line: list[str] = []
     options = {field: value for field, value in overrides.items() if value is not None}
-    in_table, written = read_table(OPTIONS, table, in_file)
+    in_table, places = read_table(OPTIONS, table, in_file)
     # The nearer wins: command line, then the spec, then the project.
     values = {**project.defaults, **in_table, **options}
     stated, arguments = in_table.get("model_args"), options.get("model_args")
     if isinstance(stated, Mapping) and isinstance(arguments, Mapping):
         values["model_args"] = {**stated, **arguments}
-    values["accept"] = read_entries(values.get("accept", ()), "$.accept", in_file)
-
-    def is_word(field: str, entry: str) -> bool:
-        return entry in options["model_args"] if entry and field in options else field in options
-
-    for field, entry, sentence in find_problems(values, is_word):
-        if is_word(field, entry):
-            on_line.append(f"{OPTIONS[field].flag}{f' {entry}' if entry else ''}: {sentence}")
-        elif field in project.defaults and field not in written:
-            in_file.append(f"$.tool.gaverify.{field} of {project.source}: {sentence}")
-        else:
-            key = written.get(field, OPTIONS[field].key)
-            in_file.append(f"$.{key}{f'.{entry}' if entry else ''}: {sentence}")
+        del options["model_args"]  # a wrong one can only be the table's: words spell right ones
+    values["accept"] = read_entries(values.get("accept", ()), places["accept"], in_file)
+    places |= {name: f"$.tool.gaverify.{name} of {project.source}" for name in project.defaults if name not in in_table}
+    places |= {name: OPTIONS[name].flag for name in options}
+    for sentence in explain_spec(values, places):
+        (on_line if sentence.startswith("--") else in_file).append(sentence)
     for needed, fields, reason in _ONLY_WITH:
         # Under torchrun there are ranks without the option.
         started = needed == "ranks" and read_launcher() is not None

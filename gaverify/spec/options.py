@@ -100,17 +100,17 @@ def pop_values(options: Mapping[str, Option], values: dict[str, Any], problems: 
 def read_table(
     options: Mapping[str, Option], table: Mapping[str, Any], problems: list[str], place: str = "$"
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what a table of a file says, by the names of options, and their keys as they were written.
+    """Returns what a table of a file says, and where each option stands in it or would, by the names of options.
 
     Args:
         options: The options, by their names.
         table: Their keys, with hyphens or underscores, and values.
         problems: Gets a sentence about each key that is unknown or is given twice.
-        place: Where the table stands, for messages.
+        place: Where the table stands.
     """
     names = {option.key: name for name, option in options.items()}
     values: dict[str, Any] = {}
-    written: dict[str, str] = {}
+    places = {name: f"{place}.{option.key}" for name, option in options.items()}
     for key, value in table.items():
         name = names.get(key.replace("_", "-"))
         if name is None:
@@ -121,10 +121,12 @@ def read_table(
             likely = missing if nearest(key.lower(), missing, 0.8) else list(names)
             problems.append(f"{place}.{key}: {unknown_key(key, likely)}")
         elif name in values:
-            problems.append(f"{place}.{key}: is given twice, also as `{written[name]}`; keep one")
+            problems.append(
+                f"{place}.{key}: is given twice, also as `{places[name].removeprefix(f'{place}.')}`; keep one"
+            )
         else:
-            values[name], written[name] = options[name].kind.load(value), key
-    return values, written
+            values[name], places[name] = options[name].kind.load(value), f"{place}.{key}"
+    return values, places
 
 
 def find_wrong(options: Mapping[str, Option], values: Mapping[str, Any]) -> Iterator[tuple[Option, str]]:
@@ -144,23 +146,22 @@ def find_wrong(options: Mapping[str, Option], values: Mapping[str, Any]) -> Iter
 
 
 def explain_values(
-    options: Mapping[str, Option], values: Mapping[str, Any], written: Mapping[str, str] | None = None, place: str = "$"
+    options: Mapping[str, Option], values: Mapping[str, Any], places: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yields a sentence for each value that is none of its kind.
+    """Yields a sentence for each value that is none of its kind, with its place in front.
 
     Args:
         options: The options, by their names.
         values: Their values.
-        written: The keys of a file that they stand in; None: they are from the command line.
-        place: Where the table of the file stands, for messages.
+        places: Where each stands; None: all on the command line.
     """
     for option, entry in find_wrong(options, values):
-        where = option.flag if written is None else f"{place}.{written.get(option.name, option.key)}"
-        sentence = explain_wrong(option, entry, values, is_word=written is None)
-        yield f"{where}{f'.{entry}' if entry else ''}: {sentence}"
+        place = option.flag if places is None else places[option.name]
+        sentence = _explain_wrong(option, entry, values, is_word=place == option.flag)
+        yield f"{place}{f'.{entry}' if entry else ''}: {sentence}"
 
 
-def explain_wrong(option: Option, entry: str, values: Mapping[str, Any], *, is_word: bool) -> str:
+def _explain_wrong(option: Option, entry: str, values: Mapping[str, Any], *, is_word: bool) -> str:
     """Returns what is wrong with a value that is none of its kind, and what to write instead.
 
     Args:

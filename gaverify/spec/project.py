@@ -73,14 +73,14 @@ def project_settings(start: Path | None = None) -> Project:
 
 def _project(table: dict[str, Any], file: Path) -> Project:
     problems: list[str] = []
-    values, written = read_table({**_OPTIONS, **{name: OPTIONS[name] for name in _DEFAULTS}}, table, problems, _PLACE)
+    values, places = read_table({**_OPTIONS, **{name: OPTIONS[name] for name in _DEFAULTS}}, table, problems, _PLACE)
     # Each spec that leaves them out is checked with them.
     defaults = {name: values.pop(name) for name in _DEFAULTS if name in values}
-    values["accept"] = read_entries(values.get("accept", ()), f"{_PLACE}.accept", problems)
-    problems += explain_values(_OPTIONS, values, written, _PLACE)
+    values["accept"] = read_entries(values.get("accept", ()), places["accept"], problems)
+    problems += explain_values(_OPTIONS, values, places)
     for key in ("select", "ignore"):
         if TEXTS.fits(values.get(key)):
-            problems += [f"{_PLACE}.{key}: {text}" for text in code_problems(values[key])]
+            problems += [f"{places[key]}: {text}" for text in code_problems(values[key])]
     if problems:
         raise SpecError(problems, str(file))
     # Paths stand in the project's file, whatever folder a call starts in.

@@ -89,7 +89,7 @@ def test_no_memory_on_a_cpu_names_no_way_that_would_change_nothing(way: str) -> 
 
 
 def test_an_unknown_word() -> None:
-    with pytest.raises(gaverify.ProblemError, match='`reference` must be "full", "offload" or "auto", got "disk"'):
+    with pytest.raises(gaverify.ProblemError, match='`reference`: must be "full", "offload" or "auto", got "disk"'):
         gaverify.verify(build(), steps=STEPS, reference="disk")
 
 

@@ -271,7 +271,7 @@ def test_an_argument_with_a_default_is_not_asked_for_the_batch() -> None:
 @pytest.mark.parametrize(
     ("weighting", "sentence"),
     [
-        ("even", '`weighting` must be "uniform", "samples", "tokens" or "none", or one number per micro-batch, got'),
+        ("even", '`weighting`: must be "uniform", "samples", "tokens" or "none", or one number per micro-batch, got'),
         ([0.5], "must have one number per micro-batch: 1 numbers, but steps is 2"),
         (["a", "b"], 'or one number per micro-batch, got \\["a", "b"\\]'),
         (3, "or one number per micro-batch, got 3"),

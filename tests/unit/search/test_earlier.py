@@ -203,7 +203,7 @@ def test_the_option(word: str, code: int, told: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_limit_that_is_no_time_gets_a_sentence() -> None:
-    with pytest.raises(gaverify.ProblemError, match="`time_limit` must be a number of seconds above 0, got -1"):
+    with pytest.raises(gaverify.ProblemError, match=r"`time_limit`: must be a number of seconds above 0 .*, got -1"):
         gaverify.verify(nn.Linear(2, 1), lambda model, batch: model(batch).mean(), torch.ones(4, 2), time_limit=-1)
 
 
