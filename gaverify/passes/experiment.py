@@ -28,7 +28,7 @@ from gaverify.passes.gradients import (
     full_batch_gradients,
     record_full_batch,
 )
-from gaverify.passes.isolation import ModelState, generator_states, seed_torch
+from gaverify.passes.isolation import ModelState, exact_products, generator_states, seed_torch
 from gaverify.passes.precision import convert_weights, return_freed, widest
 from gaverify.passes.randomness import Dealing, DealingReport, DrawLedger, Reading
 from gaverify.passes.user_code import micro_batch_of
@@ -287,7 +287,7 @@ class Experiment:
         """Gives the experiment in float32 or float64, all on the CPU where a device has no float64, for the block.
 
         The weights, the batch and the draws are the same numbers. The tensors are exchanged inside the user's own
-        parameters, so that the working precision has no passes until the block ends.
+        parameters, so that the working precision has no passes until the block ends. Products are not rounded.
 
         Args:
             dtype: `torch.float64` or `torch.float32`.
@@ -300,6 +300,8 @@ class Experiment:
         return_freed()  # what the passes before left in pieces
         with ExitStack() as stack:
             stack.callback(return_freed)
+            # In float32 a GPU may round products to TF32, whose rounding looks like a fault of float32 size.
+            stack.enter_context(exact_products())
             stack.enter_context(convert_weights(self.modules, device=device, dtype=dtype, weights=weights))
             torch.set_default_dtype(dtype)
             stack.callback(torch.set_default_dtype, default)

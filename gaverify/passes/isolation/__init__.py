@@ -9,6 +9,7 @@ from gaverify.passes.isolation.functions import Variable, entry_of, variables
 from gaverify.passes.isolation.globals import (
     deterministic,
     eager_when_compiled,
+    exact_products,
     foreign_generator_states,
     generator_states,
     gradients_kept,
@@ -45,6 +46,7 @@ __all__ = [
     "eager_when_compiled",
     "entries_of",
     "entry_of",
+    "exact_products",
     "foreign_generator_states",
     "generator_states",
     "gradients_kept",

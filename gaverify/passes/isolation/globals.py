@@ -196,6 +196,8 @@ PRECISION: tuple[Flag, ...] = (
     _older(_attribute(torch.backends.cudnn, "allow_tf32")),
     *_NEWER,
 )
+# The narrowest newer switches, which inherit from none once they say something themselves.
+_PRODUCTS = [(backend, operation) for backend in ("cuda", "mkldnn") for operation in ("matmul", "conv", "rnn")]
 # (read, write) of the flags that a forward may set and forget; what a context manager of torch's would put back is here
 # as well, because a forward may set it by hand.
 ARITHMETIC: tuple[Flag, ...] = (
@@ -232,6 +234,31 @@ def flag_states(flags: tuple[Flag, ...]) -> Callable[[], None]:
                 write(value)
 
     return restore
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiplies float32 as it is for the block, not rounded to TF32 or bfloat16.
+
+    A state that passes start from has to be taken inside the block: one from before would switch the rounding on again.
+    """
+    restore = flag_states(PRECISION)
+    try:
+        # As in `PRECISION`: the older switches refuse to be set or read while the newer ones say something else.
+        _write_newer("ieee")
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        _write_newer("ieee")
+        yield
+    finally:
+        restore()
+
+
+def _write_newer(precision: str) -> None:
+    accessors = fp32_precision_accessors()
+    if accessors is not None:
+        for backend, operation in _PRODUCTS:
+            accessors[1](backend, operation, precision)
 
 
 @contextmanager

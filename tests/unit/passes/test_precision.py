@@ -17,7 +17,7 @@ import gaverify
 from gaverify import Outcome, Problem, ProblemError
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import ModelState
+from gaverify.passes.isolation import ModelState, exact_products
 from gaverify.passes.isolation.globals import PRECISION, flag_states
 from gaverify.passes.lifting import LiftedWeights
 from gaverify.passes.precision import (
@@ -180,6 +180,17 @@ def test_what_a_forward_switches_is_put_back(first: str | None, then: str) -> No
     gaverify.verify(_problem(SETTINGS[then]))
     # what an older switch says behind newer ones that contradict it decides nothing, and nobody can read it
     assert all(now == was for now, was in zip(state(), before, strict=True) if was != "unreadable")
+
+
+@newer
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_control_multiplies_exactly_under_every_switch(setting: str) -> None:
+    SETTINGS[setting]()
+    before = state()
+    with exact_products():
+        assert all(rounded_products(torch.device(kind), ["matmul", "conv", "rnn"]) == {} for kind in ("cpu", "cuda"))
+        assert "unreadable" not in state(), "an older switch that a forward reads"
+    assert state() == before
 
 
 @newer

@@ -1,0 +1,51 @@
+"""What decides where a device rounds the products of float32, and how little it has to run for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gaverify
+from gaverify import Outcome, Problem
+
+
+@pytest.fixture(autouse=True)
+def rounded_convolutions() -> Iterator[None]:
+    """TF32 in convolutions, as torch has it from the start; the test may ask for more."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+class Block(nn.Module):
+    """Two convolutions beside what they change."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(32, 32, 3, padding=1), norm, nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds them up."""
+        return x + self.last(self.norm(self.first(x)).relu())
+
+
+def convolutions(*norms: nn.Module) -> Problem:
+    """Blocks, on 32 images."""
+    torch.manual_seed(0)
+    last = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *map(Block, norms), *last).to("cuda")
+    batch = torch.randn(32, 3, 4, 4, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
+    return Problem(model, lambda m, rows: cross_entropy(m(rows[0]).float(), rows[1]), batch)
+
+
+@pytest.mark.parametrize("options", [{"autocast": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
+def test_few_samples_in_float32_are_not_rounded(options: dict[str, str]) -> None:
+    """Else the rounding of TF32, 2⁻¹¹, is taken for a fault of structure, and float64 of all of the batch follows."""
+    verdict = gaverify.verify(convolutions(*(nn.GroupNorm(4, 32) for _ in range(4))), steps=4, **options)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "few-samples")
