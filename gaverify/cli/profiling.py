@@ -54,29 +54,12 @@ _MEASUREMENTS = options_of(Measurements)
 _SPEC_OPTIONS = {name: known for name, known in OPTIONS.items() if name not in _OTHERWISE}
 
 
-def _print_schema(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if not wanted or ctx.resilient_parsing:
-        return
-    from gaverify.report.documents.schema import schema_text
-
-    click.echo(schema_text("profile"))
-    ctx.exit()
-
-
 @click.command(short_help="Measure memory and time of accumulation.")
 @click.argument(
     "spec_file", metavar="[MODEL|SPEC]", required=False, type=click.Path(path_type=Path), shell_complete=complete_specs
 )
 @add_options([*_MEASUREMENTS.values(), *_SPEC_OPTIONS.values()])
 @output_options
-@click.option(
-    "--schema",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_schema,
-    help="Print the JSON schema of --format json.",
-)
 def profile(
     spec_file: Path | None,
     form: str,

@@ -98,8 +98,8 @@ def test_the_schema_is_closed() -> None:
         validate_document(json.dumps(document))
 
 
-def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--schema"]) == 0
+def test_the_schema_of_a_profile_is_printed_as_any_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "profile"]) == 0
     assert capsys.readouterr().out == schema_text("profile") + "\n"
 
 
