@@ -436,17 +436,16 @@ def _explain_no_model(name: str) -> str:
         modules = sorted(str(entry) for entry in folder.glob("*.py") if entry.name != "__init__.py")
         what, instead = "is a folder", f"{modules[0]}:{first_name(modules[0])}" if modules else instead
         instead = f"gaverify run {name}" if any(folder.glob("*.toml")) else instead
-    elif name.endswith(WEIGHTS):
-        what = "holds weights, not the model's code" if os.path.exists(name) else "does not exist"
-        instead = f"gaverify init --checkpoint {name}"
+    elif name.endswith(WEIGHTS) and os.path.exists(name):
+        what, instead = "holds weights, not the model's code", f"gaverify init --checkpoint {name}"
     elif name.endswith(".toml") and os.path.exists(name):
         what, instead = "is a spec", f"gaverify run {name}"
     elif os.path.isfile(file):
         what, instead = "is a module", f"{file}:{first_name(file)}"
-    elif place and _is_module(place):
+    elif place and not name.endswith(WEIGHTS) and _is_module(place):
         what, instead = "has no colon", f"{place}:{attribute}"
     elif not os.path.exists(name):
-        if not {"/", os.sep} & set(name):
+        if not {"/", os.sep, "."} & set(name):
             find_builtin(name)  # raises `SpecError`, with the nearest
         what = "does not exist"
     return f"`{name}` {what}; write `{instead}`"

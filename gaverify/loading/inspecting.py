@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,15 @@ def sketch(name: str) -> Sketch | None:
     if not issubclass(named, nn.Module):
         raise ProblemError(f"`{name}` is a class, but not of torch.nn.Module; name the model's class")
     text, needed = _Text(named), _needed_parameters(named)
-    calls = list(text.arguments())
-    if not needed:
-        calls.insert(0, [])
-    arguments = next(iter(calls), [])
-    written = ", ".join(map(ast.unparse, arguments) if calls else (f"{parameter}=..." for parameter in needed))
+    calls = {call: text.find_inputs(call) for call in text.find_calls(without_arguments=not needed)}
+    # a call whose object is given tensors says more than one that comes before it
+    call = next((call for call, inputs in calls.items() if inputs), next(iter(calls), None))
+    arguments = [] if call is None else [*call.args, *call.keywords]
+    are_said = call is not None or not needed
+    written = ", ".join(map(ast.unparse, arguments) if are_said else (f"{parameter}=..." for parameter in needed))
     names = {node.id for word in arguments for node in ast.walk(word) if isinstance(node, ast.Name)}
     has_step = callable(getattr(named, "training_step", None))
-    return Sketch(has_step, written, bool(calls), tuple(sorted(names)), next(text.inputs(), ()))
+    return Sketch(has_step, written, are_said, tuple(sorted(names)), () if call is None else calls[call])
 
 
 def _needed_parameters(function: Any) -> list[str]:
@@ -69,39 +70,49 @@ def _needed_parameters(function: Any) -> list[str]:
     return [each.name for each in parameters if each.default is each.empty and each.kind in kinds]
 
 
+def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes whose names mean what the names of a module or function do: not those of functions inside it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            yield from _walk_scope(node)
+
+
 class _Text:
     """The text of the file that defines a class."""
 
     def __init__(self, made: type[nn.Module]) -> None:
         module = sys.modules[made.__module__]
         self._scope = vars(module)
-        self._nodes = list(ast.walk(parse_file(Path(getattr(module, "__file__", None) or ""))))
-        self._assigned = [
-            node for node in self._nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        ]
-        called = [node for node in self._nodes if isinstance(node, ast.Call)]
+        tree = parse_file(Path(getattr(module, "__file__", None) or ""))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        self._scopes = [list(_walk_scope(scope)) for scope in (tree, *functions)]
+        called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         self._calls = [node for node in called if ast.unparse(node.func).rpartition(".")[2] == made.__name__]
 
-    def arguments(self) -> Iterator[list[ast.expr | ast.keyword]]:
-        """Yields the arguments of each call of the class that can be written elsewhere."""
+    def find_calls(self, *, without_arguments: bool) -> Iterator[ast.Call]:
+        """Yields the calls of the class that can be written elsewhere; `without_arguments`: those that have none."""
         for call in self._calls:
             words: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-            if all(map(self._is_plain, words)):
-                yield words
+            if all(map(self._is_plain, words)) and not (words and without_arguments):
+                yield call
 
-    def inputs(self) -> Iterator[tuple[str, ...]]:
-        """Yields the tensors of each call of an object of the class whose arguments the file makes."""
-        models = {ast.unparse(node.targets[0]) for node in self._assigned if node.value in self._calls}
-        for node in self._nodes:
-            if isinstance(node, ast.Call) and (ast.unparse(node.func) in models or node.func in self._calls):
-                tensors = [self._with_rows(self._maker(argument)) for argument in node.args]
-                if tensors and all(tensors):
-                    yield tuple(tensors)
+    def find_inputs(self, made: ast.Call) -> tuple[str, ...]:
+        """Returns the tensors with which the function around a call of the class calls what it made; empty for none."""
+        scope = next((nodes for nodes in self._scopes if made in nodes), [])
+        assigned = [node for node in scope if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+        models = {ast.unparse(node.targets[0]) for node in assigned if node.value is made}
+        for node in scope:
+            if isinstance(node, ast.Call) and (node.func is made or ast.unparse(node.func) in models):
+                tensors = [self._with_rows(self._find_maker(argument, assigned)) for argument in node.args]
+                if tensors and all(tensors) and not node.keywords:
+                    return tuple(tensors)
+        return ()
 
-    def _maker(self, argument: ast.expr) -> ast.Call | None:
+    def _find_maker(self, argument: ast.expr, assigned: Sequence[ast.Assign]) -> ast.Call | None:
         """The call of torch that makes an argument, also where the argument is a name that it is assigned to."""
         name = ast.unparse(argument)
-        values = [argument, *(node.value for node in self._assigned if ast.unparse(node.targets[0]) == name)]
+        values = [argument, *(node.value for node in assigned if ast.unparse(node.targets[0]) == name)]
         makers = {f"torch.{word}" for word in _MAKERS}
         return next((each for each in values if isinstance(each, ast.Call) and ast.unparse(each.func) in makers), None)
 

@@ -303,12 +303,19 @@ class Image(nn.Module):
         return self.layers(pixels)
 
 
+def other(width):
+    towers, image = Towers(Config(), width), Image(width, width)
+    image(torch.rand(2, 9, 9, 9))
+    Unclear()(torch.rand(2, 9), mask=torch.rand(2))
+
+
 def main(width, rows):
     print(Language(config=width), Image(width, classes=width), Unclear()(torch.zeros(rows, width)))
     print(Unclear()(torch.zeros(SIZE)), Unclear()(rows))
 
 
 if __name__ == "__main__":
+    print(Image(3, 5))
     image = Image(1, classes=7)
     x = torch.rand(2, 1, SIZE, SIZE)
     print(image(x).shape)

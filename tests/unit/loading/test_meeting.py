@@ -288,7 +288,7 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
         ("net_of_people:wolrkers", "did you mean `workers`?"),
         ("nowhere_at_all:f", "there is no module `nowhere_at_all`"),
         ("absent.py:f", "there is no file `absent.py`"),
-        ("model.pt", "`model.pt` does not exist; write `gaverify init --checkpoint model.pt`"),
+        ("model.pt", "`model.pt` does not exist; write `file.py:factory`"),
         ("weights.pt", "holds weights, not the model's code; write `gaverify init --checkpoint weights.pt`"),
         ("a.toml", "is a spec; write `gaverify run a.toml`"),
         ("a.ipynb", "is no Python file; write `file.py:factory`"),
