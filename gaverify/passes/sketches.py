@@ -26,6 +26,10 @@ from gaverify.records.experiment import WeightFit
 SKETCH = 4096
 _CHUNK_ROWS, _TILE = 256, 16
 _APART = 2531  # 4096 times the golden section: the starts of successive tensors divide the buckets most evenly
+_SMALL = _TILE * SKETCH
+"""Elements below which a tensor is of one tile, and added to a sketch together with others."""
+_FEWEST_ROWS, _MOST_ROWS = _TILE + 2, 8 * _TILE
+"""Rows of 4096 that wait to be added up: of one tensor at any start, and of many; 2 MB in float32."""
 
 
 def sketch(tensors: Iterable[torch.Tensor | None], ranks: RankSum | None = None) -> torch.Tensor:
@@ -44,16 +48,11 @@ def sketch(tensors: Iterable[torch.Tensor | None], ranks: RankSum | None = None)
     """
     if ranks is not None:
         return _sketch_all_ranks(list(tensors), ranks)
-    totals: dict[torch.device, torch.Tensor] = {}
+    total = SketchSum()
     for place, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        columns = sketch_of(tensor, place)
-        totals[columns.device] = totals[columns.device].add_(columns) if columns.device in totals else columns
-    if len(totals) == 1:
-        return next(iter(totals.values()))
-    on_host = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
-    return sum((total.to("cpu", torch.float64) for total in totals.values()), start=on_host)
+        if tensor is not None:
+            total.add(tensor, place)
+    return total.take()
 
 
 def _sketch_all_ranks(tensors: list[torch.Tensor | None], ranks: RankSum) -> torch.Tensor:
@@ -68,46 +67,126 @@ def _sketch_all_ranks(tensors: list[torch.Tensor | None], ranks: RankSum) -> tor
 
 def sketch_of(tensor: torch.Tensor, place: int) -> torch.Tensor:
     """Returns the sketch of one tensor of the list, shape (4096,), where it is: those of all of them add up."""
-    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    flat = torch.view_as_real(dense.resolve_conj()).reshape(-1) if dense.is_complex() else dense.reshape(-1)
-    return _buckets(flat, place).roll(place * _APART % SKETCH)
+    total = SketchSum()
+    total.add(tensor, place)
+    return total.take()
+
+
+class SketchSum:
+    """The sketch of tensors that are given one by one.
+
+    A launch takes as long as the work on a small tensor. Small ones are therefore only copied when they are given, with
+    their signs, to where each element stands below its bucket; those rows are added up all at once.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[torch.device, torch.Tensor] = {}
+        self._waiting: dict[tuple[torch.device, torch.dtype], _Rows] = {}
+
+    @torch.no_grad()
+    def add(self, tensor: torch.Tensor, place: int) -> None:
+        """Adds the tensor at a place of the list; its memory may go after that."""
+        dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        flat = real.reshape(-1) if real.ndim != 1 else real
+        start = place * _APART % SKETCH
+        if flat.numel() >= _SMALL:
+            self._add_total(_buckets(flat, place).roll(start))
+        elif flat.numel():
+            key = flat.device, torch.float32 if flat.dtype.itemsize <= 4 else flat.dtype
+            rows = self._waiting.get(key)
+            if rows is None or not rows.has_room(start, flat.numel()):
+                # a few tensors do not pay for the memory of many
+                self._add_up(key)
+                rows = self._waiting[key] = _Rows(*key, _FEWEST_ROWS if rows is None else _MOST_ROWS)
+            rows.place(flat, start, _signs_of_a_small(place, flat.numel(), flat.device))
+
+    def take(self) -> torch.Tensor:
+        """Returns the sketch, and begins another."""
+        for key in self._waiting:
+            self._add_up(key)
+        totals, self._totals = list(self._totals.values()), {}
+        if len(totals) == 1:
+            return totals[0]
+        on_host = torch.zeros(SKETCH, dtype=torch.float64, device="cpu")
+        return sum((total.to("cpu", torch.float64) for total in totals), start=on_host)
+
+    def _add_up(self, key: tuple[torch.device, torch.dtype]) -> None:
+        if (rows := self._waiting.get(key)) is not None and rows.end:
+            self._add_total(rows.take())
+
+    def _add_total(self, total: torch.Tensor) -> None:
+        before = self._totals.get(total.device)
+        self._totals[total.device] = total if before is None else before.add_(total)
+
+
+class _Rows:
+    """Small tensors with their signs, one behind another, each from where its first bucket is in some row of 4096."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
+        self._numbers = torch.zeros(count * SKETCH, dtype=dtype, device=device)
+        self.end = 0
+
+    def has_room(self, start: int, count: int) -> bool:
+        """Whether so many numbers fit behind the others, the first of them in the bucket `start`."""
+        return self._next(start) + count <= len(self._numbers)
+
+    def place(self, flat: torch.Tensor, start: int, signs: torch.Tensor) -> None:
+        """Copies numbers with their signs; one launch."""
+        begin = self._next(start)
+        self.end = begin + len(flat)
+        torch.mul(flat, signs, out=self._numbers[begin : self.end])
+
+    def take(self) -> torch.Tensor:
+        """Returns the sum of each bucket, shape (4096,), and empties the rows."""
+        used = self._numbers[: -(-self.end // SKETCH) * SKETCH].view(-1, SKETCH)
+        total = used.sum(0, dtype=widest(used.device))
+        used.zero_()
+        self.end = 0
+        return total
+
+    def _next(self, start: int) -> int:
+        return self.end + (start - self.end) % SKETCH
 
 
 def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
-    """The buckets of one tensor. The signs are drawn on its device, so that nothing waits for a copy of them.
+    """The buckets of a large tensor. The signs are drawn on its device, so that nothing waits for a copy of them.
 
     A sign is the product of one that all tiles of 16 rows share and one of its tile: it costs less to draw than to
     use, and is independent of any other one.
     """
-    total = torch.zeros(SKETCH, dtype=widest(flat.device), device=flat.device)
+    wide = widest(flat.device)
     # A product with a sign is exact in float32, and a sum of 16 of half a precision's to that's own roundoff.
-    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else total.dtype)
-    summed = torch.float32 if flat.dtype.itemsize == 2 else total.dtype
-    if flat.numel() < _TILE * SKETCH:
-        tiled = flat.numel() // SKETCH * SKETCH
-        if tiled:
-            total += (flat[:tiled].view(-1, SKETCH) * shared[: tiled // SKETCH]).to(summed).sum(0)
-        total[: flat.numel() - tiled] += flat[tiled:] * shared[tiled // SKETCH, : flat.numel() - tiled]
-        return total * _signs_of_a_tile(place, flat.device)
+    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else wide)
+    summed = torch.float32 if flat.dtype.itemsize == 2 else wide
     generator = torch.Generator(flat.device).manual_seed(place)
-    for start in range(0, flat.numel(), SKETCH * _CHUNK_ROWS):
-        part = flat[start : start + SKETCH * _CHUNK_ROWS].to(shared.dtype)
-        if part.numel() % SKETCH:
-            part = torch.nn.functional.pad(part, (0, -part.numel() % SKETCH))
-        rows = part.view(-1, SKETCH)
-        tiles = len(rows) // _TILE * _TILE
-        sums = (rows[:tiles].view(-1, _TILE, SKETCH) * shared).to(summed).sum(1)
-        if tiles < len(rows):
-            remainder = (rows[tiles:] * shared[: len(rows) - tiles]).to(summed)
-            sums = torch.cat([sums, remainder.sum(0, keepdim=True)])
-        total += (sums.to(total.dtype) * _signs(sums.numel(), generator).view(-1, SKETCH)).sum(0)
+    # a processor's cache holds no more; elsewhere each piece costs ten launches
+    length = SKETCH * (_CHUNK_ROWS if flat.is_cpu else 4 * _CHUNK_ROWS)
+    total = None
+    for start in range(0, flat.numel(), length):
+        part = flat[start : start + length].to(shared.dtype)
+        if part.numel() % _SMALL:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % _SMALL))
+        tiles = (part.view(-1, _TILE, SKETCH) * shared).sum(1, dtype=summed)
+        columns = (tiles * _signs(tiles.numel(), generator).view_as(tiles)).sum(0, dtype=wide)
+        total = columns if total is None else total.add_(columns)
+    assert total is not None
     return total
 
 
-@lru_cache(maxsize=2048)
-def _signs_of_a_tile(place: int, device: torch.device) -> torch.Tensor:
-    """The signs of a tensor of one tile, shape (4096,): most of a model's are, and drawing them costs most there."""
-    return _signs(SKETCH, torch.Generator(device).manual_seed(place))
+def _signs_of_a_small(place: int, count: int, device: torch.device) -> torch.Tensor:
+    """The signs of a tensor of less than one tile, shape (count,)."""
+    return (_signs_of_a_row if count <= SKETCH else _signs_of_rows)(place, count, device)
+
+
+def _draw_small(place: int, count: int, device: torch.device) -> torch.Tensor:
+    row = _signs(SKETCH, torch.Generator(device).manual_seed(place))
+    rows = _shared_signs(device, torch.int8)[: -(-count // SKETCH)]
+    return (rows * row).view(-1)[:count].clone()
+
+
+# Most of a model's tensors are of one row, and drawing signs costs most there: 8 MB of those and 16 MB of others.
+_signs_of_a_row, _signs_of_rows = lru_cache(maxsize=2048)(_draw_small), lru_cache(maxsize=256)(_draw_small)
 
 
 @cache

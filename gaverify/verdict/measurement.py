@@ -200,9 +200,7 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
     if accumulation.result.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
         experiment, accumulation = _choose_reading(experiment, full, accumulation, listens, find_worst)
-    window = (
-        window_of(experiment, full, accumulation.result, accumulation.sketches) if accumulation.sketches.taken else None
-    )
+    window = window_of(experiment, full, accumulation.result, accumulation.sketches) if listens else None
     measurement = Measurement(
         experiment,
         full,

@@ -16,7 +16,7 @@ import torch
 
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.sketches import SINGULAR_FLOAT64, fit_weights, gradient_noise, sketch, sketch_of
+from gaverify.passes.sketches import SINGULAR_FLOAT64, SketchSum, fit_weights, gradient_noise, sketch
 from gaverify.passes.wrappers import RankSum
 from gaverify.records.experiment import WeightFit
 from gaverify.thresholds import TINY
@@ -105,6 +105,10 @@ def _present(gradients: Gradients) -> frozenset[str]:
     return frozenset(name for name, gradient in gradients.items() if gradient is not None)
 
 
+_KEPT_ON_DEVICE = 64
+"""Sketches that wait on the device until they are fetched: 2 MB."""
+
+
 class GradientSketches:
     """Sketches what each backward pass gives every parameter, before it is added to `.grad`.
 
@@ -116,8 +120,9 @@ class GradientSketches:
     def __init__(self, experiment: Experiment, *, release: bool = False) -> None:
         self._parameters = list(experiment.parameters.values())
         self._release = release
-        self._now: torch.Tensor | None = None
-        self.taken: list[torch.Tensor] = []
+        self._now = SketchSum()
+        self._on_device: list[torch.Tensor] = []
+        self._on_host: list[torch.Tensor] = []
 
     @contextmanager
     def listening(self, handed_over: Collection[int] = ()) -> Iterator[Callable[[int], None]]:
@@ -139,20 +144,29 @@ class GradientSketches:
     @hands_over
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Sketches a gradient of the parameter at a place; several of one parameter add up."""
-        with no_dispatch_modes(), torch.no_grad():
-            gradient_sketch = sketch_of(gradient, place)
-            self._now = gradient_sketch if self._now is None else self._now + gradient_sketch.to(self._now.device)
+        with no_dispatch_modes():
+            self._now.add(gradient, place)
 
     def _take(self, _: int) -> None:
-        # On the host in float64: K sketches on the device would take the memory that they are to save.
-        self.taken.append(self._now.to("cpu", torch.float64) if self._now is not None else torch.zeros(1, device="cpu"))
-        self._now = None
+        with no_dispatch_modes():
+            self._on_device.append(self._now.take())
+        # each copy waits for the device, and K sketches there would take the memory that they are to save
+        if len(self._on_device) == _KEPT_ON_DEVICE:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        sketches, self._on_device = self._on_device, []
+        # a model on several devices has its sketches on the host already, like a backward pass that gave nothing
+        together = (
+            [torch.stack(sketches)] if len({each.device for each in sketches}) == 1 else [s[None] for s in sketches]
+        )
+        self._on_host += [column for part in together for column in part.to("cpu", torch.float64)]
 
     def columns(self) -> torch.Tensor:
         """What each backward pass gave, shape (S, passes), in float64 on the host; zeros where it gave nothing."""
-        width = max(len(column) for column in self.taken)
-        zeros = torch.zeros(width, dtype=torch.float64, device="cpu")
-        return torch.stack([column if len(column) == width else zeros for column in self.taken], 1)
+        if self._on_device:
+            self._fetch()
+        return torch.stack(self._on_host, 1)
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
@@ -162,7 +176,7 @@ def _free_gradient(parameter: torch.Tensor) -> None:
 def window_of(
     experiment: Experiment, full: PassResult, accumulated: PassResult, seen: GradientSketches
 ) -> Sketches | None:
-    """Returns a window that was listened to; None where the full batch's gradient, or another, is zero."""
+    """Returns a window that was listened to; None where the full batch's gradient, or all others, are zero."""
     used = torch.tensor(accumulated.weights, dtype=torch.float64, device="cpu")
     columns = _divide_by_weights(seen.columns(), used)
 
@@ -170,7 +184,7 @@ def window_of(
         return sketch(gradients.values(), experiment.ranks).to("cpu", torch.float64)
 
     window = Sketches(fetch(full.gradients), columns, used, fetch(accumulated.gradients))
-    return window if len(window.columns) == len(window.full) and bool(window.full.any()) else None
+    return window if bool(window.columns.any()) and bool(window.full.any()) else None
 
 
 def _divide_by_weights(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
 from gaverify import Problem, ProblemError
@@ -16,6 +17,7 @@ from gaverify.passes.layouts import project_rows, real_numbers, summaries
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SKETCH, fit_weights, sketch, sketch_of
 from gaverify.passes.user_code import micro_batch_weight, targets_of, valid_targets
+from gaverify.verdict.sketches import GradientSketches
 
 # ---  ----------------------------------------------------------------------------------------------------------------
 
@@ -58,6 +60,61 @@ def test_lengths_are_preserved_in_expectation() -> None:
     large = gradients(0, (400, 100), (50_000,))
     ratio = float(sketch(large).norm()) / float(torch.cat([t.reshape(-1) for t in large]).norm())
     assert 0.9 < ratio < 1.1
+
+
+def test_many_small_tensors_add_up_as_one_by_one() -> None:
+    """More rows than wait at a time, several precisions, no element at all, and starts that wrap around."""
+    numbers = torch.Generator().manual_seed(0)
+    sizes = [0, 1, SKETCH, SKETCH + 1, 16 * SKETCH - 1, 16 * SKETCH, *torch.randint(1, 3 * SKETCH, (300,)).tolist()]
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    tensors = [torch.randn(n, generator=numbers).to(dtypes[place % 3]) for place, n in enumerate(sizes)]
+    one_by_one = sum(sketch_of(tensor, place) for place, tensor in enumerate(tensors))
+    torch.testing.assert_close(sketch(tensors), one_by_one, rtol=1e-12, atol=1e-9)
+
+
+def test_a_large_tensor_is_the_sum_of_its_elements() -> None:
+    """In whole pieces, in whole tiles of 16 rows, and in what is left of one."""
+    for count in (16 * SKETCH, 256 * SKETCH, 256 * SKETCH + 17 * SKETCH + 5):
+        one = torch.zeros(count, dtype=torch.float64)
+        one[count - 3] = 2.0
+        found = sketch_of(one, 7)
+        assert found.nonzero().tolist() == [[(count - 3 + 7 * 2531) % SKETCH]] and float(found.norm()) == 2.0
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that work on numbers; a view is none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_tensor_costs_one_launch(dtype: torch.dtype) -> None:
+    """On a device a launch takes as long as the work on it: they are added up at once, however many there are."""
+    tensors = [torch.randn(8, 9).to(dtype) for _ in range(200)]
+    sketch(tensors)  # draws the signs
+    with Launches() as launches:
+        sketch(tensors)
+    assert launches.count <= len(tensors) + 30
+
+
+def test_no_gradient_is_kept_until_the_backward_pass_ends() -> None:
+    """Autograd copies a gradient into `.grad` where somebody still holds it: a second set of them."""
+    model = nn.Linear(3, 2)
+    experiment = SimpleNamespace(parameters=dict(model.named_parameters()))
+    seen, given = GradientSketches(experiment), []  # type: ignore[arg-type]
+    with seen.listening() as note:
+        for weight in (1.0, 2.0):
+            model.weight.register_hook(lambda gradient: given.append(gradient.data_ptr()))
+            (model(torch.ones(4, 3)).square().sum() * weight).backward()
+            assert model.weight.grad.data_ptr() == given[-1]
+            note(0)
+            expected = sketch([model.weight.grad, model.bias.grad])
+            model.zero_grad()
+            torch.testing.assert_close(seen.columns()[:, -1], expected)
 
 
 @pytest.mark.parametrize("layout", ["sparse", "complex", "half"])
