@@ -19,7 +19,6 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import leaves
 from gaverify.passes.lifting import has_hooks
-from gaverify.passes.precision import buffers_differ
 from gaverify.passes.user_code import DEFAULT_IGNORED, largest_mean
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import ControlKind, is_constant
@@ -27,7 +26,7 @@ from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatabilit
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
 from gaverify.search import backward, confirming, counts, operations, state, weights
 from gaverify.search.bench import Bench
-from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
+from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, MANY_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import MakeWatch, run_in_float64
@@ -240,9 +239,10 @@ def _find_drift(measurement: Measurement) -> dict[str, float]:
     if not common:
         return {}
     rows = measure({name: accumulated[name] for name in common}, common, measurement.experiment.ranks)
-    unit = measurement.unit
-    differences = {row.name: row.difference / row.scale for row in rows if row.difference > 0}
-    return {name: far for name, far in differences.items() if buffers_differ(accumulated[name], full[name], unit)}
+    # by the norms that were read for all buffers at once; NaN is no distance
+    allowed = MANY_UNITS * measurement.unit
+    drifting = (row for row in rows if row.difference > allowed * max(row.accumulated, row.reference))
+    return {row.name: row.difference / row.scale for row in drifting}
 
 
 def _list_unpadded(measurement: Measurement) -> Iterator[str]:

@@ -25,7 +25,7 @@ from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench, ControlFailed, take_rows
 from gaverify.search.trace.operations import intercept_calls, make_tracer
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
-from gaverify.search.trace.traces import Frame, Result, Trace, describe_step, takes_other_branch
+from gaverify.search.trace.traces import Frame, Trace, describe_step, takes_other_branch
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, SMALL_PART, TINY
 from gaverify.torch_internals import without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
@@ -363,8 +363,6 @@ def _traces(
         trace, loss = trace_forward(k, plan=full)
         parts.append(trace)
         losses.append(loss)
-    for trace in (full, *parts):
-        _to_host(trace)
     return full, parts, full_loss, losses
 
 
@@ -381,19 +379,3 @@ def _modules(matching: Matching) -> Iterator[ModuleDifference]:
 
 def _on_host(numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
-
-
-def _to_host(trace: Trace) -> None:
-    """Moves all fingerprints of a trace to the CPU, those of one device in one transfer."""
-    # One transfer per result would wait for the device thousands of times.
-    devices: dict[torch.device, list[tuple[Result, str, torch.Tensor]]] = {}
-    for result in (result for step in trace.steps for result in step.results):
-        for name in ("prints", "of_folded"):
-            numbers = getattr(result, name)
-            if numbers is not None:
-                devices.setdefault(numbers.device, []).append((result, name, numbers))
-    for entries in devices.values():
-        joined = torch.cat([numbers.reshape(-1) for _, _, numbers in entries]).to("cpu", torch.float64)
-        pieces = joined.split([numbers.numel() for _, _, numbers in entries])
-        for (result, name, numbers), piece in zip(entries, pieces, strict=True):
-            setattr(result, name, piece.view(numbers.shape))

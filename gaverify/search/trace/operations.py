@@ -26,11 +26,11 @@ from gaverify.records.experiment import FunctionKey
 from gaverify.search.trace.traces import (
     INPUT,
     Frame,
+    GroupedFingerprints,
     ModuleCall,
     Result,
     Trace,
     TracedOperation,
-    describe_tensor,
     find_result,
 )
 from gaverify.torch_internals import buffers_of, no_dispatch_modes, parameters_of, tree_map_only, without_torch_function
@@ -160,6 +160,7 @@ class OperationTracer(PassProbe):
     ) -> None:
         self.trace = Trace()
         self._described = described
+        self._fingerprints = GroupedFingerprints()
         self._names, self._size, self._count = names, batch_size, count
         self._template, self._plan = template, plan
         self._running: list[Call] = []
@@ -183,6 +184,7 @@ class OperationTracer(PassProbe):
     def finish(self, loss: torch.Tensor) -> Trace:
         """Ends the recording with the loss that the forward returned, and returns the trace."""
         self.trace.loss = self._writers.get(_address(loss))
+        self._fingerprints.read()
         self._writers.clear()
         self._storages.clear()
         return self.trace
@@ -277,9 +279,7 @@ class OperationTracer(PassProbe):
                 # computed integers (indices) may differ in a right loss as well; inputs and masks must agree
                 integers = name == INPUT or tensor.dtype is torch.bool
                 result.summed = name != INPUT
-                result.prints, result.of_folded = describe_tensor(
-                    tensor, layout, integers=integers, summed=result.summed
-                )
+                self._fingerprints.add(result, tensor, layout, integers=integers)
         return result
 
     def _enter(self, call: Call, *_: Any) -> None:

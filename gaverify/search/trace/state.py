@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -51,7 +52,40 @@ _NUMBERS = (int, float, bool, str, type(None))
 _PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 
 
-def take_digest(value: Any) -> Any:
+@dataclass
+class TensorDigest:
+    """A comparable summary of a tensor."""
+
+    shape: tuple[int, ...]
+    """Its shape."""
+    numbers: tuple[float, ...] = ()
+    """Its sum, two projections and its norm; empty for a sparse or empty one."""
+
+
+class _Unread:
+    """Digests whose numbers lie on the devices still: one transfer for all, where each would wait for the device."""
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, list[tuple[TensorDigest, torch.Tensor]]] = {}
+
+    def add(self, tensor: torch.Tensor) -> TensorDigest:
+        """Returns the digest of a tensor, without its numbers."""
+        digest = TensorDigest(tuple(tensor.shape))
+        if tensor.numel() and tensor.layout is torch.strided:
+            flat = real_numbers(tensor).reshape(-1).to(widest(tensor.device))
+            numbers = torch.cat([flat.sum().unsqueeze(0), summaries(flat)])
+            self._devices.setdefault(tensor.device, []).append((digest, numbers))
+        return digest
+
+    def read(self) -> None:
+        """Fills in the numbers of all digests."""
+        for entries in self._devices.values():
+            rows = torch.stack([numbers for _, numbers in entries]).tolist()
+            for (digest, _), row in zip(entries, rows, strict=True):
+                digest.numbers = tuple(row)
+
+
+def _take_digest(value: Any, unread: _Unread) -> Any:
     """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries.
 
     None for modules, functions, classes and random generators, whose state is compared elsewhere or is no state.
@@ -59,7 +93,7 @@ def take_digest(value: Any) -> Any:
     if type(value) in _NUMBERS:  # most attributes of modules
         return value
     try:
-        return _Summary().of(value, 0)
+        return _Summary(unread).of(value, 0)
     except Exception:  # an object of the user's that raises when it is read must not hide the other values
         return None
 
@@ -67,8 +101,8 @@ def take_digest(value: Any) -> Any:
 class _Summary:
     """One walk through a value."""
 
-    def __init__(self) -> None:
-        self._left = _ALL
+    def __init__(self, unread: _Unread) -> None:
+        self._left, self._unread = _ALL, unread
 
     def of(self, value: Any, depth: int) -> Any:
         if isinstance(value, int | float | str | bool | complex | type(None)):
@@ -77,7 +111,7 @@ class _Summary:
         if depth > _DEPTH or self._left < 0:
             return None
         if isinstance(value, torch.Tensor):
-            return take_tensor_digest(value) if not isinstance(value, nn.Parameter) else None
+            return self._unread.add(value) if not isinstance(value, nn.Parameter) else None
         # A parameter above and a module here are named and compared on their own.
         if isinstance(value, nn.Module | FunctionType | MethodType | type):
             return None
@@ -114,14 +148,6 @@ class _Summary:
         if value.dtype.hasobject:
             return (*value.shape, *(self.of(entry, depth + 1) for entry in flat[:_MOST].tolist()))
         return (*value.shape, hash(flat[: _BYTES // max(1, value.itemsize)].tobytes()))
-
-
-def take_tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the shape of a tensor, its sum, two projections and its norm; only the shape of a sparse or empty one."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided:
-        return (tuple(tensor.shape),)
-    flat = real_numbers(tensor).reshape(-1).to(widest(tensor.device))
-    return (tuple(tensor.shape), *torch.cat([flat.sum().unsqueeze(0), summaries(flat)]).tolist())
 
 
 _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
@@ -194,10 +220,14 @@ def _scripted_value(module: Any, name: str) -> Variable:
     return Variable(lambda: getattr(module, name, None), partial(module._c.setattr, name), lambda: None)
 
 
-def take_digests(named: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns what the values are now, by name, in a form that can be compared."""
+def take_digests(named: Mapping[str, Variable], tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    """Returns what the values of variables, and some tensors, are now, by name, in a form that can be compared."""
+    unread = _Unread()
     with no_dispatch_modes(), without_torch_function():
-        return {name: take_digest(variable.get()) for name, variable in named.items()}
+        digests = {name: _take_digest(variable.get(), unread) for name, variable in named.items()}
+        digests |= {name: unread.add(tensor) for name, tensor in (tensors or {}).items()}
+        unread.read()
+    return digests
 
 
 class StateWatch(PassProbe):
@@ -269,13 +299,10 @@ class StateWatch(PassProbe):
         self.clearing = self.clearing or later.clearing
 
     def _take_digests(self) -> dict[str, Any]:
-        by_name = take_digests({name: variable for name, (_, variable) in self._named.items()})
         with no_dispatch_modes(), without_torch_function():
-            for parameter in self._state.written_tensors:
-                name = self._parameters.get(address(parameter), "")
-                if name:
-                    by_name[name] = take_tensor_digest(parameter.data)
-        return by_name
+            written = {self._parameters.get(address(tensor), ""): tensor.data for tensor in self._state.written_tensors}
+        written.pop("", None)  # no parameter
+        return take_digests({name: variable for name, (_, variable) in self._named.items()}, written)
 
     def _note_assignment(self, module: nn.Module, name: str, frame: Frame) -> None:
         path = self._paths.get(id(module))

@@ -11,11 +11,12 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from gaverify.passes.calls import walk_from
-from gaverify.passes.layouts import SampleLayout, real_numbers, summaries
+from gaverify.passes.layouts import LayoutKind, SampleLayout, real_numbers, summaries
 from gaverify.passes.precision import widest
 from gaverify.records.experiment import FunctionKey, Operation
 from gaverify.tracebacks import display_path
@@ -23,51 +24,123 @@ from gaverify.tracebacks import display_path
 _LARGE = 1e3  # from which on values count by their order of magnitude
 _HUGE = 1e30  # stands for infinity
 _PIECE = 1 << 15
+# Elements of a tensor that is copied and described with others, and of all these copies. On a host only dispatch is
+# saved by it, on a device most of the cost.
+_SMALL_ON_HOST = 1 << 12
+_SMALL = 1 << 20
+_MOST_WAITING = 1 << 23
 
 
-def describe_tensor(
-    tensor: torch.Tensor, layout: SampleLayout, *, integers: bool = False, summed: bool = True
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns fingerprints of a tensor and, where `summed`, moments of folded rows; it is read once for both.
+class GroupedFingerprints:
+    """Fingerprints and moments of the tensors of one forward, which are described in groups and read once.
 
-    The fingerprints, of shape (variants, rows, 3), are two projections and the norm of each row, in float64. Folded
-    rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
+    A result has no fingerprints until `read` was called. Small tensors of one shape and layout make one group: on a
+    device it takes as many launches as one tensor alone. They are copied, because a later operation may write to them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Group, list[tuple[Result, torch.Tensor]]] = {}
+        self._elements = 0
+        self._described: list[tuple[list[Result], torch.Tensor, torch.Tensor | None]] = []
+
+    def add(self, result: Result, tensor: torch.Tensor, layout: SampleLayout, *, integers: bool = False) -> None:
+        """Describes a tensor, now or with others of its shape; nothing where the layout does not fit.
+
+        Args:
+            result: What gets its fingerprints, and moments where it wants them.
+            tensor: The tensor.
+            layout: Where its samples are.
+            integers: Whether integers count.
+        """
+        numeric = tensor.is_floating_point() or tensor.is_complex()
+        if not _has_layout(tensor, layout) or not (numeric or integers or layout.kind == "global"):
+            return
+        values, widest_dtype = real_numbers(tensor), widest(tensor.device)
+        at, fold = layout.first.at, layout.first.fold
+        is_small = values.numel() <= (_SMALL_ON_HOST if tensor.device.type == "cpu" else _SMALL)
+        copy = values.to(widest_dtype, copy=is_small)
+        kind: LayoutKind = layout.kind
+        group = _Group(tuple(copy.shape), copy.device, kind, at, fold, moments=result.summed and numeric)
+        if not is_small:
+            self._describe_group(group, [(result, copy)])
+            return
+        self._waiting.setdefault(group, []).append((result, copy))
+        self._elements += copy.numel()
+        if self._elements > _MOST_WAITING:
+            self._describe_waiting()
+
+    def read(self) -> None:
+        """Gives every result its fingerprints on the CPU, after one transfer per device."""
+        self._describe_waiting()
+        devices: dict[torch.device, list[tuple[list[Result], str, torch.Tensor]]] = {}
+        for results, prints, moments in self._described:
+            entries = devices.setdefault(prints.device, [])
+            entries.append((results, "prints", prints))
+            if moments is not None:
+                entries.append((results, "of_folded", moments))
+        self._described.clear()
+        for entries in devices.values():
+            joined = torch.cat([numbers.reshape(-1) for _, _, numbers in entries]).to("cpu", torch.float64)
+            pieces = joined.split([numbers.numel() for _, _, numbers in entries])
+            for (results, name, numbers), piece in zip(entries, pieces, strict=True):
+                for result, of_result in zip(results, piece.view(numbers.shape), strict=True):
+                    setattr(result, name, of_result)
+
+    def _describe_waiting(self) -> None:
+        for group, members in self._waiting.items():
+            self._describe_group(group, members)
+        self._waiting.clear()
+        self._elements = 0
+
+    def _describe_group(self, group: _Group, members: list[tuple[Result, torch.Tensor]]) -> None:
+        tensors = [tensor.reshape(-1) if tensor.dim() == 0 else tensor for _, tensor in members]
+        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        prints, moments = describe_tensors(joined.reshape(len(tensors), *group.shape), group)
+        self._described.append(([result for result, _ in members], prints, moments))
+
+
+class _Group(NamedTuple):
+    """Tensors that are described together."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    kind: LayoutKind
+    at: int
+    fold: int
+    moments: bool
+
+
+def describe_tensors(values: torch.Tensor, group: _Group) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns fingerprints of several tensors of one shape and layout and, where wanted, moments of folded rows.
+
+    The fingerprints of each, of shape (variants, rows, 3), are two projections and the norm of each row, in float64.
+    Folded rows (`fold` > 1) may hold the batch as their outer or as their inner index: both variants are kept.
 
     The moments, of shape (10,), are sums over all rows that do not depend on their order: eight moments and two scales.
     Every row counts by its two projections and its norm, in products of two and of three of these. The moments of the
     full batch are the sums of the micro-batches' exactly where all hold the same rows, in whatever order: tokens that
     are sorted by their expert. The last two entries bound the products of two and of three in magnitude.
     """
-    if not _has_layout(tensor, layout):
-        return None, None
-    numeric = tensor.is_floating_point() or tensor.is_complex()
-    if not (numeric or integers) and layout.kind != "global":
-        return None, None
-    values = real_numbers(tensor).to(widest(tensor.device))
-    if layout.kind == "global":
-        return summaries(values.reshape(1, -1)).unsqueeze(0), None
-    rows = squash_values(values).movedim(layout.first.at, 0)
-    row_summaries = None
-    fold = layout.first.fold
-    if layout.kind == "selected" or fold == 1:
-        row_summaries = summaries(rows.reshape(rows.shape[0], -1))
-        prints = row_summaries.unsqueeze(0)
-    else:
-        folded = rows.reshape(rows.shape[0] // fold, -1)
-        inner = rows.reshape(fold, rows.shape[0] // fold, -1).transpose(0, 1)
-        prints = torch.stack([summaries(folded), summaries(inner.reshape(inner.shape[0], -1))])
-    if row_summaries is not None or not (summed and numeric):
-        return prints, None
-    return prints, _moments(summaries(rows.reshape(rows.shape[0], -1)))
+    count, fold = len(values), group.fold
+    if group.kind == "global":
+        return summaries(values.reshape(count, 1, 1, -1)), None
+    rows = squash_values(values).movedim(group.at + 1, 1)
+    length = rows.shape[1]
+    if group.kind == "selected" or fold == 1:
+        return summaries(rows.reshape(count, 1, length, -1)), None
+    folded = rows.reshape(count, length // fold, -1)
+    inner = rows.reshape(count, fold, length // fold, -1).transpose(1, 2)
+    prints = torch.stack([summaries(folded), summaries(inner.reshape(count, length // fold, -1))], dim=1)
+    return prints, _moments(summaries(rows.reshape(count, length, -1))) if group.moments else None
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """The moments, of the summaries of all rows."""
+    """The moments, of the summaries of all rows; of several tensors where the rows have a dimension before."""
     a, b, n = rows.unbind(-1)
     twice = [a * a, a * b, b * b, a * n, n * n]
     thrice = [a * a * a, a * a * b, b * b * n]
     scales = [a.square() + b.square() + n.square(), a.abs() ** 3 + b.abs() ** 3 + n**3]
-    return torch.stack([*twice, *thrice, *scales]).sum(1)
+    return torch.stack([*twice, *thrice, *scales], dim=-2).sum(-1)
 
 
 def squash_values(values: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,8 @@ from gaverify.records.facts import Facts, Repeatability, StateChange
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search import confirming, investigation, operations, proof, state, weights
 from gaverify.search.bench import Bench, find_needed
-from gaverify.search.trace import operations as tracing
-from gaverify.search.trace.traces import describe_tensor
+from gaverify.search.trace import traces
+from gaverify.search.trace.traces import GroupedFingerprints, Result
 from gaverify.thresholds import (
     CAPPED_UNITS,
     CORRECT_FLOAT32,
@@ -788,7 +788,7 @@ def planted(*_: Any, **__: Any) -> Any:
     ("room", "name"),
     [
         (operations, "trace_divergences"),
-        (tracing, "describe_tensor"),
+        (traces, "real_numbers"),
         (proof, "PinnedResults"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -898,15 +898,41 @@ def test_a_kernel_without_float64_is_no_fault_of_ours() -> None:
     assert fault_codes(verdict) == {"GAV201"}
 
 
+def describe(*tensors: torch.Tensor, at: int = 0, fold: int = 1) -> list[Result]:
+    """The results with fingerprints of tensors whose samples lie in one dimension."""
+    fingerprints, results = GroupedFingerprints(), []
+    for tensor in tensors:
+        results.append(Result(tuple(tensor.shape), True))
+        fingerprints.add(results[-1], tensor, SampleLayout((SampleDimension(at, fold),)))
+    fingerprints.read()
+    return results
+
+
+def test_a_tensor_has_the_fingerprints_it_had_when_it_was_added_alone_or_in_a_group() -> None:
+    first, second, third = torch.randn(3, 6, 5).unbind()
+    for fold in (1, 2):
+        fingerprints, results = GroupedFingerprints(), [Result((6, 5), True) for _ in range(3)]
+        for result, tensor in zip(results, (first, second, third), strict=True):
+            changed = tensor.clone()
+            fingerprints.add(result, changed, SampleLayout((SampleDimension(0, fold),)))
+            changed.zero_()  # as an operation in place does
+        fingerprints.read()
+        for result, tensor in zip(results, (first, second, third), strict=True):
+            (alone,) = describe(tensor, fold=fold)
+            assert result.prints is not None and result.prints.shape == (fold, 6 // fold, 3)
+            torch.testing.assert_close(result.prints, alone.prints)
+            torch.testing.assert_close(result.moments, alone.moments)
+
+
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_a_fold_that_does_not_divide_the_rows_has_no_fingerprint(rows: int) -> None:
-    assert describe_tensor(torch.ones(rows, 2), SampleLayout((SampleDimension(0, 2),)))[0] is None
-    assert describe_tensor(torch.ones(2 * rows, 2), SampleLayout((SampleDimension(0, 2),)))[0] is not None
+    without, with_prints = describe(torch.ones(rows, 2), torch.ones(2 * rows, 2), fold=2)
+    assert without.prints is None and with_prints.prints is not None
 
 
 def test_a_result_with_fewer_dimensions_than_its_plan_has_no_fingerprint() -> None:
-    assert describe_tensor(torch.ones(4), SampleLayout((SampleDimension(1),)))[0] is None
-    assert describe_tensor(torch.tensor(1.0), SampleLayout((SampleDimension(0, 2),)))[0] is None
+    assert describe(torch.ones(4), at=1)[0].prints is None
+    assert describe(torch.tensor(1.0), fold=2)[0].prints is None
 
 
 @pytest.mark.parametrize(
