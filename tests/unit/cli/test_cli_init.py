@@ -315,7 +315,7 @@ def main(width, rows):
 
 
 if __name__ == "__main__":
-    print(Image(3, 5))
+    spare = Image(3, 5)
     image = Image(1, classes=7)
     x = torch.rand(2, 1, SIZE, SIZE)
     print(image(x).shape)
