@@ -140,7 +140,7 @@ def test_toy_linear_in_fractions() -> None:
 
 def test_toy_linear_trace() -> None:
     """−16 after the first micro-batch, −20 after the second, the weight 1.0 until the step and 1.2 after it."""
-    verdict = linear(*toy_linear(), 2, "uniform", trace=True, optimizer="sgd", lr=0.01)
+    verdict = linear(*toy_linear(), 2, "uniform", trace=True)
     assert verdict.outcome is Outcome.EQUIVALENT
     first, second = verdict.trace.rows
     assert (first.gradient, second.gradient) == (-16.0, -20.0)
