@@ -166,7 +166,7 @@ def test_a_cause_that_float64_confirms_on_everything_was_looked_for_in_a_part(tm
     assert 0 < size < 20_000
     text = gaverify(["run", "--model", f"{path}:many", "--steps", "2", "--format", "html", "--output", str(page)])
     said = " ".join(text.out.split()) + html.unescape(page.read_text(encoding="utf-8"))
-    assert f"(the batch's first {size})" in said and f"among the first {size} samples" in said, text.out
+    assert f"(the batch's first {size})" in said, text.out
     assert f"the cause was looked for in the first {size} of 20000 samples" in said, text.out
 
 
