@@ -308,7 +308,7 @@ class TraceComparison:
         agreement = self._judge(full.expand_as(micro), micro)
         if agreement is not Agreement.DIFFERS:
             return agreement
-        sizes = torch.tensor([len(places) / rows for rows, places in self.parts], dtype=torch.float64)
+        sizes = torch.tensor([len(places) / rows for rows, places in self.parts], dtype=torch.float64, device="cpu")
         scale = micro[:, 2].max().clamp_min(TINY)
         # Only the two projections are linear in the values; the norm of a sum is no sum of norms.
         for weights in (torch.ones_like(sizes), torch.full_like(sizes, 1 / len(sizes)), sizes):

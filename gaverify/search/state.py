@@ -278,7 +278,7 @@ def _without_gradients(experiment: Experiment) -> Experiment:
     def run_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with torch.no_grad():
             loss(model, batch)
-        return torch.zeros((), requires_grad=True)  # a forward pass has to return a loss with a graph
+        return torch.zeros((), device="cpu", requires_grad=True)  # a forward pass has to return a loss with a graph
 
     return replace(experiment, problem=replace(experiment.problem, loss=run_loss))
 

@@ -321,7 +321,7 @@ def test_different_samples_are_no_uninformative_batch(problem) -> None:
         (problems_traps.without_parameters, 4, "no parameters"),
         (problems_traps.disagreeing_rows, 4, "leading dimensions of the batch disagree"),
         (problems_weights.mean_loss, 17, "17"),
-        (problems_weights.mean_loss, 0, "at least one"),
+        (problems_weights.mean_loss, 0, "at least 1"),
     ],
 )
 def test_what_cannot_be_verified_says_why(problem, steps: int, sentence: str) -> None:

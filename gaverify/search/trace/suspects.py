@@ -182,7 +182,10 @@ class Matching:
         difference = (joined - full).abs().amax(2) / scale[:, None]
         # A row that was padded to another length has other entries, which may agree (zeros add nothing) but not differ.
         lengths = [self._has_equal_lengths(k, index, position) for k in range(len(parts))]
-        is_comparable = torch.cat([torch.full(part.shape[1:2], ok) for part, ok in zip(parts, lengths, strict=True)])
+        comparable_parts = [
+            torch.full(part.shape[1:2], ok, device=part.device) for part, ok in zip(parts, lengths, strict=True)
+        ]
+        is_comparable = torch.cat(comparable_parts)
         differing = difference > self._agree
         if bool(differing[:, ~is_comparable].any()) and not bool(differing[:, is_comparable].any()):
             return None

@@ -228,7 +228,6 @@ NAMED = {
     "spec/options.py": "the word that is meant by `--device gpu`",
     "passes/isolation/globals.py": "torch's precision and attention switches, which carry the name",
     "records/profile.py": "a released word of the document",
-    "report/pages.py": "a released word of the document",
     "profiling/workload.py": "a released word of the document",
     "passes/precision.py": "the backends of torch's precision switches",
     "pytest_plugin.py": "the names of pytest's marks",
