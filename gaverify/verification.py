@@ -287,6 +287,8 @@ def _make_verdict(
 ) -> Verdict:
     """The answer: what was decided, with the findings that the rules make of the facts."""
     findings = with_excerpts(findings_for(facts))
+    if facts.undecided:
+        decision = decision.leave_open()
     outcome = decision.outcome(findings)
     if outcome is Outcome.EQUIVALENT and facts.blind:
         outcome = Outcome.INCONCLUSIVE

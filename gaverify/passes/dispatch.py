@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
 from gaverify.passes.precision import Arithmetic, product_of
-from gaverify.passes.randomness import Dealer, Recomputing, Recorder
+from gaverify.passes.randomness import Dealer, Recomputing, Recorder, tells_rows
 from gaverify.torch_internals import is_in_backward, tree_map_only
 from gaverify.tracebacks import hands_over
 
@@ -137,11 +137,13 @@ class _Plan(NamedTuple):
     casts: bool
     likens: bool
     groups: bool
+    packs: bool
     product: str
 
     @property
     def plain(self) -> bool:
-        return not (self.writes or self.random or self.counts_targets or self.sums or self.likens or self.groups)
+        counts = self.counts_targets or self.sums
+        return not (self.writes or self.random or counts or self.likens or self.groups or self.packs)
 
 
 @cache
@@ -157,6 +159,7 @@ def _plan(func: Any) -> _Plan:
         casts=any(arg.name == "dtype" for arg in arguments),
         likens=func is aten.empty_like.default,
         groups=func._schema.name == "aten::_grouped_mm",  # unknown to older versions of torch
+        packs=tells_rows(func),
         product=product_of(func),
     )
 
@@ -244,13 +247,18 @@ class PassMode:
             named = {name: kwargs[name] for name in ("offs", "bias") if name in kwargs}
             return grouped_product(*args[:4], **named)
         result = func(*args, **kwargs)
+        self._observe(plan, func, args, result)
+        return result
+
+    def _observe(self, plan: _Plan, func: Any, args: Any, result: Any) -> None:
+        if plan.packs:
+            self._random.packed.note(func, args, result)
         if plan.likens:
             self._likened = (result, args[0])
         if plan.counts_targets:
             self._count(args, result)
         elif plan.sums and self._observe_terms and is_in_backward():
             self.observed.terms.note(func, args, result)
-        return result
 
     def _count(self, args: Any, result: Any) -> None:
         if is_in_backward():  # a checkpointed loss that its backward runs once more

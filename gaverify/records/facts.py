@@ -91,6 +91,8 @@ class Draws:
     """Whether the rows of some are no samples: time steps of packed sequences, picked elements."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
     """Draw → why it could not be cut into rows of samples."""
+    unmatched: frozenset[str] = frozenset()
+    """Those among them whose rows may be those of other samples, and may as well be the right ones."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Such a draw → its file and line."""
     foreign_differ: bool = False
@@ -101,6 +103,11 @@ class Draws:
     """The run with every draw constant."""
     difference_alone: float = math.nan
     """Relative difference that unaligned draws make with all other causes neutralised."""
+
+    @property
+    def are_unmatched(self) -> bool:
+        """Whether those that are open went to rows that cannot be told apart: that is no fault of the user's."""
+        return bool(self.unmatched) and self.unaligned.keys() <= self.unmatched and not self.foreign_differ
 
 
 @dataclass(frozen=True)
@@ -231,6 +238,12 @@ class Facts:
         They have the same statistics, the same loss and the same weight in every micro-batch.
         """
         return self.identical and self.window.steps > 1 and not self.draws.dealt
+
+    @property
+    def undecided(self) -> bool:
+        """Whether draws that went to other samples than in the full batch may be all that makes the difference."""
+        control = self.draws.control
+        return self.draws.are_unmatched and (control is None or control.rounding)
 
     @property
     def comparisons(self) -> tuple[tuple[int | None, tuple[ParameterComparison, ...]], ...]:

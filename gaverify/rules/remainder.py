@@ -23,6 +23,8 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     explained = any(finding.severity == "fault" for finding in findings)
     if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
+    if facts.undecided:
+        return  # with constant draws nothing is left to explain
     update = facts.loop.divergent if facts.loop is not None else None
     evidence = [Evidence("all", "ruled out", "; ".join(_list_ruled_out(facts)) or "nothing")]
     summary = "the divergence is real; no rule explains it"

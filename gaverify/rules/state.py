@@ -280,7 +280,7 @@ def _word_split_draws(facts: Facts) -> str:
     if not draws.uneven:
         return f"{text}: each got the rows of its own samples"
     rows = "rows that are no samples (time steps of packed sequences, picked elements)"
-    return f"{text}; {rows} were matched by their contents, or by their order"
+    return f"{text}; {rows} were matched by what packed them, by their contents, or by their order"
 
 
 def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
@@ -322,6 +322,8 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         without = facts.draws.difference_alone == 0  # measured, with the causes that are named neutralised
         remainder = "the other causes listed remain, and without them the draws make no difference" if without else ""
         text = word_difference_left(still) + ("" if still.rounding else f": {remainder or explain_rest(facts, still)}")
+        if facts.undecided:  # these draws may be all that differs, or hide what differs only with them
+            text = f"with {still.what} in both runs the difference is {still.left:.0e}: nothing else is shown to differ"
         if facts.draws.difference_alone > 0:
             difference = f"{facts.draws.difference_alone:.0e}"
             text += f"; with the other causes removed, the draws alone make a difference of {difference}: proven"
@@ -329,16 +331,27 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.difference_alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
     fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
+    # rows that look alike may have got each other's draws, which gaverify did and the user's code did not
+    unmatched = facts.draws.are_unmatched
+    summary = "random draws could not be aligned sample by sample between the two runs"
+    remedy = "draw one value for each sample (row of the batch), or one per forward"
+    if unmatched:
+        summary += ", and may be all that differs" if facts.undecided else ""
+        remedy = "verify without these draws: in evaluation mode (`--mode eval`), or with a probability of 0"
+    elif facts.loop is not None:
+        remedy += ", or switch the randomness off for the audit"
     yield finding_of(
-        "random draws could not be aligned sample by sample between the two runs",
+        summary,
         *evidence,
-        severity="fault" if fault else "note",
+        severity="fault" if fault and not unmatched else "note",
         location=decisive.suspect.operation.location if decisive is not None else _first(facts.draws.places.values()),
-        remedy="draw one value for each sample (row of the batch), or one per forward"
-        + (", or switch the randomness off for the audit" if facts.loop is not None else ""),
-        proven=(decisive is not None and proven(facts, decisive))
-        or (still is not None and still.rounding)
-        or facts.draws.difference_alone > 0,
+        remedy=remedy,
+        proven=not unmatched
+        and (
+            (decisive is not None and proven(facts, decisive))
+            or (still is not None and still.rounding)
+            or facts.draws.difference_alone > 0
+        ),
     )
 
 

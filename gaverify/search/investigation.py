@@ -216,6 +216,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
             uneven=draws.uneven,
             # Gradients that agree show that each row got its own draws.
             unaligned={**(draws.unmatched if is_divergent else {}), **draws.unaligned},
+            unmatched=frozenset(draws.unmatched if is_divergent else ()),
             places=dict(draws.places),
             foreign_differ=accumulated.foreign_draws_differ,
             shared=dict(draws.shared),

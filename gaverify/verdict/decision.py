@@ -72,6 +72,13 @@ class Decision:
         """The smallest relative difference that the deciding method could have seen."""
         return resolution_of(self.rows)
 
+    def leave_open(self) -> Decision:
+        """Returns it with every difference undecided: something else than accumulation may have made it."""
+        rows = [
+            row._replace(outcome=Outcome.INCONCLUSIVE) if row.outcome is Outcome.DIVERGENT else row for row in self.rows
+        ]
+        return replace(self, rows=tuple(rows))
+
     def outcome(self, findings: tuple[Finding, ...]) -> Outcome:
         """The verdict of all parameters together."""
         faults = any(finding.severity == "fault" for finding in findings)

@@ -43,21 +43,31 @@ def tokens_by_hand(*, masked: bool = False) -> Problem:
 class Packed(nn.Module):
     """A recurrent network on packed rows, with dropout between its layers or on its inputs: its rows are time steps."""
 
-    def __init__(self, of_inputs: bool = False) -> None:
+    def __init__(self, of_inputs: bool = False, sorts_unseen: bool = False) -> None:
         super().__init__()
         self.lstm, self.head = nn.LSTM(6, 5, 2, batch_first=True, dropout=0.3 * (not of_inputs)), nn.Linear(5, 4)
-        self.of_inputs = of_inputs
+        self.of_inputs, self.sorts_unseen = of_inputs, sorts_unseen
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        order = list(range(len(lengths)))
+        if self.sorts_unseen:
+            order.sort(key=lambda at: -int(lengths[at]))
+            features, lengths = (torch.stack([rows[at] for at in order]) for rows in (features, lengths))
         packed = nn.utils.rnn.pack_padded_sequence(features, lengths, batch_first=True, enforce_sorted=False)
         if self.of_inputs:
             packed = packed._replace(data=F.dropout(packed.data, 0.3))
         scores: torch.Tensor = self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
-        return scores
+        return torch.stack([scores[order.index(at)] for at in range(len(order))])
 
 
-def packed_tokens(*, of_inputs: bool = False, by_hand: bool = False) -> Problem:
-    """Means over labels of rows of different lengths; `of_inputs`: over as many in each, and time steps look alike."""
+def packed_tokens(
+    *, of_inputs: bool = False, by_hand: bool = False, evenly: bool = True, sorts_unseen: bool = False
+) -> Problem:
+    """Means over labels of rows of different lengths.
+
+    `of_inputs`: time steps look alike, and `evenly` there are as many in each micro-batch. `sorts_unseen`: Python sorts
+    the samples, so that nothing tells whose they are.
+    """
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
         scores = model(*batch[:2]).transpose(1, 2)
@@ -68,9 +78,11 @@ def packed_tokens(*, of_inputs: bool = False, by_hand: bool = False) -> Problem:
         return F.cross_entropy(scores, labels)  # planted packed-dropout
 
     torch.manual_seed(0)
-    lengths = (6, 2, 5, 3, 4, 4, 3, 5) if of_inputs else (6, 2, 1, 3, 5, 6, 2, 4)
+    lengths = (6, 2, 5, 3, 4, 4, 3, 5) if of_inputs and evenly else (6, 2, 1, 3, 5, 6, 2, 4)
     features = torch.randn(6) * torch.randint(2, (8, 6, 1)) if of_inputs else torch.randn(8, 6, 6)
-    return Problem(Packed(of_inputs), loss, (features, torch.tensor(lengths), token_batch(lengths, 4)["labels"]))
+    return Problem(
+        Packed(of_inputs, sorts_unseen), loss, (features, torch.tensor(lengths), token_batch(lengths, 4)["labels"])
+    )
 
 
 def few_numbers() -> Problem:
@@ -407,6 +419,13 @@ FAULTS = (
     fault("tokens-by-hand", tokens_by_hand, "GAV202", "the same, divided by hand"),
     fault("zero-weight", some_ignored, "GAV202", "it counts for nothing", steps=5, weighting=(0.2, 0.2, 0.2, 0.0, 0.2)),
     fault("packed-dropout", packed_tokens, "GAV202", "draws per time step hide no weights", notes="GAV301"),
+    fault(
+        "packed-alike",
+        lambda: packed_tokens(of_inputs=True, evenly=False),
+        "GAV202",
+        "what packed them tells time steps of equal contents apart",
+        notes="GAV301",
+    ),
     fault("packed-by-hand", lambda: packed_tokens(by_hand=True), "GAV202", "the same, divided by hand", notes="GAV301"),
     fault("few-coupled", few_numbers_coupled, "GAV103", "weights that fit any gradient explain none", steps=8),
     fault("few-numbers", few_numbers, "GAV202", "a fit of many weights to few numbers", steps=8),
@@ -444,6 +463,13 @@ TWINS = (
     quiet("tokens-by-hand", tokens_by_hand, "the loss's call says what it ignores", weighting="tokens"),
     quiet("masked-by-hand", lambda: tokens_by_hand(masked=True), "it ignores no target", weighting="tokens"),
     quiet("zero-weight", some_ignored, "weighted by valid targets", steps=5, weighting="tokens"),
+    quiet(
+        "packed-alike",
+        lambda: packed_tokens(of_inputs=True, evenly=False),
+        "the same, weighted by valid tokens",
+        weighting="tokens",
+        notes="GAV301",
+    ),
     quiet("packed-dropout", packed_tokens, "weighted by valid tokens", weighting="tokens", notes="GAV301"),
     quiet("few-numbers", few_numbers, "weighted n_k/N", steps=8, weighting="samples"),
     quiet("B02", mean_loss, "divided by K"),

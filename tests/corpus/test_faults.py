@@ -391,6 +391,21 @@ def test_unaligned_draw_is_not_blamed_on_the_loss_or_a_module(problem) -> None:
         assert fault_codes(verdict) == {"GAV302"}, story(verdict)
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "tokens"])
+def test_draws_of_rows_that_nothing_tells_apart_prove_no_fault(weighting: str) -> None:
+    """Python sorts the samples, and time steps look alike: the draws decide nothing, and hide no wrong weights."""
+    problem = problems_weights.packed_tokens(of_inputs=True, evenly=False, sorts_unseen=True)
+    verdict = _verify(problem, weighting=weighting)
+    note = next(finding for finding in verdict.findings if finding.code == "GAV302")
+    assert not note.proven and note.severity == "note", story(verdict)
+    if weighting == "tokens":
+        assert verdict.outcome is Outcome.INCONCLUSIVE, story(verdict)
+        assert fault_codes(verdict) == set() and note_codes(verdict) == {"GAV302"}, story(verdict)
+        assert "--mode eval" in note.remedy
+    else:
+        assert fault_codes(verdict) == {"GAV202"}, story(verdict)
+
+
 COMBINED: tuple[Case, ...] = sum((getattr(family, "COMBINED", ()) for family in _FAMILIES), ())
 
 

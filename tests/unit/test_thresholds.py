@@ -28,6 +28,7 @@ DECIDE_NOTHING = {
     "audit/processes.py": "seconds",
     "audit/request.py": "seconds",
     "audit/recording/outputs.py": "what values are moved by",
+    "audit/recording/script_calls.py": "what stands for NaN",
     "audit/recording/storage.py": "seconds",
     "audit/recording/listeners/updates.py": "seconds",
     "audit/recording/values.py": "what stands for NaN",

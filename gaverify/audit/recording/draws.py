@@ -61,7 +61,7 @@ class Draws:
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         if self._handler is None or (compiled and not self.is_eager):
             return nullcontext()
-        return draw_mode(self._handler, self._arithmetic)
+        return draw_mode(self._handler, self._arithmetic, self._handler.packed)
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """Returns what to run a backward in: checkpointing draws again there."""

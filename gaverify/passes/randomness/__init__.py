@@ -11,7 +11,8 @@ the i-th draw, the rows at the samples' places. Where an operation reads a tenso
 agree with the full batch's (`draws`); where they do not, or counts or shapes do not correspond, the pass's report is
 `ambiguous` and a second reading can be asked for: draws by the place in the code that made them (`foreign`), rows by
 their contents, folded rows with the batch as inner index. It covers loops over samples, experts that draw for the
-tokens they were sent, sequences that are packed by length, and Python's and NumPy's generators (`foreign`).
+tokens they were sent, and Python's and NumPy's generators (`foreign`). Rows of packed sequences are found by what
+packed them (`packing`).
 
 What is special about an operation stands in one table (`operations`). The draws of a training script's loop are no
 pass's: an audit keeps them in a ledger of its own kind and deals them out by their place in the loop
@@ -22,6 +23,7 @@ from gaverify.passes.randomness.dealing import Dealer, Dealing, DealingReport, R
 from gaverify.passes.randomness.draws import Draw, DrawLedger, Recorder
 from gaverify.passes.randomness.foreign import named_modules
 from gaverify.passes.randomness.operations import draw_mode
+from gaverify.passes.randomness.packing import tells_rows
 
 __all__ = [
     "Dealer",
@@ -35,4 +37,5 @@ __all__ = [
     "Refusal",
     "draw_mode",
     "named_modules",
+    "tells_rows",
 ]

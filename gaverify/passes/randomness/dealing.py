@@ -30,11 +30,13 @@ from gaverify.passes.randomness.draws import (
     place_draw,
     select_by_contents,
     select_by_position,
+    select_packed,
     take_selection,
     tolerance_of,
 )
 from gaverify.passes.randomness.foreign import call_site
 from gaverify.passes.randomness.operations import Drawing, are_interchangeable, generator_key, have_same_arguments
+from gaverify.passes.randomness.packing import PackedRows
 from gaverify.tracebacks import calling_frame, display_path, hands_over
 
 _NAMES = {"numpy": "numpy.random"}
@@ -175,7 +177,9 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
         return Refusal(why)
     # the micro-batch may run in another precision than the full batch did
     rows = replace(rows, tolerance=max(rows.tolerance, draw.tolerance))
-    selection, guessed, after = select_by_position(draw, rows, reading.by_contents, given)
+    selection, guessed, after = select_packed(draw, rows), False, given
+    if selection is None:
+        selection, guessed, after = select_by_position(draw, rows, reading.by_contents, given)
     doubt, is_found = None, False
     if reading.by_contents:
         selection, after, is_found = _look_elsewhere(draw, rows, selection, given, after)
@@ -308,6 +312,7 @@ class Dealer:
     def __init__(
         self, dealing: Dealing, start: int, stop: int, batch_size: int, order: tuple[int, ...] | None = None
     ) -> None:
+        self.packed = PackedRows()
         self._dealing, self._reading, self._report = dealing, dealing.reading, dealing.report
         self._draws = dealing.ledger.draws
         self._micro_batch = (start, stop)
@@ -388,7 +393,8 @@ class Dealer:
         is_same_shape = source is not None and source.shape == drawn.shape
         prints = fingerprint(source) if source is not None and is_same_shape else None
         tolerance = tolerance_of(source) if source is not None else 0.0
-        return Rows(self._micro_batch, self._size, drawn.shape, prints, tolerance, self._order)
+        packed = self.packed.find(drawn.shape)
+        return Rows(self._micro_batch, self._size, drawn.shape, prints, tolerance, self._order, packed)
 
     def _find_index(self, operation: str, rows: Rows) -> int | None:
         """Which of the full batch's draws this is: the next one, or by place and contents; None where it is none."""
@@ -509,6 +515,7 @@ class Recomputing:
 
     def __init__(self, handlers: Sequence[Recorder | Dealer]) -> None:
         self._handlers = handlers
+        self.packed = PackedRows()  # those of the forwards are known by then
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns a context that does nothing: a backward draws nothing from Python's or NumPy's generators."""

@@ -24,6 +24,7 @@ from gaverify.passes.layouts import (
 )
 from gaverify.passes.randomness.foreign import ForeignDraw, call_site, foreign_states, record_draws, watch_generators
 from gaverify.passes.randomness.operations import Drawing, draws_unseen
+from gaverify.passes.randomness.packing import PackedRows, match_packed
 from gaverify.tracebacks import hands_over
 
 _PAIRS = 50_000_000  # W · P above which rows are not looked for
@@ -127,6 +128,8 @@ class Draw:
     """How far fingerprints of one row may lie apart, relative to the largest."""
     site: int = 0
     """The place in the code that drew (`foreign.call_site`)."""
+    packed: torch.Tensor | None = None
+    """Sample and time step of each row, where as many rows were packed before."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Recorder:
     """Handles the random operations of the full batch: keeps each result."""
 
     def __init__(self) -> None:
+        self.packed = PackedRows()
         self.known: dict[Any, torch.Size] = {}  # by the generator's state before the draw: what shape was drawn
         self._draws: list[Draw] = []
         self._fused: set[str] = set()
@@ -219,7 +223,9 @@ class Recorder:
             prints = fingerprint(run.source) if run.source is not None and shape == run.drawn.shape else None
             tolerance = tolerance_of(run.source) if run.source is not None else 0.0
             value = run.drawn.detach().to(torch.bool if run.kind.mask else run.drawn.dtype, copy=True)
-            self._draws.append(Draw(run.operation, value, run.kind.asked(args), shape, prints, tolerance, call_site()))
+            packed = self.packed.find(run.drawn.shape)
+            asked = run.kind.asked(args)
+            self._draws.append(Draw(run.operation, value, asked, shape, prints, tolerance, call_site(), packed))
         return run.result
 
     @contextmanager
@@ -252,6 +258,7 @@ class Rows:
         prints: Fingerprints of the rows, where there are any.
         tolerance: How far fingerprints of one row may lie apart.
         order: The samples' places in the full batch, where they do not lie one behind the other: ranks take turns.
+        packed: Sample and time step of each row, where as many rows were packed before.
     """
 
     micro_batch: MicroBatch
@@ -260,11 +267,21 @@ class Rows:
     prints: torch.Tensor | None
     tolerance: float
     order: tuple[int, ...] | None = None
+    packed: torch.Tensor | None = None
 
     def entries_in(self, dimension: SampleDimension, device: torch.device) -> range | torch.Tensor:
         """Returns the rows of the samples in one dimension."""
         samples = range(*self.micro_batch) if self.order is None else self.order
         return dimension.entries_of(samples, self.batch_size, device)
+
+    @property
+    def packed_in_batch(self) -> torch.Tensor | None:
+        """Returns the same as `packed`, with the samples' numbers in the full batch."""
+        if self.packed is None:
+            return None
+        samples = range(*self.micro_batch) if self.order is None else self.order
+        places = torch.tensor(samples, device=self.packed.device)
+        return torch.stack([places[self.packed[:, 0]], self.packed[:, 1]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -356,6 +373,15 @@ def select_by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) ->
             else:
                 return Position(None, guessed, given)
     return Position(selection, guessed, given)
+
+
+def select_packed(draw: Draw, rows: Rows) -> Selection | None:
+    """Returns the rows of the same time steps of the same samples; None where they are no rows of packed sequences."""
+    ours = rows.packed_in_batch
+    if draw.packed is None or ours is None or draw.value.shape[1:] != rows.shape[1:]:
+        return None
+    matches = match_packed(draw.packed, ours)
+    return [(0, matches.to(draw.value.device))] if matches is not None else None
 
 
 def select_by_contents(draw: Draw, rows: Rows, given: GivenRows) -> Selection | None:

@@ -14,6 +14,7 @@ import torch
 from gaverify.passes.calls import Handler, OperationMode, operation_name
 from gaverify.passes.isolation.globals import comparable, state_of
 from gaverify.passes.precision import Arithmetic, default_generator, product_of, with_number
+from gaverify.passes.randomness.packing import PackedRows, tells_rows
 from gaverify.tracebacks import hands_over
 
 Args = tuple[Any, ...]
@@ -126,8 +127,10 @@ class Drawing:
         return self.result
 
 
-def draw_mode(handler: Handler, arithmetic: Arithmetic | None = None) -> OperationMode:
-    """Returns a mode that gives every random operation to `handler` and notes products; all else runs as it is."""
+def draw_mode(
+    handler: Handler, arithmetic: Arithmetic | None = None, packed: PackedRows | None = None
+) -> OperationMode:
+    """Returns a mode that gives every random operation to `handler`, and notes products and packed sequences."""
 
     @hands_over
     def handle(func: Any, args: Args, kwargs: dict[str, Any]) -> Any:
@@ -135,7 +138,10 @@ def draw_mode(handler: Handler, arithmetic: Arithmetic | None = None) -> Operati
             arithmetic.note(product_of(func), args)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return handler(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if packed is not None and tells_rows(func):
+            packed.note(func, args, result)
+        return result
 
     return OperationMode(handle)
 

@@ -42,7 +42,7 @@ from gaverify.passes.user_code import loss_of
 def recorded(work: Callable[[], Any], size: int = 4) -> DrawLedger:
     """The draws of `work`, which is the full batch of `size` samples."""
     recorder = Recorder()
-    with recorder.watching(), draw_mode(recorder):
+    with recorder.watching(), draw_mode(recorder, packed=recorder.packed):
         _in_a_loss(work)
     return recorder.ledger
 
@@ -57,7 +57,7 @@ def dealt(
 ) -> Any:
     """What `work` returns when every draw is dealt the rows `start` to `stop - 1` of the ledger's, or `order`."""
     dealer = Dealer(dealing, start, stop, size, order)
-    with dealer.watching(), draw_mode(dealer):
+    with dealer.watching(), draw_mode(dealer, packed=dealer.packed):
         result = _in_a_loss(work)
     dealer.finish()
     return result
@@ -464,3 +464,37 @@ def test_hidden_draws_that_no_remedy_shows_are_named_as_that() -> None:
     codes = {finding.code for finding in verdict.findings if finding.severity == "fault"}
     assert "GAV302" in codes
     assert codes <= {"GAV302", "GAV403"}  # a generator that nobody can reach is hidden state as well
+
+
+# --- Packed sequences: time steps of equal contents ------------------------------------------------------------------
+
+
+def _packed(lengths: torch.Tensor, how: str) -> nn.utils.rnn.PackedSequence:
+    steps = torch.ones(len(lengths), int(lengths.max()), 2)
+    if how == "sorted by the user":
+        order = lengths.argsort(descending=True)
+        return nn.utils.rnn.pack_padded_sequence(steps[order], lengths[order], batch_first=True)
+    if how == "time first":
+        return nn.utils.rnn.pack_padded_sequence(steps.transpose(0, 1), lengths, enforce_sorted=False)
+    sorted_before = lengths.sort().values if how == "sorted twice" else lengths
+    return nn.utils.rnn.pack_padded_sequence(steps, sorted_before, batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("how", ["unsorted", "sorted by the user", "time first", "sorted twice"])
+def test_time_steps_of_equal_contents_get_the_draws_of_their_own_samples(how: str) -> None:
+    lengths = torch.tensor([2, 5, 1, 4])
+
+    def drop(rows: slice) -> torch.Tensor:
+        packed = _packed(lengths[rows], how)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(
+            packed._replace(data=F.dropout(packed.data, 0.5)), batch_first=True
+        )
+        places = lengths[rows].argsort(descending=True) if how == "sorted by the user" else torch.arange(len(padded))
+        if how == "sorted twice":
+            places = lengths[rows].argsort()
+        return F.pad(padded, (0, 0, 0, 5 - padded.shape[1]))[places.argsort()]
+
+    full: list[torch.Tensor] = []
+    dealing = Dealing(recorded(lambda: full.append(drop(slice(0, 4)))))
+    parts = [dealt(dealing, lambda at=at: drop(slice(at, at + 2)), at, at + 2) for at in (0, 2)]
+    assert torch.equal(torch.cat(parts), full[0])
