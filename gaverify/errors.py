@@ -147,6 +147,10 @@ class TimeUp(BaseException):
     """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
 
 
+class HiddenDraw(BaseException):
+    """Ends a recording at its first draw inside a kernel: it is made again where draws show, and this one is no use."""
+
+
 class Agreed(ProblemError):
     """What ended a verification on all ranks of a launcher, which each of them knows: the first one tells it."""
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gaverify.errors import TimeUp
+from gaverify.errors import HiddenDraw, TimeUp
 from gaverify.passes.batching import Problem, draw_batch, fresh, micro_batch_sizes, move_split
 from gaverify.passes.gradients import (
     AfterBackward,
@@ -168,14 +168,19 @@ class Experiment:
         restore = generator_states()
         if seed is not None:
             seed_torch(seed)
+        recorded = None
+        # Ranks go on: one that ended its forward would leave the others waiting in a collective.
+        ends_at_hidden = not self.math_kernels and self.ranks is None
         try:
-            full, draws = record_full_batch(self, self._combine(probes))
+            with suppress(HiddenDraw):
+                recorded = record_full_batch(self, self._combine(probes), ends_at_hidden=ends_at_hidden)
             # a fused kernel draws where nobody sees it: once more on kernels that draw outside
-            if draws.fused and not self.math_kernels:
+            if recorded is None or (recorded[1].fused and not self.math_kernels):
                 return replace(self, math_kernels=True).record(*probes, seed=seed)
         finally:
             if seed is not None:
                 restore()
+        full, draws = recorded
         return replace(self, draws=draws, reading=Reading()), full
 
     def full_batch(self, *probes: PassProbe) -> PassResult:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gaverify.errors import NoMemory, ProblemError
+from gaverify.errors import HiddenDraw, NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode, Terms
 from gaverify.passes.isolation import foreign_generator_states, generator_states, seed_torch, storage
@@ -184,24 +184,34 @@ def combine_probes(probes: Sequence[PassProbe]) -> PassProbe | None:
     return ComposedProbe(probes) if len(probes) > 1 else next(iter(probes), None)
 
 
-def record_full_batch(experiment: Experiment, probe: PassProbe | None = None) -> tuple[PassResult, DrawLedger]:
+def record_full_batch(
+    experiment: Experiment, probe: PassProbe | None = None, *, ends_at_hidden: bool = False
+) -> tuple[PassResult, DrawLedger]:
     """Runs the whole batch in one backward pass, and records the random draws that it makes.
 
     Args:
         experiment: What to run.
         probe: What looks on.
+        ends_at_hidden: Whether the first draw inside a kernel ends the pass.
 
     Raises:
+        HiddenDraw: It did.
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
         NoMemory: It does not fit; where `experiment.fitting` was asked to, the ways that need less have been tried.
     """
     recorders: list[Recorder] = []
 
     def record_draws() -> Recorder:
-        recorders.append(Recorder())
+        recorders.append(Recorder(ends_at_hidden=ends_at_hidden))
         return recorders[-1]
 
-    result = _fit_full_batch(experiment, record_draws, probe)
+    try:
+        result = _fit_full_batch(experiment, record_draws, probe)
+    except ProblemError:
+        # the interpreter of scripted code makes an error of its own of any exception
+        if recorders and recorders[-1].has_ended:
+            raise HiddenDraw from None
+        raise
     return result, recorders[-1].ledger
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gaverify.errors import GaverifyError, NoMemory, ProblemError, TimeUp, is_out_of_memory, kind_of_value, text_of
+from gaverify.errors import (
+    GaverifyError,
+    HiddenDraw,
+    NoMemory,
+    ProblemError,
+    TimeUp,
+    is_out_of_memory,
+    kind_of_value,
+    text_of,
+)
 from gaverify.passes.batching import Problem, other_reading, take
 from gaverify.passes.dispatch import Observed, TargetCount
 from gaverify.passes.isolation import variables
@@ -153,7 +162,7 @@ def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
     """
     try:
         yield
-    except (GaverifyError, KeyboardInterrupt, SystemExit, TimeUp):
+    except (GaverifyError, KeyboardInterrupt, SystemExit, TimeUp, HiddenDraw):
         raise
     except BaseException as error:
         if is_out_of_memory(error):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gaverify.errors import HiddenDraw
 from gaverify.passes.layouts import (
     SampleDimension,
     SampleLayout,
@@ -193,10 +194,16 @@ def place_draw(
 
 
 class Recorder:
-    """Handles the random operations of the full batch: keeps each result."""
+    """Handles the random operations of the full batch: keeps each result.
 
-    def __init__(self) -> None:
+    Args:
+        ends_at_hidden: Whether a draw inside a kernel ends the pass, by `HiddenDraw`.
+    """
+
+    def __init__(self, *, ends_at_hidden: bool = False) -> None:
         self.packed = PackedRows()
+        self._ends_at_hidden = ends_at_hidden
+        self.has_ended = False
         self.known: dict[Any, torch.Size] = {}  # by the generator's state before the draw: what shape was drawn
         self._draws: list[Draw] = []
         self._fused: set[str] = set()
@@ -217,6 +224,9 @@ class Recorder:
         if run.drawn is None:
             if run.has_moved or draws_unseen(func, args, kwargs):
                 self._fused.add(run.operation)
+                if self._ends_at_hidden:
+                    self.has_ended = True
+                    raise HiddenDraw
         elif self.known.get(run.before) != run.drawn.shape and (run.has_moved or run.drawn.numel() == 0):
             self.known[run.before] = run.drawn.shape
             shape = tuple(run.source.shape) if run.source is not None else None

@@ -19,7 +19,8 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.passes.experiment import TimeLimit
+from gaverify.passes.experiment import Experiment, Placement, TimeLimit
+from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.dealing import DrawCounts
 from gaverify.passes.randomness.draws import (
@@ -456,6 +457,55 @@ def test_recurrent_dropout_is_verified_on_unfused_kernels() -> None:
     verdict = gaverify.verify(problem(written_out=True), steps=4)
     assert verdict.outcome is Outcome.EQUIVALENT
     assert [finding.code for finding in verdict.findings if finding.severity == "fault"] == []
+
+
+def scripted_layer(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.standin._cudnn_rnn(x, 0.5, True)[0]
+
+
+def draw(how: str, x: torch.Tensor) -> torch.Tensor:
+    """A hidden draw, by code that does not let every exception through."""
+    try:
+        return torch.jit.script(scripted_layer)(x) if how == "scripted" else layer(x)
+    except Exception:
+        if how == "scripted":
+            raise
+        return x
+    except BaseException:
+        if how == "bare":
+            return x
+        raise
+
+
+@pytest.mark.parametrize(("how", "finished"), [("plain", 1), ("scripted", 1), ("bare", 2)])
+def test_a_recording_ends_at_its_first_hidden_draw_and_is_made_again(
+    how: str, finished: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows in that forward, and its backward, are not run; unless the user's code holds on to everything."""
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(x)
+            print("begun")  # a counter would be put back after each pass
+            hidden = draw(how, hidden) if torch.backends.cudnn.enabled else F.dropout(hidden, 0.5)
+            print("ended")
+            return hidden
+
+    model = Net(6, 2)
+    experiment = Experiment(
+        problem=Problem(model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 6)),
+        parameters=dict(model.named_parameters()),
+        modules=[model],
+        batch_size=8,
+        sizes=(4, 4),
+        state=ModelState([model]),
+        placement=Placement((torch.device("cpu"),)),
+    )
+    recorded_experiment, full = experiment.record(seed=0)
+    printed = capsys.readouterr().out
+    assert (printed.count("begun"), printed.count("ended")) == (2, finished)
+    assert recorded_experiment.math_kernels and recorded_experiment.draws.count == 1
+    assert not recorded_experiment.draws.fused and set(full.gradients) == {"weight", "bias"}
 
 
 def test_hidden_draws_that_no_remedy_shows_are_named_as_that() -> None:
