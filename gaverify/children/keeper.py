@@ -4,18 +4,21 @@
 
 It starts COMMAND and waits for one of two things: that the child ends, or that nobody holds the other end of the pipe
 WATCHED any more, because gaverify closed it or is gone. Then it ends what is left of the child's process group and
-(on Linux, where orphans come to it) everything else that the child started, and leaves as the child did.
+(on Linux, where orphans come to it) everything else that the child started, and leaves as the child did. Where a child
+is forked from gaverify, `keep` runs in a fork as well.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 _GRACE = 1.0  # seconds that workers get to clean up between SIGTERM and SIGKILL
@@ -23,9 +26,46 @@ _TICK = 0.02
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
+class Fork:
+    """A forked process, by the names of `subprocess.Popen`."""
+
+    def __init__(self, number: int) -> None:
+        self.pid = number
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns how it ended; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Waits until it has ended, and returns how.
+
+        Raises:
+            subprocess.TimeoutExpired: It runs on.
+        """
+        limit = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            time.sleep(_TICK)
+        return code
+
+    def kill(self) -> None:
+        """Ends it."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
 def main(words: list[str]) -> None:
-    """Keeps the child until it ends or gaverify does."""
+    """Keeps the child that a command starts."""
     watched, command = int(words[0]), words[1:]
+    keep(watched, lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=prepare_child))
+
+
+def keep(watched: int, start: Callable[[], subprocess.Popen[bytes] | Fork]) -> None:
+    """Keeps the child that `start` starts until it ends or gaverify does, and ends this process then."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # gaverify decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -33,7 +73,7 @@ def main(words: list[str]) -> None:
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_child)
+    child = start()
     for stream in (0, 1, 2):  # a reader of the child's output waits for its end, and must not wait for ours
         os.close(stream)
     while child.poll() is None:
@@ -43,18 +83,14 @@ def main(words: list[str]) -> None:
         if watched in ready:  # nothing is ever written: the other end is closed
             break
     _end(child)
-    _leave(child.returncode)
+    code = child.poll()
+    _leave(-signal.SIGKILL if code is None else code)
 
 
-def _prepare_child() -> None:
+def prepare_child() -> None:
     """In the child, before its program starts: signals as they were, and a second guard should the keeper be killed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    end_with_parent()
-
-
-def end_with_parent() -> None:
-    """Has the system end this process when its parent is killed."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -64,7 +100,7 @@ def _prctl(option: int, value: int) -> None:
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes] | Fork) -> None:
     """Ends the child and everything that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
@@ -83,7 +119,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
                 os.waitpid(stranger, 0)
 
 
-def _group_lives(child: subprocess.Popen[bytes]) -> bool:
+def _group_lives(child: subprocess.Popen[bytes] | Fork) -> bool:
     child.poll()
     for stranger in _children():  # an orphan that ended stays in the group until it is waited for
         if stranger != child.pid:

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from gaverify.children import keeper
 
 # The child gets this process's own search path; `-P` keeps the current folder from shadowing the standard library.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 _PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
-_TICK = 0.01
-_ENDING_SIGNALS = [
-    number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
-]
+_alive_ends: set[int] = set()
+"""What this process holds for as long as its children shall live."""
 
 
 class Kept:
     """A child process that ends with gaverify.
 
     Args:
-        process: The keeper, whose streams and exit status are the child's; on Windows, or where it was forked, the
-            child itself.
-        alive: The end of the pipe that is closed when gaverify is gone; None where there is no keeper.
+        process: The keeper, whose streams and exit status are the child's; on Windows the child itself.
+        alive: The end of the pipe that is closed when gaverify is gone; None on Windows.
         answers: Where the child's messages come from; None: it says nothing, or no more.
         tasks: Where messages to the child go.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[Any] | Fork,
+        process: subprocess.Popen[Any] | keeper.Fork,
         alive: int | None,
         answers: Connection | None = None,
         tasks: Connection | None = None,
     ) -> None:
         self.process, self._alive = process, alive
+        if alive is not None:
+            _alive_ends.add(alive)
         self.answers, self.tasks = answers, tasks
 
     @property
@@ -80,9 +77,10 @@ class Kept:
     def end(self) -> None:
         """Ends the child and everything that it started, and waits until they are gone; may be called twice."""
         if self._alive is not None:
-            alive, self._alive = self._alive, None
-            os.close(alive)
-        else:
+            _alive_ends.discard(self._alive)
+            os.close(self._alive)
+            self._alive = None
+        elif isinstance(self.process, subprocess.Popen):
             self.process.terminate()
         try:
             self.process.wait(_PATIENCE)
@@ -91,71 +89,43 @@ class Kept:
         self._close()
 
 
-class Fork:
-    """A forked process that leads a group of processes, by the names of `subprocess.Popen`."""
-
-    def __init__(self, number: int) -> None:
-        self.pid = number
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns how it ended; None while it runs."""
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def wait(self, timeout: float = math.inf) -> int:
-        """Waits until it has ended, and returns how.
-
-        Raises:
-            subprocess.TimeoutExpired: It runs on.
-        """
-        limit = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > limit:
-                raise subprocess.TimeoutExpired("a forked process", timeout)
-            time.sleep(_TICK)
-        return code
-
-    def terminate(self) -> None:
-        """Ends it and its group, of which others may go on when it has ended itself."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it leads no group yet, or nobody is left
-            if self.poll() is None:
-                os.kill(self.pid, signal.SIGKILL)
-
-    kill = terminate
-
-
 def fork(work: Callable[[Connection], object]) -> Kept:
-    """Forks a process that runs `work` and ends, at the latest with this one.
+    """Forks a keeper and a process that runs `work`.
 
     Neither the terminal's signals nor the report's stdout reach it: what it prints goes to stderr.
 
     Args:
         work: Is given the pipe for messages to this process.
     """
-    parent = os.getpid()
     answers, says = Pipe(duplex=False)
+    watched, alive = os.pipe()
     number = os.fork()
     if not number:
-        _run_fork(work, says, parent)
+        try:
+            # Each keeper has to see that gaverify alone closes its pipe, or is gone.
+            for end in (*_alive_ends, alive):
+                os.close(end)
+            os.setsid()
+            keeper.keep(watched, lambda: _fork_child(work, says))
+        finally:
+            os._exit(1)
+    os.close(watched)
     says.close()  # the child has its own; with this one open, reading would never reach the end of the pipe
-    return Kept(Fork(number), None, answers)
+    return Kept(keeper.Fork(number), alive, answers)
 
 
-def _run_fork(work: Callable[[Connection], object], says: Connection, parent: int) -> NoReturn:
+def _fork_child(work: Callable[[Connection], object], says: Connection) -> keeper.Fork:
+    """Forks the child of a keeper, in which this does not return."""
+    number = os.fork()
+    if number:
+        says.close()
+        return keeper.Fork(number)
     code = 1
     try:
         os.setsid()
-        keeper.end_with_parent()
-        if os.getppid() != parent:  # it was killed before that
-            os._exit(code)
-        for number in _ENDING_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, or under nohup
-                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        keeper.prepare_child()
         # A thread of the parent, such as a progress bar's, may hold the lock of its stream at the fork, for ever here.
         sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
         os.dup2(2, 1)
@@ -246,8 +216,7 @@ def ended_as_interrupted() -> Iterator[None]:
         received.append(number)
         raise KeyboardInterrupt
 
-    # Python turns SIGINT into the same by itself.
-    numbers = [number for number in _ENDING_SIGNALS if number != signal.SIGINT]
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
     ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, interrupt)

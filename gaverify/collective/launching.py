@@ -196,7 +196,8 @@ def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _Place, says: Con
     except Agreed as error:
         says.send(_Done(Agreed(str(error))))
     except BaseException as error:
-        says.send(_as_told(error, rank, count))
+        with suppress(OSError):  # nobody hears it: all are being ended
+            says.send(_as_told(error, rank, count))
         sys.stderr.flush()
         os._exit(GaverifyError.exit_code)  # threads of the user's code and of a broken group are not waited for
 

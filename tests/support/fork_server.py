@@ -77,32 +77,22 @@ def _keep(keeper, request, descriptors):
         os.dup2(stream, number)
     os.dup2(watched, 3)
     os.closerange(4, 1 << 16)
-    keeper.subprocess = types.SimpleNamespace(Popen=lambda *words, **options: _Forked(request, **options))
-    keeper.main(["3", *request["command"]])
+    keeper.keep(3, lambda: _fork(request, keeper))
 
 
-class _Forked:
-    """What the keeper needs of `subprocess.Popen`."""
-
-    def __init__(self, request, start_new_session, preexec_fn):
-        self.returncode = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            if start_new_session:
-                os.setsid()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            preexec_fn()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.closerange(3, 1 << 16)
-            _look_started(request)
-            raise _Child(request["command"][-1])
-
-    def poll(self):
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
+def _fork(request, keeper):
+    """Forks the child of a keeper, in which this raises what it shall run."""
+    number = os.fork()
+    if number:
+        return keeper.Fork(number)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    keeper.prepare_child()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.closerange(3, 1 << 16)
+    _look_started(request)
+    raise _Child(request["command"][-1])
 
 
 def _look_started(request):

@@ -150,6 +150,23 @@ def test_ranks_end_with_a_parent_that_is_killed() -> None:
     pytest.fail("a rank goes on")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans come to a keeper on Linux")
+def test_what_ranks_have_started_ends_with_them(tmp_path: Path) -> None:
+    def work(progress: Progress, tell_end: TellEnd) -> None:
+        started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (tmp_path / f"{rank()}.new").write_text(str(started.pid))
+        (tmp_path / f"{rank()}.new").rename(tmp_path / str(rank()))
+        while len(list(tmp_path.glob("[01]"))) < 2:
+            time.sleep(0.01)
+        if rank():
+            os._exit(3)
+        time.sleep(60)
+
+    with pytest.raises(ProblemError, match="rank 1 of 2 ended with exit code 3"):
+        run_on_ranks(work, 2)
+    assert [_runs(int((tmp_path / number).read_text())) for number in "01"] == [False, False]
+
+
 def _children() -> set[str]:
     """The processes that this one has started and not waited for."""
     lists = Path("/proc/self/task").glob("*/children")
