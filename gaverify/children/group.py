@@ -40,7 +40,7 @@ class Group:
             variables: Added to this process's environment.
             options: As for `subprocess.Popen`.
         """
-        # What a process that is ended leaves in the place for temporary files goes with the folder.
+        # Temporary files that an ended process leaves go with the folder.
         environment = {**os.environ, "TMPDIR": str(self.folder), **variables}
         return self.add(start_module(module, env=environment, **options))
 
@@ -59,7 +59,7 @@ class Group:
         """
         while not self._messages:
             pipes = [process.answers for process in self.processes if process.answers is not None]
-            # What a process said before it ended is there now.
+            # Looked at before the pipes: all that these have said is there by then.
             ended = [process for process in self.processes if process.status is not None]
             is_over = time.monotonic() >= until
             wait(pipes, 0 if ended or is_over else min(until - time.monotonic(), _TICK))

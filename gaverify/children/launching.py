@@ -21,7 +21,7 @@ from gaverify.children import keeper
 _START = "import sys; sys.path[:] = sys.argv[1:]; from {} import main; main()"
 _PATIENCE = 10.0  # seconds; the keeper itself needs two at most, for a child that ignores SIGTERM
 _alive_ends: set[int] = set()
-"""What this process holds for as long as its children shall live."""
+"""The ends of pipes that this process holds for as long as its children shall live."""
 
 
 class Kept:

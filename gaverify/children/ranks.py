@@ -1,4 +1,4 @@
-"""What `torchrun` tells the ranks of one machine."""
+"""The variables by which `torchrun` tells the ranks of one machine about each other."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class AuditFile(NamedTuple):
     """The options of an audit in a TOML file."""
 
     request: Request
-    """What is asked for."""
+    """Its options as a request."""
     accept: tuple[Accept, ...]
     """Divergences that the file accepts."""
     expect: str | None

@@ -30,7 +30,7 @@ _OTHERWISE = (
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a profile measures of a problem."""
+    """The measurements of a profile."""
 
     steps: tuple[int, ...] = option(
         sizes("whole numbers of at least 1", "K,K,…"),

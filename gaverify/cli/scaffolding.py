@@ -68,12 +68,12 @@ def scaffold(model: str | None, checkpoint: str | None, kind: str | None, spec: 
 
 
 def _of_model(model: str, kind: str | None, spec: Path, factory: Path, gaps: dict[str, str]) -> Scaffold:
-    from gaverify.loading.importing import Kind, check_name, kind_of
+    from gaverify.loading.importing import NameKind, check_name, kind_of
 
     meant = kind_of(model)
-    if meant is Kind.BUILTIN:
+    if meant is NameKind.BUILTIN:
         return Scaffold(model)
-    if meant is Kind.TRANSFORMERS:
+    if meant is NameKind.TRANSFORMERS:
         return _of_folder(model, spec, factory)
     check_name(model)
     from gaverify.loading.inspecting import sketch

@@ -72,7 +72,7 @@ class _Worker:
         """Returns the answer to its spec that a message is, or None where it is none.
 
         Args:
-            message: What its process said; None: its time is over.
+            message: Of its process; None: its time is over.
             progress: As of `verify_in_workers`.
         """
         if isinstance(message, Ended):

@@ -43,13 +43,13 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Done(NamedTuple):
-    """What a rank returned."""
+    """The answer of a rank."""
 
     answer: Any
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankPlace:
     """A rank among others."""
 
     rank: int
@@ -64,7 +64,7 @@ class _Place:
 
 @dataclass
 class _Said:
-    """What ranks have said, by their numbers."""
+    """The messages of ranks, by their numbers."""
 
     answers: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, GaverifyError] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def run_on_ranks(
     with _hosted_store() as port, open_group("gaverify-ranks-") as group:
         ranks = []
         for rank in range(count):
-            place = _Place(rank, count, port, str(group.folder))
+            place = _RankPlace(rank, count, port, str(group.folder))
             if forks:
                 ranks.append(group.fork(partial(_run_rank, work, place)))
             else:
@@ -172,7 +172,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _Place, says: Connection) -> None:
+def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _RankPlace, says: Connection) -> None:
     """Runs in each rank: sends what its work returns, or what all ranks agreed to raise."""
     rank, count = place.rank, place.count
     # The store of the process that started the ranks is theirs, as torchrun's is.

@@ -367,7 +367,7 @@ WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2", ".onnx")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class Kind(Enum):
+class NameKind(Enum):
     """What a name stands for."""
 
     BUILTIN = auto()
@@ -377,21 +377,21 @@ class Kind(Enum):
     """A folder that `save_pretrained` wrote, or `organisation/name` on the hub."""
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> NameKind:
     """Returns what a name stands for.
 
     Raises:
         SpecError: It stands for nothing that can be run; the sentence says what to write instead.
     """
     if any(builtin.name == name for builtin in BUILTINS):
-        return Kind.BUILTIN
+        return NameKind.BUILTIN
     is_of_hub = _HUB.fullmatch(name) and not name.endswith((".py", *WEIGHTS)) and not os.path.exists(Path(name).parent)
     if is_of_hub or os.path.isfile(os.path.join(name, "config.json")):
-        return Kind.TRANSFORMERS
+        return NameKind.TRANSFORMERS
     is_factory = (":" in name or name.endswith(".py")) and not os.path.isdir(name)
     if wrong := _explain_name(name) if is_factory else _explain_no_model(name):
         raise SpecError(wrong, "model")
-    return Kind.FACTORY
+    return NameKind.FACTORY
 
 
 def check_name(name: str) -> None:
@@ -399,7 +399,7 @@ def check_name(name: str) -> None:
 
     A module that is not at the top of its package, or that defines its names as it runs, is left to the import.
     """
-    if kind_of(name) is not Kind.FACTORY:
+    if kind_of(name) is not NameKind.FACTORY:
         return
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):

@@ -34,7 +34,7 @@ from gaverify.loading.bare import (
     training_batch,
     training_step_loss,
 )
-from gaverify.loading.importing import Kind, describe_error, import_factory, kind_of, missing_package, raised_at
+from gaverify.loading.importing import NameKind, describe_error, import_factory, kind_of, missing_package, raised_at
 from gaverify.passes.batching import Problem
 from gaverify.passes.isolation import isolated_generators
 from gaverify.passes.modes import mode_set
@@ -268,9 +268,9 @@ def load_problem(spec: Spec) -> Problem:
     with isolated_generators():
         _seed(spec.seed)
         kind = kind_of(spec.model)
-        if kind is Kind.BUILTIN:
+        if kind is NameKind.BUILTIN:
             problem = _builtin(spec)
-        elif kind is Kind.TRANSFORMERS:
+        elif kind is NameKind.TRANSFORMERS:
             problem = _problem_of_pretrained(spec)
         else:
             factory = import_factory(spec.model)

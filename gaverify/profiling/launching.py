@@ -24,7 +24,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 more or less by chance, and the high-water mark then tells of the allocator's habits rather than of the tensors."""
 
 
-class Job(NamedTuple):
+class RowJob(NamedTuple):
     """One row to measure.
 
     Args:
@@ -40,7 +40,7 @@ class Job(NamedTuple):
     optimizer: str | None
 
 
-class Conclusion(NamedTuple):
+class RowEnd(NamedTuple):
     """How a row ended, as its process says.
 
     Args:
@@ -91,7 +91,7 @@ def profile_spec(
             for plan in plans:
                 strategy = "accumulate" if plan.strategy == "full-batch" else plan.strategy
                 label = f"{LABELS[plan.strategy]}, K = {plan.steps}"
-                job = Job(replace(spec, steps=plan.steps, strategy=strategy), plan, repeats, optimizer)
+                job = RowJob(replace(spec, steps=plan.steps, strategy=strategy), plan, repeats, optimizer)
                 row, its_setting = measure_row(group, job, _reporter(progress, label, len(rows), len(plans)))
                 rows.append(row)
                 # A row that ran out of memory while it loaded has none, and all others have the same.
@@ -109,7 +109,7 @@ def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable
     return lambda stage: progress(f"{label}: {stage}", done, total)
 
 
-def measure_row(group: Group, job: Job, report: Callable[[str], None]) -> tuple[Row, Setting | None]:
+def measure_row(group: Group, job: RowJob, report: Callable[[str], None]) -> tuple[Row, Setting | None]:
     """Returns a row that a fresh process measures, and where it did.
 
     Raises:
@@ -118,7 +118,7 @@ def measure_row(group: Group, job: Job, report: Callable[[str], None]) -> tuple[
     """
     row, stage = Row(job.plan.strategy, job.plan.steps, "measured"), "starting"
     setting: Setting | None = None
-    conclusion: Conclusion | None = None
+    conclusion: RowEnd | None = None
     # A file, because nobody reads stderr while the process runs, and a full pipe would stop it.
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as stderr:
         group.start_module("gaverify.profiling.worker", ENVIRONMENT, stderr=stderr).send(job)
@@ -152,13 +152,13 @@ def _receive(group: Group) -> Any:
     return news[1]
 
 
-def _explain_death(ended: Ended, last_output: str, stage: str) -> Conclusion:
+def _explain_death(ended: Ended, last_output: str, stage: str) -> RowEnd:
     """Returns the conclusion for a process that said nothing of its end."""
     sentence = f"the process {ended}{_during(stage)}"
     if ended.code < 0:
-        return Conclusion("out-of-memory" if ended.is_killed else "failed", sentence)
+        return RowEnd("out-of-memory" if ended.is_killed else "failed", sentence)
     last = last_output.splitlines()[-1:] or ["it printed nothing"]
-    return Conclusion("failed", f"{sentence}: {last[0]}")
+    return RowEnd("failed", f"{sentence}: {last[0]}")
 
 
 def _during(stage: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from gaverify.children.launching import open_pipes
-from gaverify.profiling.launching import Conclusion, Job
+from gaverify.profiling.launching import RowEnd, RowJob
 from gaverify.records.profile import Row, Seconds, Setting
 
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     try:
         _measure(job, say)
-        say(Conclusion("measured"))
+        say(RowEnd("measured"))
     except BaseException as error:
         traceback.print_exc()
         say(_conclude_failure(error))
@@ -40,7 +40,7 @@ def main() -> None:
     os._exit(0)  # everything is said; taking torch and the model apart would take the better part of a second
 
 
-def _measure(job: Job, say: Callable[..., None]) -> None:
+def _measure(job: RowJob, say: Callable[..., None]) -> None:
     spec, plan, repeats, optimizer = job
     say("loading")
     problem = _load_trimmed(spec)
@@ -117,7 +117,7 @@ def _check_fits(problem: Any, plan: Any) -> None:
         raise _Unfit(str(error)) from error
 
 
-def _setting(work: Any, job: Job) -> Setting:
+def _setting(work: Any, job: RowJob) -> Setting:
     import torch
 
     from gaverify.passes.modes import layers_in_evaluation, mode_word
@@ -153,24 +153,24 @@ def _setting(work: Any, job: Job) -> Setting:
     )
 
 
-def _conclude_failure(error: BaseException) -> Conclusion:
+def _conclude_failure(error: BaseException) -> RowEnd:
     """Returns how a row ended that raised."""
     from gaverify.errors import GaverifyError, exit_call, is_out_of_memory, text_of
 
     message = text_of(error) or type(error).__name__
     if isinstance(error, _Refusal):
-        return Conclusion("refused", message)
+        return RowEnd("refused", message)
     if isinstance(error, _Unfit):
-        return Conclusion("does-not-fit", message)
+        return RowEnd("does-not-fit", message)
     if is_out_of_memory(error):
         if not isinstance(error, GaverifyError):
             message = f"out of memory: {message.splitlines()[0]}"
-        return Conclusion("out-of-memory", message)
+        return RowEnd("out-of-memory", message)
     if isinstance(error, SystemExit):
-        return Conclusion("failed", f"the model's code called {exit_call(error)}")
+        return RowEnd("failed", f"the model's code called {exit_call(error)}")
     if isinstance(error, GaverifyError) and error.exit_code == GaverifyError.exit_code:
-        return Conclusion("failed", message)
-    return Conclusion("internal", f"{type(error).__name__}: {message}")
+        return RowEnd("failed", message)
+    return RowEnd("internal", f"{type(error).__name__}: {message}")
 
 
 def _prefer_for_killing() -> None:

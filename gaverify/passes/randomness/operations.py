@@ -24,7 +24,7 @@ def _numbers(args: Args) -> Args:
     return tuple(arg for arg in args if isinstance(arg, int | float | bool))
 
 
-class Kind(NamedTuple):
+class RandomOperation(NamedTuple):
     """How to read a random operation; the defaults hold for most."""
 
     drawn: Callable[[Args, Any], Any] = lambda args, result: result
@@ -60,19 +60,21 @@ def _select_mask(source: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.
     return source * mask.to(source.dtype) / keep if keep > 0 else torch.zeros_like(source)
 
 
-_DROPOUT = Kind(lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_select_mask, mask=True)
-_RRELU = Kind(lambda args, result: args[1], applied=lambda source, noise, args: source * noise)
-_ZERO = Kind(typical=lambda args, drawn: torch.zeros_like(drawn))
-_BETWEEN = Kind(typical=_middle_of_range)
-_INTEGER = Kind(typical=_least_integer)
-_PLAIN = Kind()
+_DROPOUT = RandomOperation(
+    lambda args, result: result[1], lambda args: (1.0 - args[1],), applied=_select_mask, mask=True
+)
+_RRELU = RandomOperation(lambda args, result: args[1], applied=lambda source, noise, args: source * noise)
+_ZERO = RandomOperation(typical=lambda args, drawn: torch.zeros_like(drawn))
+_BETWEEN = RandomOperation(typical=_middle_of_range)
+_INTEGER = RandomOperation(typical=_least_integer)
+_PLAIN = RandomOperation()
 _KINDS = {
     "native_dropout": _DROPOUT,
     "_fused_dropout": _DROPOUT,
-    "bernoulli": Kind(mask=True),
+    "bernoulli": RandomOperation(mask=True),
     "rrelu_with_noise": _RRELU,
     "rrelu_with_noise_functional": _RRELU,
-    "randperm": Kind(typical=_reverse_order),
+    "randperm": RandomOperation(typical=_reverse_order),
     "multinomial": _ZERO,
     "random": _ZERO,
     "randint": _INTEGER,
@@ -169,7 +171,7 @@ def draws_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return "rnn" in operation_name(func) and bool(named.get("train")) and float(named.get("dropout") or 0.0) > 0.0
 
 
-def kind_of(operation: str) -> Kind:
+def kind_of(operation: str) -> RandomOperation:
     """Returns what is special about an operation."""
     return _KINDS.get(operation, _PLAIN)
 

@@ -18,7 +18,7 @@ from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
 from gaverify.loading import load_problem
 from gaverify.loading.bare import first_batch
-from gaverify.loading.importing import Kind, check_name, kind_of
+from gaverify.loading.importing import NameKind, check_name, kind_of
 from gaverify.spec import Spec
 
 NET = """\
@@ -341,5 +341,5 @@ def test_names_that_only_running_the_module_tells_are_let_pass(folder: Path, sou
 def test_kinds(folder: Path) -> None:
     (folder / "saved").mkdir()
     (folder / "saved" / "config.json").write_text("{}")
-    assert kind_of("mlp") is Kind.BUILTIN and kind_of("a:b") is Kind.FACTORY
-    assert kind_of("saved") is kind_of("organisation/name") is Kind.TRANSFORMERS
+    assert kind_of("mlp") is NameKind.BUILTIN and kind_of("a:b") is NameKind.FACTORY
+    assert kind_of("saved") is kind_of("organisation/name") is NameKind.TRANSFORMERS
