@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 
 import gaverify
 from gaverify import Outcome, Problem
@@ -49,3 +49,48 @@ def test_few_samples_in_float32_are_not_rounded(options: dict[str, str]) -> None
     """Else the rounding of TF32, 2⁻¹¹, is taken for a fault of structure, and float64 of all of the batch follows."""
     verdict = gaverify.verify(convolutions(*(nn.GroupNorm(4, 32) for _ in range(4))), steps=4, **options)
     assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "few-samples")
+
+
+class Patches(nn.Module):
+    """Two layers of attention on the patches of an image, with a dropout at the end.
+
+    In that one the samples stand in the order of their sums, where that is asked.
+    """
+
+    def __init__(self, is_sorted: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 4, 4)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(2))
+        self.last, self.is_sorted = nn.Linear(64, 10), is_sorted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns ten classes."""
+        order = x.flatten(1).sum(1).argsort() if self.is_sorted else None
+        x = self.first(x).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        x = x.mean(1)
+        return self.last(dropout(x, 0.5) if order is None else dropout(x[order], 0.5)[order.argsort()])
+
+
+def patches(is_sorted: bool) -> Problem:
+    """Attention, on 32 images."""
+    torch.manual_seed(0)
+    batch = torch.randn(32, 3, 16, 16, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
+    return Problem(Patches(is_sorted).to("cuda"), lambda m, rows: cross_entropy(m(rows[0]).float(), rows[1]), batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"autocast": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
+def test_rounding_alone_lets_no_draw_be_looked_for_elsewhere(options: dict[str, str]) -> None:
+    """Each row of each draw that is looked for is waited for."""
+    problem = patches(is_sorted=False)
+    torch.ops.simulated.reset_counters()
+    verdict = gaverify.verify(problem, steps=4, **options)
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert torch.ops.simulated.synchronisations() <= 100, torch.ops.simulated.synchronised_by()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}], ids=str)
+def test_draws_of_samples_in_another_order_are_found_under_rounding(options: dict[str, str]) -> None:
+    verdict = gaverify.verify(patches(is_sorted=True), steps=4, **options)
+    assert verdict.outcome is Outcome.EQUIVALENT

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ from gaverify.passes.randomness.draws import (
     Recorder,
     Rows,
     Selection,
+    are_rounded,
     fingerprint,
     have_equal_contents,
     have_other_contents,
@@ -138,6 +140,15 @@ class Dealing:
         return self.given.get(index, GivenRows())
 
 
+class Doubt(NamedTuple):
+    """Whether rows were drawn for other contents, on their device: nothing waits for it before it is read."""
+
+    differs: torch.Tensor
+    """By more than what the dtype rounds: quickly told, and often true where products are rounded."""
+    is_rounding: Callable[[], torch.Tensor | None] = lambda: None
+    """Whether the rows' own distances show that it is rounding; None where nothing tells."""
+
+
 @dataclass(frozen=True)
 class DealtDraw:
     """The rows of a full batch's draw that belong to a micro-batch."""
@@ -150,8 +161,8 @@ class DealtDraw:
     """What the micro-batches have been given with these."""
     guessed: bool
     """Whether the order of folded rows is a guess."""
-    doubt: torch.Tensor | None
-    """Whether the rows were drawn for other contents, on their device; None where there is no way to tell."""
+    doubt: Doubt | None
+    """Whether the rows were drawn for other contents; None where there is no way to tell."""
     is_found: bool = False
     """Whether the rows were found by their contents, elsewhere than at the samples' places."""
 
@@ -184,10 +195,15 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
     if reading.by_contents:
         selection, after, is_found = _look_elsewhere(draw, rows, selection, given, after)
     elif selection is not None:
-        doubt = have_other_contents(draw, rows, selection)
+        doubt = _doubt(draw, rows, selection)
     if selection is None:
         return Refusal(f"shapes {list(draw.value.shape)} and {list(rows.shape)} do not match")
     return DealtDraw(draw.value, selection, after, guessed, doubt, is_found)
+
+
+def _doubt(draw: Draw, rows: Rows, selection: Selection) -> Doubt | None:
+    differs = have_other_contents(draw, rows, selection)
+    return None if differs is None else Doubt(differs, partial(are_rounded, draw, rows, selection))
 
 
 def _look_elsewhere(
@@ -197,8 +213,8 @@ def _look_elsewhere(
     is_found = False
     # A layer before may compute in lower precision than its result shows: the loose tolerance only if nothing fits.
     for level in (rows, replace(rows, tolerance=max(rows.tolerance, LOOSE))):
-        doubt = None if selection is None else have_other_contents(draw, level, selection)
-        if selection is not None and (doubt is None or not bool(doubt)):
+        doubt = None if selection is None else _doubt(draw, level, selection)
+        if selection is not None and (doubt is None or not _is_any([doubt])):
             break  # they stand in their place, or nothing tells
         found_rows = select_by_contents(draw, level, given)
         if found_rows is not None:
@@ -323,8 +339,8 @@ class Dealer:
         self._next = 0
         self._made: Counter[int] = Counter()
         # They stay on their devices until the end: reading one waits for all before.
-        self._doubts: list[torch.Tensor] = []
-        self._doubts_of_uneven: dict[str, list[torch.Tensor]] = {}
+        self._doubts: list[Doubt] = []
+        self._doubts_of_uneven: dict[str, list[Doubt]] = {}
         self._foreign = ForeignDealer(dealing, self._micro_batch, batch_size, self._made)
         if not self._reading.by_contents and not self._is_full_batch:
             self._report.counts[self._micro_batch] = self._made
@@ -461,9 +477,9 @@ class Dealer:
         self._report.is_found = self._report.is_found or dealt.is_found
         doubt = dealt.doubt
         if dealt.is_found:
-            doubt = have_equal_contents(draw, dealt.selection)
+            doubt = Doubt(have_equal_contents(draw, dealt.selection))
         elif self._searches:
-            doubt = have_other_contents(draw, replace(rows, tolerance=max(rows.tolerance, LOOSE)), dealt.selection)
+            doubt = _doubt(draw, replace(rows, tolerance=max(rows.tolerance, LOOSE)), dealt.selection)
         if doubt is None:
             self._report.unmatched[draw.operation] = _UNMATCHED
         else:
@@ -479,10 +495,16 @@ class Dealer:
             self._report.prints[index] = rows.prints, rows.tolerance
 
 
-def _is_any(doubts: Sequence[torch.Tensor]) -> bool:
-    """Whether any of some flags is set; with one wait per device, not one per flag."""
-    devices = {doubt.device for doubt in doubts}
-    return any(bool(torch.stack([doubt for doubt in doubts if doubt.device == device]).any()) for device in devices)
+def _is_any(doubts: Sequence[Doubt]) -> bool:
+    """Whether any of some doubts remains; with two waits per device at most, not one per doubt."""
+    for device in {doubt.differs.device for doubt in doubts}:
+        there = [doubt for doubt in doubts if doubt.differs.device == device]
+        flags = torch.stack([doubt.differs for doubt in there]).tolist()
+        answers = [doubt.is_rounding() for doubt, differs in zip(there, flags, strict=True) if differs]
+        told = [answer for answer in answers if answer is not None]
+        if len(told) < len(answers) or (told and not bool(torch.stack(told).all())):
+            return True
+    return False
 
 
 def _has_rows_of_samples(draw: Draw, rows: Rows) -> bool:

@@ -34,7 +34,10 @@ _PAIRS = 50_000_000  # W · P above which rows are not looked for
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 LOOSE = 0.1
 """The same where something before computes in lower precision than its result shows (autocast, casts)."""
-_APART = 3.0  # under the loose tolerance: how many times farther off every other row must be than the nearest
+_APART = 3.0  # under a loose tolerance, or none: how many times farther off every other row must be than the nearest
+# The rounding of one row may be ten times that of half of the others, where a row's fingerprint is one number; two rows
+# of one number each are nearer to each other than a thirtieth of what others are once in fifty times.
+_ALIKE, _TINY_SHARE = 10.0, 30.0
 _EQUAL = 8.0  # units in the last place within which two rows of one batch are equal: given in order
 
 
@@ -417,6 +420,32 @@ def have_other_contents(draw: Draw, rows: Rows, selection: Selection) -> torch.T
         return None
     expected = take_selection(draw.prints, selection)
     return rows_differ(rows.prints, expected, rows.tolerance) if expected.shape == rows.prints.shape else None
+
+
+def are_rounded(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | None:
+    """Whether rounding explains how far rows are from the selected ones, on their device; None where nothing tells.
+
+    How much is rounded before a draw, its dtype does not tell (TF32, autocast). But rows of other samples are as far
+    off as the full batch's rows are from their neighbours; and among rows that are not, a pair that was exchanged is
+    farther off than the others are.
+    """
+    if draw.prints is None or rows.prints is None or len(selection) != 1:
+        return None
+    ((dim, _),) = selection
+    expected = take_selection(draw.prints, selection)
+    own = _row_norms(rows.prints - expected, dim)
+    apart = _row_norms(draw.prints - draw.prints.roll(1, dim), dim).median()
+    farthest = own.max()
+    is_rounded: torch.Tensor = (_APART * farthest < apart) & (
+        farthest <= torch.maximum(_ALIKE * own.median(), apart / _TINY_SHARE)
+    )
+    return is_rounded
+
+
+def _row_norms(differences: torch.Tensor, dim: int) -> torch.Tensor:
+    rows = differences.movedim(dim, 0).reshape(differences.shape[dim], -1)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms
 
 
 def have_equal_contents(draw: Draw, selection: Selection) -> torch.Tensor:

@@ -28,6 +28,7 @@ from gaverify.passes.randomness.draws import (
     Draw,
     GivenRows,
     Rows,
+    are_rounded,
     fingerprint,
     have_other_contents,
     match_rows,
@@ -384,6 +385,43 @@ def test_rows_at_the_wrong_place_are_in_doubt() -> None:
     assert have_other_contents(draw, rows((2, 4), 6, 2, 9), here) is None
 
 
+@pytest.mark.parametrize("shape", [(12, 9), (12, 3, 9), (12,)], ids=str)
+def test_rows_that_are_far_nearer_to_their_own_than_to_others_are_rounded(shape: tuple[int, ...]) -> None:
+    """Whatever their precision rounds by; rows of other samples are not, and neither are two that were exchanged."""
+    source = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    noisy = source * (1 + 0.01 * torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    here = [(0, range(2, 8))]
+
+    def told(full: torch.Tensor, ours: torch.Tensor) -> tuple[bool, bool]:
+        draw, wanted = drawn(*shape, source=full), rows((2, 8), 12, *ours.shape, source=ours)
+        return bool(have_other_contents(draw, wanted, here)), bool(are_rounded(draw, wanted, here))
+
+    assert told(source, noisy[2:8]) == (True, True)
+    assert told(source.bfloat16(), noisy[2:8].double()) == (True, True), "recorded in another precision"
+    assert told(source, noisy[[7, 6, 5, 4, 3, 2]]) == (True, False)
+    assert told(source, noisy[[2, 3, 5, 4, 6, 7]]) == (True, False), "a pair"
+    alike = torch.cat([source[:1] + 1e-3 * source[:11], source[11:]])
+    assert told(alike, source[2:8]) == (True, False), "as far off as others"
+
+
+def test_a_pair_of_near_rows_that_was_exchanged_is_no_rounding() -> None:
+    """They differ by less than rows do from their neighbours, and by more than the other rows were rounded."""
+    source = torch.arange(12.0)
+    source[4:6] = torch.tensor([4.0, 4.2])
+    ours = source[2:8] + 1e-3
+    ours[2:4] = ours[2:4].flip(0)
+    draw, wanted, here = drawn(12, source=source), rows((2, 8), 12, 6, source=ours), [(0, range(2, 8))]
+    assert not are_rounded(draw, wanted, here)
+    assert are_rounded(draw, rows((2, 8), 12, 6, source=source[2:8] + 1e-3), here)
+
+
+def test_rows_in_several_dimensions_or_without_contents_do_not_tell_whether_they_are_rounded() -> None:
+    source = torch.randn(6, 9)
+    draw, wanted = drawn(6, 9, source=source), rows((2, 4), 6, 2, 9, source=source[2:4])
+    assert are_rounded(draw, wanted, [(0, range(2, 4)), (1, range(3))]) is None
+    assert are_rounded(drawn(6, 9), wanted, [(0, range(2, 4))]) is None
+
+
 def test_rows_that_rounding_changed_are_the_same_and_others_are_not() -> None:
     source = torch.randn(50, 30)
     noisy = source * (1 + 1e-6 * torch.randn_like(source))
@@ -393,7 +431,7 @@ def test_rows_that_rounding_changed_are_the_same_and_others_are_not() -> None:
     assert found is not None and found.tolist() == [7, 3]
 
 
-def test_a_loose_match_has_to_stand_out() -> None:
+def test_a_loose_match_has_to_are_rounded() -> None:
     """Under the tolerance of lower precision, a row that two others are about as near to belongs to neither."""
     full = torch.tensor([[1.0], [1.04], [9.0]])
     assert match_rows(full, torch.tensor([[1.02]]), 0, [], LOOSE) is None
