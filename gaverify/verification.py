@@ -1,7 +1,8 @@
 """Verifies a problem. What `verify` runs, in this order:
 
 prepare    `prepare_experiment`: the problem on its device and seeded; every pass starts from the same state
-measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision
+measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision; again
+           without rounded products where float32 with these (TF32) leaves parameters open
 decide     `decide`: equivalent is what that precision's rounding explains. Where it leaves a few parameters open,
            or is below float32, two to four samples are run in float64 as well, together and one by one
 float64    `examine_first_samples`: a difference that is clearly more than rounding is measured, decided and searched
@@ -31,6 +32,7 @@ from gaverify.errors import ProblemError, TimeUp
 from gaverify.launched import read_launcher
 from gaverify.passes.batching import Loss, Problem, Split
 from gaverify.passes.experiment import Experiment
+from gaverify.passes.isolation import exact_products
 from gaverify.passes.precision import available_devices, resolve_device
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
@@ -47,7 +49,15 @@ from gaverify.search.investigation import (
     search_causes,
     watch_passes,
 )
-from gaverify.verdict.decision import Decision, decide, decide_by_tolerance, decide_open, needs_gradients
+from gaverify.verdict.decision import (
+    Decision,
+    decide,
+    decide_by_tolerance,
+    decide_open,
+    name_float32_runs,
+    needs_gradients,
+    rounded_products_leave_rows_open,
+)
 from gaverify.verdict.measurement import Measurement, measure_strategies, trace_passes
 from gaverify.verdict.settings import Settings, Weighting, run_info
 
@@ -197,15 +207,22 @@ def _verify_here(problem: Problem, settings: Settings, progress: Progress | None
     with ExitStack() as stack:
         experiment = prepare_experiment(stack, problem, settings)
         experiment = replace(experiment, progress=reporter(progress, settings.steps))
-        measurement, decision, first_samples = _measure_and_decide(experiment, settings)
+        measurement, decision, first_samples = _measure_and_decide(experiment, settings, stack)
         searched_at = time.perf_counter()
         decision, facts = _find_causes(measurement, decision, first_samples, diagnose=settings.diagnose)
         measurement.seconds["diagnosis"] = time.perf_counter() - searched_at
         return _make_verdict(settings, started, measurement, decision, facts)
 
 
-def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
+def _measure_and_decide(
+    experiment: Experiment, settings: Settings, stack: ExitStack
+) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
     """Runs both strategies and decides every parameter: in the user's precision, or in float64 where that cannot tell.
+
+    Args:
+        experiment: What to run.
+        settings: What was asked for.
+        stack: Closed behind the search, which has to run in the arithmetic that decided.
 
     Returns:
         What was measured, what was decided, and what the first samples showed, if they were looked into.
@@ -218,6 +235,8 @@ def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Mea
             measurement.free_gradients()
         return measurement, decision, FirstSamplesAnswer(decision)
     measurement = measure_strategies(experiment, with_sketch=not settings.exact)
+    if not settings.exact and rounded_products_leave_rows_open(measurement):
+        return _measure_without_rounded_products(measurement, settings, stack)
     measured_at = time.perf_counter()
     decision = decide(measurement, exact=settings.exact)
     first_samples = FirstSamplesAnswer(decision)  # not examined yet
@@ -237,11 +256,31 @@ def _measure_and_decide(experiment: Experiment, settings: Settings) -> tuple[Mea
         # A kernel has no float64: the answer is what it would have been without `exact`, and says so.
         failure = decision.float64_failure
         del measurement, decision, first_samples  # their gradients take the memory of the next passes
-        measurement, decision, first_samples = _measure_and_decide(experiment, replace(settings, exact=False))
+        measurement, decision, first_samples = _measure_and_decide(experiment, replace(settings, exact=False), stack)
         decision = replace(decision, float64_failure=decision.float64_failure or failure)
         return measurement, decision, first_samples
     measurement.seconds["control"] = time.perf_counter() - measured_at
     return measurement, decision, first_samples
+
+
+def _measure_without_rounded_products(
+    rounded: Measurement, settings: Settings, stack: ExitStack
+) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
+    """As `_measure_and_decide`, in float32 whose products are not rounded, which stays so until the stack closes.
+
+    Args:
+        rounded: What was measured with rounded products; its gradients are freed.
+        settings: What was asked for.
+        stack: As there.
+    """
+    rounded.free_gradients()
+    stack.enter_context(exact_products())
+    # The state from before the switch would put the rounding back after every pass.
+    experiment = rounded.experiment.with_current_state()
+    measurement, decision, first_samples = _measure_and_decide(experiment, settings, stack)
+    measurement.rounded_before = rounded.rounded_products
+    measurement.seconds["control"] += sum(rounded.seconds.values())
+    return measurement, name_float32_runs(decision), first_samples
 
 
 def _find_causes(

@@ -242,6 +242,9 @@ def method(verdict: Verdict) -> str:
         text = f"{verb} {METHODS.get(verdict.method, f'by {verdict.method}')}"
     if verdict.outcome is not Outcome.EQUIVALENT:  # the sentence of an equivalent verdict says it already
         text += f"; {uncompared} not compared" if uncompared else ""
+    if Method.FLOAT32_RUNS in counts and verdict.run.rounded:
+        formats = sorted({words.split()[-1] for words in verdict.run.rounded})
+        text += f"; there no product was rounded to {' or '.join(formats)}"
     if verdict.method == Method.TOLERANCE and verdict.spec:
         tolerances = [f"{key} {verdict.spec[key]}" for key in ("rtol", "atol") if verdict.spec.get(key) is not None]
         text += f" ({', '.join(tolerances)})" if tolerances else ""

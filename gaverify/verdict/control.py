@@ -112,10 +112,9 @@ def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
     # Where they are the first micro-batch, their gradient at once was sketched when that was run.
     at_once = _first_column(measurement, count)
     rounded = _sketch_samples(measurement, experiment, count, at_once)
-    is_low = measurement.unit > U32  # else products alone are rounded more (TF32), which float32 would do as well
     is_real = not any(parameter.is_complex() for parameter in experiment.parameters.values())
     # Float64 costs three to five times as much as float32, which runs first where it is finer than what is asked about.
-    for precision in (torch.float32, torch.float64) if is_low and is_real else (torch.float64,):
+    for precision in (torch.float32, torch.float64) if is_real else (torch.float64,):
         experiment.progress(f"{short_name(precision)}: {count} samples")
         is_float64 = precision is torch.float64
         exact = _sketch_in_precision(measurement, precision, count)

@@ -124,6 +124,25 @@ def needs_gradients(measurement: Measurement, decision: Decision) -> bool:
     return decision.needs_float64 and is_low and measurement.window is None and measurement.has_gradients
 
 
+def rounded_products_leave_rows_open(measurement: Measurement) -> bool:
+    """Whether float32 whose products are rounded (TF32) decides not all, so that float32 without that rounding may."""
+    # The cheap question first: most models round no products, or are below float32 anyway.
+    if not measurement.unit <= U32 < measurement.coarse_unit:
+        return False
+    rows = decide_at_once(measurement.differences.values(), measurement.unit, measurement.terms)
+    return any(row.outcome is not Outcome.EQUIVALENT and row.method != Method.NOT_COMPARED for row in rows)
+
+
+def name_float32_runs(decision: Decision) -> Decision:
+    """The decision of runs in float32 that the user's own precision could not make: its rows say so."""
+
+    def name(method: Method) -> Method:
+        return Method.FLOAT32_RUNS if method == Method.WORKING_PRECISION else method
+
+    rows = tuple(row._replace(method=name(row.method)) for row in decision.rows)
+    return replace(decision, rows=rows, method=name(decision.method))
+
+
 def decide_by_tolerance(measurement: Measurement, rtol: float, atol: float) -> Decision:
     """Decides by |actual − expected| ≤ atol + rtol · |expected|, in working precision alone."""
     differences = list(measurement.differences.values())

@@ -131,6 +131,8 @@ class Measurement:
     """Of the full batch's gradient; None: no diagnosis is expected."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → seconds."""
+    rounded_before: dict[str, str] = field(default_factory=dict)
+    """As `rounded_products`, in the user's precision, where that left parameters open and these were measured after."""
 
     @cached_property
     def unit(self) -> float:
@@ -193,7 +195,7 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
     coarse = max(working_unit(experiment, full), rounded_unit(rounded_product_kinds(experiment, full)))
     with_sketch = with_sketch and experiment.strategy == "accumulate" and experiment.steps > 1
     # In float32 the difference itself tells; below it only the fit of the window's weights does.
-    listens = with_sketch and coarse > U32 and is_large(experiment)
+    listens = with_sketch and working_unit(experiment, full) > U32 and is_large(experiment)
     accumulation = _accumulate(experiment, full, listens, find_worst)
     accumulated_at = time.perf_counter()
     experiment = experiment.with_counts_of(accumulation.result.draws)

@@ -85,7 +85,9 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         autocast=short_name(experiment.autocast) if experiment.autocast else None,
         reference=experiment.fitting.way,
         reference_failed=tuple(experiment.fitting.failed),
-        rounded=tuple(f"{kind} {to}" for kind, to in measurement.rounded_products.items()),
+        rounded=tuple(
+            f"{kind} {to}" for kind, to in (measurement.rounded_before or measurement.rounded_products).items()
+        ),
         part=decision.part,
         losses=Losses(measurement.full.loss, measurement.accumulated.loss),
         targets=_count_targets(measurement),

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, dropout
 
 import gaverify
 from gaverify import Outcome, Problem
+from gaverify.report import render
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,36 @@ def test_few_samples_in_float32_are_not_rounded(options: dict[str, str]) -> None
     """Else the rounding of TF32, 2⁻¹¹, is taken for a fault of structure, and float64 of all of the batch follows."""
     verdict = gaverify.verify(convolutions(*(nn.GroupNorm(4, 32) for _ in range(4))), steps=4, **options)
     assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "few-samples")
+
+
+def group_norms() -> Problem:
+    """Convolutions that do not couple their samples."""
+    return convolutions(*(nn.GroupNorm(4, 32) for _ in range(6)))
+
+
+def test_float32_without_rounded_products_decides_what_these_leave_open() -> None:
+    """For the bare passes twice over: no sketches, no few samples, nothing in float64."""
+    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32
+    verdict = gaverify.verify(group_norms(), steps=4)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "float32-runs")
+    assert verdict.resolution < 1e-3, "float32's, not that of the rounding"
+    assert verdict.run.rounded == ("conv tf32",), "the user's own runs"
+    assert "decided by the same runs in float32" in render([verdict], "text")
+    assert "there no product was rounded to tf32" in render([verdict], "text")
+    assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_a_weight_that_is_off_by_less_than_products_round_is_found() -> None:
+    """3 % of one of four weights are 0.75 % of the gradient; the rounding of few samples hid up to 6 %."""
+    verdict = gaverify.verify(group_norms(), steps=4, weighting=[0.2575, 0.25, 0.25, 0.25])
+    assert verdict.outcome is Outcome.DIVERGENT
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [("GAV202", True)]
+
+
+def test_a_fault_of_structure_is_searched_on_the_first_samples_without_rounded_products() -> None:
+    verdict = gaverify.verify(convolutions(*(nn.BatchNorm2d(32) for _ in range(6))), steps=4)
+    assert (verdict.outcome, verdict.method) == (Outcome.DIVERGENT, "float64-part")
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [("GAV101", True)]
 
 
 class Patches(nn.Module):
