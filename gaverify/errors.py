@@ -176,6 +176,14 @@ class InternalError(GaverifyError):
     exit_code = 70
 
 
+def explain_users_fault(error: BaseException) -> str:
+    """Returns the sentence for an error of the system that no code of gaverify can be the reason of; "" for others."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_USER:
+        return ""
+    name = "" if error.filename is None else f"`{cut_text(os.fsdecode(error.filename))}`: "
+    return f"{name}{_OF_THE_USER[error.errno]}"
+
+
 def as_foreseen(error: BaseException) -> GaverifyError | None:
     """Returns the error as one that gaverify foresees, or None if it is a fault."""
     if isinstance(error, GaverifyError):
@@ -190,9 +198,9 @@ def as_foreseen(error: BaseException) -> GaverifyError | None:
     if not isinstance(error, Exception | KeyboardInterrupt):
         # no code of gaverify's lets one of another kind go as far as here
         return GaverifyError(f"the model's code raised {type(error).__name__}: {text_of(error) or 'no message'}")
-    if isinstance(error, OSError) and error.errno in _OF_THE_USER:
-        name = "" if error.filename is None else f"`{cut_text(os.fsdecode(error.filename))}`: "
-        return GaverifyError(f"{name}{_OF_THE_USER[error.errno]}")
+    users_fault = explain_users_fault(error)
+    if users_fault:
+        return GaverifyError(users_fault)
     if is_out_of_space(error):
         return GaverifyError(_cannot_write(error))
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in text_of(error):

@@ -11,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
-from gaverify.errors import is_out_of_space
+from gaverify.errors import explain_users_fault, is_out_of_space
 from gaverify.records.events import ClosingRecord, read_closing_record
 
 COMPILED = "compiled graph"
@@ -40,12 +40,16 @@ _PROCESSES = "processes"
 def note_fault(error: BaseException, folder: Path) -> int:
     """Notes in a process's folder why its recorder failed; returns the exit status that says so.
 
-    A full disk is no fault of gaverify's. Where it has no room for a text it may have some for an empty file, by which
-    the parent knows of a process that a launcher started.
+    Neither a full disk nor a descriptor that the script has closed is a fault of gaverify's. A disk without room for a
+    text may have some for an empty file, by which the parent knows of a process that a launcher started.
     """
     full = is_out_of_space(error) or is_full(folder)
+    users_fault = explain_users_fault(error)
     if not full:
         try:
+            if users_fault:
+                (folder / ERROR).write_text(users_fault, encoding="utf-8")
+                return SCRIPT_FAILED
             (folder / INTERNAL).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as broken:
             full = is_out_of_space(broken)

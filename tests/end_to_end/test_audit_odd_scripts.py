@@ -203,6 +203,7 @@ REFUSED = [
     ("os._exit(0)\n", CUT, ("full-batch run", "os._exit")),
     ("import signal; os.kill(os.getpid(), signal.SIGKILL)\n", CUT, ("SIGKILL",)),
     ("model(inputs)\n", CUT, ("neither a backward pass nor an optimizer step",)),
+    ("import os\nos.closerange(3, 256)\n" + TRAIN, CUT, ("full-batch run", "a file descriptor that is not its own")),
     (NO_PARAMETERS, CUT, ("tensors that are not an `nn.Parameter`",)),
     (NEVER_STEPS, CUT, ("no optimizer step",)),
     (TRAIN, "--batch-size 8 --accum 64", ("accumulated run", "no optimizer step")),

@@ -15,6 +15,7 @@ import pytest
 
 from gaverify.audit.folders import (
     DISK_FULL,
+    ERROR,
     INTERNAL,
     RECORDER_FAILED,
     ROOM,
@@ -288,6 +289,12 @@ def test_a_full_disk_is_no_fault_of_the_recorder(
     assert note_fault(error, tmp_path) == status
     full = status == DISK_FULL
     assert ((tmp_path / INTERNAL).exists(), (tmp_path / ROOM).exists()) == (not full, full)
+
+
+def test_a_descriptor_that_the_script_has_closed_is_no_fault_of_the_recorder(tmp_path: Path) -> None:
+    assert note_fault(OSError(errno.EBADF, "Bad file descriptor"), tmp_path) == SCRIPT_FAILED
+    assert not (tmp_path / INTERNAL).exists()
+    assert (tmp_path / ERROR).read_text().startswith("the user's code closed a file descriptor that is not its own")
 
 
 def test_a_full_disk_of_one_rank_is_told_although_its_launcher_says_nothing(tmp_path: Path) -> None:
