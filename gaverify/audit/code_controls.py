@@ -74,12 +74,16 @@ def control_backward(trial: Trial, record: Record) -> Record:
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
         pinned_runs = bench.run_both(Pins(modules=(path,)), runs.pairs_by_rank)
         control = bench.control(
-            pinned_runs, f"the gradient from {name} replaced by the full batch's", ControlKind.FULL_BATCH
+            pinned_runs,
+            f"the gradient from {name} replaced by the full batch's",
+            ControlKind.FULL_BATCH,
+            "gradients",
+            [path],
         )
         suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
-        # without a control that leaves rounding the likeliest candidate is suspected
-        cause = Cause(suspect, control) if cause is None or control.rounding else cause
-        if control.rounding:
+        # without a control that proves something the likeliest candidate is suspected
+        cause = Cause(suspect, control) if cause is None or control.proves else cause
+        if control.proves:
             break
     return replace(record, controls=replace(record.controls, backward=cause))
 

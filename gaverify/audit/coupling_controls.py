@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ from gaverify.audit.recording.outputs import (
     SCRIPT,
     Forward,
     ModuleCall,
+    PinnedCalls,
     PinnedRows,
     RowSummaries,
     Summaries,
@@ -49,6 +50,7 @@ from gaverify.audit.stages import fit_of
 from gaverify.errors import ProblemError
 from gaverify.passes.layouts import SampleLayout
 from gaverify.records.audit import Record, Stage, UpdateComparison
+from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
 from gaverify.records.experiment import (
     Cause,
@@ -69,6 +71,9 @@ _DEEPEST = 4  # levels below the script at which a loss is looked for
 
 CallKey = tuple[str, int]
 """Path of a module, and how many calls of it came before in the same forward."""
+
+Pinned = Literal["values", "gradients"]
+"""The pinned values of code that are blamed: its outputs, or the gradients of its inputs."""
 
 Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
@@ -172,6 +177,17 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
             operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
             return Suspect("rows", operation, None, largest, samples, True, bool(call["scales"]))
     return None
+
+
+def _are_inputs_compared(pairs: Sequence[Pair | None], path: str) -> bool:
+    """Whether all tensors that a module is given hold rows that can be compared."""
+    return all(
+        rows_of_pair(pair, full_call["inputs"][name], micro_call["inputs"][name]) is not None
+        for pair in filter(None, pairs)
+        for (module, _), full_call, micro_call in calls_of_pair(pair)
+        if module == path
+        for name in full_call["inputs"].keys() & micro_call["inputs"].keys()
+    )
 
 
 def first_meeting(full_places: Sequence[Any], micro_places: Sequence[Any]) -> tuple[str, int] | None:
@@ -473,11 +489,11 @@ class CouplingBench:
         """Whether the outputs of a module for half of the rows change with what it is given in the other half.
 
         In the first update a module whose first micro-batch differs has no state of others. Later it may read what an
-        earlier update left.
+        earlier update left. Inputs whose rows are padded to other lengths are not compared: they may be mixed before.
         """
-        if self.update.number == 1 or self.record.ranks > 1:
-            return True
         path = suspect.operation.module or ""
+        if self.record.ranks > 1 or (self.update.number == 1 and _are_inputs_compared(runs.pairs, path)):
+            return True
         repeated = self._run("full", Pins(runs.pins.evaluated), WatchModules(repeated=path))
         pairs = [
             (full, moved, range(full["rows"] // 2))
@@ -487,25 +503,43 @@ class CouplingBench:
         found = first_module(pairs, self.record.unit)
         return found is not None and found.operation.module == suspect.operation.module
 
-    def control(self, runs: PinnedRuns, what: str, kind: ControlKind) -> ControlRun:
+    def control(
+        self, runs: PinnedRuns, what: str, kind: ControlKind, blamed: Pinned | None = None, paths: Sequence[str] = ()
+    ) -> ControlRun:
         """Returns what a control leaves of the difference, whether that is rounding, and the weights that explain it.
 
-        Parameters that the pinned code reads without a call of a module are left out.
+        Parameters that the pinned code reads without a call of a module are left out. Their gradients are explained
+        where the blamed values of that code differed: the same code computes both.
+
+        Args:
+            runs: Both runs with the pins.
+            what: The control in words.
+            kind: For rules.
+            blamed: The pinned values that have to differ before; None: others than those of modules are pinned.
+            paths: The code whose values are blamed.
         """
-        path, number, unit = runs.accumulated.folder / "pinned.pt", self.update.number, self.record.unit
-        own_parameters = torch.load(path, weights_only=True) if path.exists() else {}
-        left_out = {(at, position) for at, positions in own_parameters.items() for position in positions}
+        file, number, unit = runs.accumulated.folder / "pinned.pt", self.update.number, self.record.unit
+        pinned_calls: PinnedCalls = {"own": {}, "values": [], "gradients": []}
+        if file.exists():
+            pinned_calls = torch.load(file, weights_only=True)
+        left_out = {(at, position) for at, positions in pinned_calls["own"].items() for position in positions}
+        differed = None if blamed is None else not set(paths).isdisjoint(pinned_calls[blamed])
+        hidden: tuple[str, ...] = ()
         if left_out:
             names = labels(runs.full, runs.accumulated)
-            what += f" (except its own {join_texts([f'`{names[place]}`' for place in sorted(left_out)], 1)})"
+            own_names = [names[place] for place in sorted(left_out)]
+            what += f" (except its own {join_texts([f'`{name}`' for name in own_names], 1)})"
+            if differed is False:
+                divergent = {row.name for row in self.update.parameters if row.outcome is Outcome.DIVERGENT}
+                hidden = tuple(name for name in own_names if name in divergent)
         summed = self.update.decided is Stage.SUMMED
         difference_left = gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=number)
         if difference_left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
-            return ControlRun(what, difference_left, True, kind=kind)
+            return ControlRun(what, difference_left, True, kind=kind, values_differed=differed, cut_off=hidden)
         round_ = rounds_of(runs.accumulated.events)[number - 1]
         fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=summed)
         explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
-        return ControlRun(what, difference_left, False, fit if explains else None, kind)
+        return ControlRun(what, difference_left, False, fit if explains else None, kind, differed, hidden)
 
     def _run(
         self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
@@ -537,6 +571,8 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
             yield from _loss_causes(bench, runs, first)
             return
         if not bench.mixes_rows(runs, suspect):
+            if not _are_inputs_compared(runs.pairs, suspect.operation.module or ""):
+                yield Cause(suspect, None, failure=_NOT_COMPARED)
             return
         pins, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
         runs = bench.run_both(pins, first)
@@ -545,7 +581,8 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
             # It differs in evaluation mode, too: its buffers are not the cause.
             pins, what, kind = _pin_module(suspect, before, {})
             runs = bench.run_both(pins, first)
-        control = bench.control(runs, what, kind)
+        is_pinned = kind is ControlKind.FULL_BATCH
+        control = bench.control(runs, what, kind, "values" if is_pinned else None, [suspect.operation.module or ""])
         statistics = suspect.statistics or kind is ControlKind.EVALUATION_MODE
         control = replace(control, modules=_owners(pins.evaluated) if kind is ControlKind.EVALUATION_MODE else ())
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
@@ -554,6 +591,9 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         # The difference is gone, or weights explain its rest: a further suspect would have nothing to explain.
         if control.rounding or control.fit is not None:
             return
+
+
+_NOT_COMPARED = "its inputs may differ before it: padded to other lengths or without rows, they cannot be compared"
 
 
 def _explained_share(control: ControlRun, difference: float) -> float:
@@ -635,7 +675,7 @@ def _cause_in_loss(
     """Returns the code of a level as the cause, with the control that computes the loss once for all outputs."""
     pins = replace(runs.pins, modules=tuple(dict.fromkeys((*runs.pins.modules, *level))))
     what = "the loss computed once for all outputs"
-    control = bench.control(bench.run_both(pins, first), what, ControlKind.CACHED_GRADIENTS)
+    control = bench.control(bench.run_both(pins, first), what, ControlKind.CACHED_GRADIENTS, "gradients", level)
     difference = loss_difference(runs.pairs, bench.record.unit, level)
     suspect = Suspect(kind, _loss(bench.update.number, runs, level), None, difference, 0, False, False)
     return Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))

@@ -288,7 +288,7 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
     if update is None or update.window.fit is None or not contradict_losses(loop, update):
         return
     run, fit = cause.control if cause is not None else None, update.window.fit
-    proven = run is not None and run.rounding
+    proven = run is not None and run.proves
     text = f"with {run.what} the difference" if run is not None else ""
     losses, losses_fitted = (
         sum(weight * loss for weight, loss in zip(weights, update.window.losses, strict=True))

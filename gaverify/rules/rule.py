@@ -409,7 +409,7 @@ def word_difference_left(run: ControlRun, article: str = "") -> str:
 def explain_no_power(run: ControlRun) -> str:
     """Says why a control that leaves nothing shows nothing."""
     if run.cut_off:
-        return f"this control cuts {quote_names(run.cut_off)} off the loss, where anything may be wrong"
+        return f"this control cannot see {quote_names(run.cut_off)}, where anything may be wrong"
     return "what it keeps constant was the same before"
 
 

@@ -73,7 +73,8 @@ CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unu
 STATE, CARRIED = "loops_state.py", "loops_carried.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
-HANDED = "loops_handed.py"
+HANDED, HIDDEN = "loops_handed.py", "loops_hidden.py"
+UNCOMPARED = "its inputs may differ before it: padded to other lengths or without rows, they cannot be compared"
 BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
 JOINED = "because that one is skipped and the step with it"
@@ -308,6 +309,12 @@ ROWS = [
     looped(HANDED, "levelled", "GAV401", "--wrong", proven=True),
     *(looped(HANDED, loop) for loop in ("advantages", "targets", "positions", "temperature", "masked", "baseline")),
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
+    # an innocent module, whose control would hide what is wrong in its own weight, or before rows that are padded
+    looped(HIDDEN, "hooked", "GAV102", mark="reporting", words="cannot see `scaled.weight`"),
+    looped(HIDDEN, "centred_before", "GAV102", mark="padded", words=UNCOMPARED),
+    looped(HIDDEN, "longest", "GAV102", mark="padded", words=UNCOMPARED),
+    looped(HIDDEN, "centred", "GAV102", mark="reporting", proven=True),
+    *(looped(HIDDEN, loop) for loop in ("plain", "padded")),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
     Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", proven=True, notes=""),
     Row(STATE, "--kind centre", "GAV401", "centre", "repairs one update, and leaves a difference in the", quick=True),

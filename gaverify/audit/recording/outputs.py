@@ -26,6 +26,8 @@ from gaverify.audit.recording.samples import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
 from gaverify.passes.calls import Call, listening, per_channel_affine
 from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, rebuilt, summaries
+from gaverify.passes.precision import unit_roundoff
+from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS
 from gaverify.tracebacks import Place, user_place
 
 SCRIPT = "(script)"
@@ -92,6 +94,17 @@ class PinnedForward(TypedDict):
     rows: int
     values: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
+
+
+class PinnedCalls(TypedDict):
+    """What a run that is given the full batch's values and gradients notes of the pinned code."""
+
+    own: dict[int, list[int]]
+    """For each optimizer the positions of parameters that the pinned code reads without a call of a module."""
+    values: list[str]
+    """Paths of pinned code whose outputs had differed before, where the loss depends on these outputs."""
+    gradients: list[str]
+    """Paths of pinned code whose input gradients had differed before."""
 
 
 class Outputs:
@@ -331,6 +344,7 @@ class PinnedModules:
         self._spent: set[tuple[int, str]] = set()  # gradients without rows that one micro-batch was given
         # By id; the tensors are kept, so that no other one gets the id of one of them.
         self._own_parameters: dict[int, torch.Tensor] = {}
+        self._differing_values, self._differing_gradients = set[str](), set[str]()  # paths of pinned code
 
     @contextmanager
     def listening(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -362,9 +376,17 @@ class PinnedModules:
         if SCRIPT in self._paths and self._full_batch is not None:
             self._note_parameters(tensor.grad_fn for tensor in tensors_in(roots))
 
-    def own(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the positions of those parameters that the pinned code reads without a call of a module."""
-        return [at for at, parameter in enumerate(parameters) if id(parameter) in self._own_parameters]
+    def describe(self, parameters_of_optimizers: Sequence[Sequence[torch.Tensor]]) -> PinnedCalls:
+        """Returns what the pins changed, and what they cannot show."""
+        own = {
+            number: [at for at, parameter in enumerate(parameters) if id(parameter) in self._own_parameters]
+            for number, parameters in enumerate(parameters_of_optimizers)
+        }
+        return {
+            "own": own,
+            "values": sorted(self._differing_values),
+            "gradients": sorted(self._differing_gradients),
+        }
 
     def _change_tensors(
         self, module: str, change: Callable[..., torch.Tensor], number: int, name: str, nested: Any
@@ -373,11 +395,11 @@ class PinnedModules:
 
         def change_leaf(path: str, leaf: Any) -> Any:
             follows = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.is_floating_point()
-            return change(number, name + path, leaf) if follows else leaf
+            return change(module, number, name + path, leaf) if follows else leaf
 
         return map_leaves(nested, change_leaf) if module in self._paths else nested
 
-    def _replace_value(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _replace_value(self, module: str, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an output of pinned code with the full batch's values; its gradient flows into the pinned code."""
         with self._work():
             values = plain(tensor)
@@ -387,19 +409,29 @@ class PinnedModules:
                 return tensor
             self._note_parameters([tensor.grad_fn])
             stored = self._full_batch_rows(number, name, tensor, lambda forward: forward["values"])
-            missing = None if stored is None or values is None else stored - values
-        # added rather than put in its place: the sum keeps the graph
-        return tensor if missing is None else tensor + missing
+            if stored is None or values is None:
+                return tensor
+            missing, is_same = stored - values, _are_same(stored, values)
+        pinned_tensor = tensor + missing  # added rather than put in its place: the sum keeps the graph
+        # A value that the loss does not depend on may differ without any fault.
+        if not is_same and pinned_tensor.requires_grad:
+            pinned_tensor.register_hook(partial(self._note_dependence, module))
+        return pinned_tensor
 
-    def _replace_gradient(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _note_dependence(self, module: str, gradient: torch.Tensor) -> None:
+        with self._work():
+            if bool(gradient.any()):
+                self._differing_values.add(module)
+
+    def _replace_gradient(self, module: str, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an input of pinned code that is given back the full batch's gradient."""
         tensor = tensor.view_as(tensor)  # gradients that reach the tensor by other ways are none of the pinned code's
         with self._work():
             self._ends.add(tensor.grad_fn)
-            tensor.register_hook(partial(self._give_back, number, name))
+            tensor.register_hook(partial(self._give_back, module, number, name))
         return tensor
 
-    def _give_back(self, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _give_back(self, module: str, number: int, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         with self._work():
             if self._full_batch is None:
                 sums = self.forwards[number]["gradients"]
@@ -407,7 +439,11 @@ class PinnedModules:
                 sums[name] = gradient.detach().to("cpu", copy=True) + sums.get(name, 0.0)
                 return None
             stored = self._full_batch_rows(number, name, gradient, lambda forward: forward["gradients"], once=True)
-            return None if stored is None else stored * self._factor
+            if stored is None:
+                return None
+            if not _are_same(stored * self._factor, gradient):
+                self._differing_gradients.add(module)
+            return stored * self._factor
 
     def _rows_of(self, number: int) -> tuple[int, Sequence[int]] | None:
         """Where the rows of a forward of this rank lie in the full-batch run; None where that is not known."""
@@ -449,6 +485,15 @@ class PinnedModules:
         # Only a node that adds to a parameter's `.grad` has a `variable`.
         leaves_behind = (getattr(node, "variable", None) for node in behind(roots, self._ends))
         self._own_parameters |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
+
+
+def _are_same(constant: torch.Tensor, computed: torch.Tensor) -> bool:
+    """Whether two tensors agree up to rounding, relative to the largest entry."""
+    difference, largest = (constant - computed.detach()).abs(), constant.abs()
+    if not difference.numel():
+        return True
+    allowed = max(COMPUTED_FLOAT32, MANY_UNITS * unit_roundoff(constant.dtype))
+    return bool(difference.max() <= allowed * largest.max())
 
 
 def rows_at(tensor: torch.Tensor, shape: tuple[int, ...], rows: int, places: Sequence[int]) -> torch.Tensor | None:

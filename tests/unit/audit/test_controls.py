@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gaverify.audit.coupling_controls import (
     Pair,
+    Pinned,
     agree,
     depends_on_other_rows,
     first_module,
@@ -23,7 +24,7 @@ from gaverify.audit.coupling_controls import (
     writers_of,
 )
 from gaverify.audit.recording.graph import keep_lines, meetings
-from gaverify.audit.recording.outputs import SCRIPT, Outputs, PinnedModules, PinnedRows, rows_at
+from gaverify.audit.recording.outputs import SCRIPT, Outputs, PinnedCalls, PinnedModules, PinnedRows, rows_at
 from gaverify.records.audit import ControlResults, Record
 from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
@@ -110,17 +111,18 @@ class _Once(nn.Module):
 
 def differing(
     make: Callable[[], nn.Module], held: Sequence[str], loss: Loss, folder: Path
-) -> tuple[set[str], set[str]]:
-    """The parameters whose gradient differs, and those that the held code reads itself."""
+) -> tuple[set[str], set[str], PinnedCalls]:
+    """The parameters whose gradient differs, those that the held code reads itself, and what the pins changed."""
     torch.manual_seed(0)
     model = make()
     whole, kept = run(model, held, loss, None)
     torch.save(kept.forwards, folder / "pinned.pt")
     part, holding = run(model, held, loss, folder)
     names = [name for name, _ in model.named_parameters()]
-    own = {names[at] for at in holding.own(list(model.parameters()))}
-    apart = {n for n in names if not torch.allclose(whole[n], part[n], rtol=1e-9, atol=1e-12)}
-    return apart, own
+    pinned_calls = holding.describe([list(model.parameters())])
+    own = {names[at] for at in pinned_calls["own"][0]}
+    apart = {n for n in whole if not torch.allclose(whole[n], part[n], rtol=1e-9, atol=1e-12)}
+    return apart, own, pinned_calls
 
 
 @pytest.mark.parametrize(
@@ -135,14 +137,40 @@ def test_what_couples_is_held_and_nothing_else_differs(
     make: Callable[[], nn.Module], held: tuple[str, ...], loss: Loss, own: set[str], tmp_path: Path
 ) -> None:
     assert differing(make, (), loss, tmp_path)[0], "nothing couples"
-    apart, read = differing(make, held, loss, tmp_path)
+    apart, read, pinned_calls = differing(make, held, loss, tmp_path)
     assert read == own and apart <= own
+    # a loss has no output to pin: what it sends back differed
+    kind: Pinned = "values" if make is Centred else "gradients"
+    assert list(held) == pinned_calls[kind]
 
 
 def test_code_that_does_not_couple_explains_nothing_when_it_is_held(tmp_path: Path) -> None:
     """The script is held, the model couples: its layer before the mean differs still."""
-    apart, own = differing(Centred, (SCRIPT,), each, tmp_path)
+    apart, own, _ = differing(Centred, (SCRIPT,), each, tmp_path)
     assert "first.weight" in apart and not own
+
+
+class Reporting(nn.Module):
+    """Returns the mean of the batch, which nobody reads, beside a result of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, device="cpu", dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.scale, x.mean(0).expand_as(x)
+
+
+@pytest.mark.parametrize(("at", "differ"), [(0, False), (1, True)])
+def test_only_a_value_that_the_loss_depends_on_had_differed(tmp_path: Path, at: int, differ: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(layer(), Reporting())
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)[at].square().mean()  # type: ignore[no-any-return]
+
+    _, _, pinned_calls = differing(make, ("1",), loss, tmp_path)
+    assert pinned_calls["values"] == ["1"] * differ
 
 
 def test_rows_are_found_in_either_dimension_and_folded() -> None:

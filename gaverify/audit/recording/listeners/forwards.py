@@ -193,9 +193,9 @@ class ModuleListener:
         if self.outputs is not None:
             recording.storage.tensors("outputs", self.outputs.forwards)
         if self.pinned_modules is not None:
-            own_positions = {at: self.pinned_modules.own(watch.parameters(at)) for at in range(len(watch))}
-            # The full-batch run stores what others are given; those store which gradients the pinned code makes itself.
-            stored = self.pinned_modules.forwards if recording.job.source is None else own_positions
+            pinned_calls = self.pinned_modules.describe([watch.parameters(at) for at in range(len(watch))])
+            # The full-batch run stores what others are given; those store what that changed, and cannot show.
+            stored = self.pinned_modules.forwards if recording.job.source is None else pinned_calls
             recording.storage.tensors("pinned", stored)
         if self.traced_calls is not None:
             recording.storage.tensors("trace", self.traced_calls.trace)
