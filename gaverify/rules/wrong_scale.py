@@ -154,14 +154,14 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
     if shares is None or total == 1.0:
         return
     update, term = shares.update, shares.term
-    if repair_shares(loop, update, shares.shares_of):  # a framework's own divisor repairs the factor with the shares
-        return
     trial = read_trial(facts, update.number) if term is None else WeightsTrial(proven=True)  # each term ran alone
     remedy = NOT_ENOUGH
     if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {exact([1 / total], loop.tolerance)}"
         remedy += "; the factors that GAV202 gives include this one" if all(shares.weights) else ""
         remedy = _repair_beside_skipped(loop, update) or remedy
+        if by_framework := repair_shares(loop, update, shares.shares_of):
+            remedy = f"{by_framework}; this makes the shares right as well (GAV202)"
     where, what = ("", "the loss") if term is None else (f" in term {term.number} of {term.count} of the loss", "it")
     meaning = _meaning_beside_skipped(loop, update, total, what)
     meaning = meaning or word_factor(facts, total, len(shares.weights), what=what)

@@ -1163,8 +1163,9 @@ class TestFrameworks:
         differs = fit(4.0, 1e-7 if equal else 0.3, right=right)
         *scales, found = findings_for(self.made_by(framework, fit=differs, valid_targets=counts, scales=ONCE))
         assert found.code == ("GAV201" if equal else "GAV202") and found.remedy is not None
-        # the Trainer's number of targets repairs the factor as well as the shares
-        assert [scale.code for scale in scales] == ["GAV201"] * (not equal and words == "multiply")
+        # the Trainer's number of targets repairs the factor as well as the shares, and both are named
+        assert [scale.code for scale in scales] == ["GAV201"] * (not equal)
+        assert all(scale.remedy is not None and words in scale.remedy for scale in scales)
         assert words in found.remedy and ("multiply" in found.remedy) == (words == "multiply")
 
     def test_the_trainer_that_divides_still_is_told_not_to(self) -> None:
