@@ -19,7 +19,7 @@ from gaverify.records.comparison import (
     resolution_of,
 )
 from gaverify.records.findings import Finding
-from gaverify.thresholds import TENTH, U32, U64
+from gaverify.thresholds import SHOWS_UNITS, TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import by_tolerance
 from gaverify.verdict.control import (
@@ -206,10 +206,14 @@ def _decide_from_window(measurement: Measurement, decision: Decision) -> Decisio
         if is_own_fault(error):
             raise
         return decision
-    if few_samples is None or few_samples[1].allowed > TENTH:
+    if few_samples is None:
         return decision
     outcome, few = few_samples
-    decision = replace(decision, few=few, exceeds_rounding=outcome is Outcome.DIVERGENT)
+    # A fault that the samples show in float32 is one, however coarse the user's precision is.
+    shows = few.structure > SHOWS_UNITS * U32
+    if few.allowed > TENTH and not shows:
+        return decision
+    decision = replace(decision, few=few, exceeds_rounding=shows or outcome is Outcome.DIVERGENT)
     if unit_roundoff(measurement.dtype) > U32:
         lost = math.hypot(few.error, few.lost)
         loss = PrecisionLoss(short_name(measurement.dtype), few.error, lost, samples=few.samples)
