@@ -57,7 +57,8 @@ def _list_ruled_out(facts: Facts) -> Iterator[str]:
     if loop is not None and fit is not None and fit.used_residual > loop.tolerance:
         # the weights of a recipe are given; those of a script are fitted, and may not fit at all
         yield "no weighting of the micro-batches' gradients yields what the optimizer sees"
-    elif fit is not None:
+    elif fit is not None and (loop is None or fit.residual > loop.tolerance):
+        # Weights of a script that leave nothing are not ruled out: as many gradients as weights are fitted by anything.
         weights = "weights: the best ones" if loop is None else "the best weights of the micro-batches"
         yield f"{weights} leave a difference of {fit.residual:.1e}"
     if loop is not None:

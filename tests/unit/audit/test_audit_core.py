@@ -534,6 +534,17 @@ class TestWeights:
         (found,) = findings_for(loop)
         assert ("2 terms of the loss were not tested" in str(found.evidence)) == said
 
+    @pytest.mark.parametrize("residual", [0.3, 1e-16])
+    def test_weights_that_fit_and_repair_nothing_are_not_ruled_out(self, residual: float) -> None:
+        """Two differentiations per micro-batch, as in PCGrad: there are as many weights as gradients."""
+        differs = update(
+            ratio=1.5, fit=fit(1.5, 0.7, right=(0.2, 0.2, 0.3, 0.3), used=(1.0, 0.0) * 2, residual=residual)
+        )
+        loop = record(RIGHT, "BSZ BSZ", updates=(replace(differs, window=replace(differs.window, steps=2)),), ranks=2)
+        (found,) = findings_for(loop)
+        assert found.code == "GAV000"
+        assert ("the best weights" in str(found.evidence)) == (residual == 0.3)
+
     def test_coupled_samples_are_unexplained(self) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         (found,) = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,)))
