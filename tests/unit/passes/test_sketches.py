@@ -117,6 +117,20 @@ def test_no_gradient_is_kept_until_the_backward_pass_ends() -> None:
             torch.testing.assert_close(seen.columns()[:, -1], expected)
 
 
+def test_columns_are_in_the_order_of_the_backward_passes_however_many_there_are() -> None:
+    """They are fetched in groups; one that gave no parameter anything is zero."""
+    weight = nn.Parameter(torch.zeros(3))
+    seen = GradientSketches(SimpleNamespace(parameters={"weight": weight}))  # type: ignore[arg-type]
+    with seen.listening() as note:
+        for k in range(130):
+            if k != 70:
+                (weight.sum() * k).backward()
+            note(k)
+    columns = seen.columns()
+    assert columns.shape == (SKETCH, 130) and columns.dtype is torch.float64
+    assert columns.norm(dim=0).tolist() == pytest.approx([math.sqrt(3) * k if k != 70 else 0.0 for k in range(130)])
+
+
 @pytest.mark.parametrize("layout", ["sparse", "complex", "half"])
 def test_every_kind_of_gradient_is_sketched(layout: str) -> None:
     tensor = torch.randn(6, 3)
