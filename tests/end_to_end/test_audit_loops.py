@@ -15,6 +15,7 @@ from gaverify.audit.job import Job
 from gaverify.audit.processes import Child
 
 slow = pytest.mark.slow
+PROJECTING = ("loops_unusual.py", "--batch-size 16 --accum 1", "--batch-size 4 --accum 4")
 SLICED = ("loops_unusual.py", "--batch-size 8", "--batch-size 2 --accum 4")
 
 
@@ -245,3 +246,12 @@ def test_weights_that_are_loaded_between_forwards(tmp_path: Path) -> None:
     result = audited(tmp_path / "train.py", body + TRAIN)
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert {run["how"] for run in result.document["runs"]} == {""}
+
+
+@slow
+@pytest.mark.parametrize(("by", "code"), [("micro_batch", 1), ("window", 0)])
+def test_gradients_that_are_projected_in_each_micro_batch(by: str, code: int) -> None:
+    """Two differentiations per micro-batch: as many weights as gradients fit anything, and rule nothing out."""
+    result = audit(*PROJECTING, common=f"--loop projecting --by {by}")
+    assert (result.code, result.faults) == (code, set()), str(result)
+    assert "the best weights" not in str(result)

@@ -402,6 +402,36 @@ def two_towers(args, _):
         optimizer.zero_grad()
 
 
+def projecting(args, _):
+    """Two tasks, of which one's gradient gives up what lies along the other's (PCGrad), `--by` part or update."""
+    trunk, heads = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+    weights = [*trunk.parameters(), *heads.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=args.lr)
+    features, targets = torch.randn(args.samples, 6), torch.randn(args.samples, 2)
+    parts = list(zip(features.split(args.batch_size), targets.split(args.batch_size), strict=True))
+    for begin in range(0, len(parts), args.accum):
+        tasks = []
+        for rows, wanted in parts[begin : begin + args.accum]:
+            hidden = trunk(rows)
+            losses = [mse_loss(head(hidden)[:, 0], wanted[:, at]) / args.accum for at, head in enumerate(heads)]
+            gradients = [
+                torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+                for loss in losses
+            ]
+            first, second = (torch.cat([each.flatten() for each in of_task]) for of_task in gradients)
+            if args.by == "micro_batch":
+                first = first - (first @ second) / (second @ second) * second
+            tasks.append((first, second))
+        first, second = (sum(of_task) for of_task in zip(*tasks, strict=True))
+        if args.by == "window":
+            first = first - (first @ second) / (second @ second) * second
+        whole = (first + second).split([weight.numel() for weight in weights])
+        for weight, gradient in zip(weights, whole, strict=True):
+            weight.grad = gradient.view_as(weight).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main():
     loops = loops_of(globals())
     told = {"counter": "updates", "what": "lr", "by": "micro_batch", "precision": "bfloat16", "fault": "", "hook": ""}
