@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gaverify.errors import Agreed, GaverifyError, ProblemError
+from gaverify.errors import Agreed, GaverifyError, ProblemError, text_of
 from gaverify.launched import leave, note_first, read_launcher, this_process
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.precision import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
@@ -194,6 +194,7 @@ _LINGER = 3.0  # seconds: how long a rank that failed waits for the others to sa
 _LOST = ("Connection closed by peer", "Connection reset", "gloo/transport", "Timed out waiting", "NCCL", "Broken pipe")
 """What backends say where another rank has gone: whoever says so knows nothing about the reason."""
 _SAME_PASSES = "every rank has to run the same forward and backward passes"
+_MOST_OF_TEXT = 400  # characters of a backend's error, which ends with a stack of C++
 _calls = 0
 
 
@@ -202,6 +203,8 @@ class Said(NamedTuple):
 
     sentence: str
     about_itself: bool
+    error: str = ""
+    """The text of an error that says no more than that others are gone: shown where nobody knows more."""
 
 
 @dataclass
@@ -386,8 +389,10 @@ class Member:
         missing = [rank for rank in range(self.count) if rank not in said]
         if missing:
             return f"{_ranks(missing)} ended before there was a verdict"
+        errors = join_sentences({rank: words.error for rank, words in said.items()}, self.count)
         return (
             f"the ranks lost their connection ({self._describe_places()}): {_SAME_PASSES}, none longer than the timeout"
+            + (f"; {errors}" if errors else "")
         )
 
     @contextmanager
@@ -412,7 +417,9 @@ class Member:
             except Agreed:
                 raise
             except Exception as error:
-                agreed_error = self.report_failure(Said("" if is_lost(error) else str(error), about_itself=True))
+                lost = is_lost(error)
+                said = Said("" if lost else str(error), about_itself=True, error=_first_lines(error) if lost else "")
+                agreed_error = self.report_failure(said)
                 if is_own_fault(error) and not is_lost(error):
                     raise
                 raise agreed_error from error
@@ -471,6 +478,12 @@ def is_lost(error: BaseException | None) -> bool:
     return False
 
 
+def _first_lines(error: BaseException) -> str:
+    """The class of an error and the beginning of its text, on one line."""
+    text = " ".join(text_of(error).split())
+    return f"{type(error).__name__}: {text[:_MOST_OF_TEXT]}{'…' if len(text) > _MOST_OF_TEXT else ''}"
+
+
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
@@ -511,13 +524,24 @@ def membership(timeout: float | None, tell_end: Callable[[str], None] | None = N
         yield Member(dist.get_rank(), dist.get_world_size(), store, limit, tell_end)
 
 
+def devices_beside(kind: str, variables: Mapping[str, str]) -> tuple[list[torch.device], torch.device]:
+    """Returns the devices of all ranks of this machine, as far as its launcher tells of them, and of this rank.
+
+    All of them are needed to choose a backend: from its own device no rank sees that another one shares it.
+    """
+    local_rank = int(variables.get("LOCAL_RANK", "0"))
+    devices = devices_of_ranks(kind, max(int(variables.get("LOCAL_WORLD_SIZE", "0")), local_rank + 1))
+    return devices, devices[local_rank]
+
+
 def _join(limit: float) -> None:
     rank_device = resolve_device("auto") or torch.device("cpu")
+    devices = [rank_device]
     if rank_device.type in RANKED:
-        rank_device = devices_of_ranks(rank_device.type, int(os.environ.get("LOCAL_RANK", "0")) + 1)[-1]
+        devices, rank_device = devices_beside(rank_device.type, os.environ)
         select_device(rank_device)
     try:
-        dist.init_process_group(backend_of([rank_device]), timeout=timedelta(seconds=limit))
+        dist.init_process_group(backend_of(devices), timeout=timedelta(seconds=limit))
     except Exception as error:
         rank, count = read_launcher() or (0, 1)
         raise ProblemError(f"rank {rank} of {count} cannot join the others: {str(error).splitlines()[0]}") from error

@@ -19,8 +19,10 @@ from torch import nn
 
 import gaverify
 from gaverify import verification
+from gaverify.children.ranks import torchrun_variables
 from gaverify.collective.flow import explain_options
 from gaverify.collective.launching import Progress, TellEnd, run_on_ranks
+from gaverify.collective.membership import devices_beside
 from gaverify.errors import Agreed, InternalError, MissingPackage, ProblemError
 from gaverify.passes.precision import backend_of, devices_of_ranks
 from gaverify.spec import Spec
@@ -221,6 +223,9 @@ def test_nccl_takes_a_device_per_rank(there: int, backend: str, monkeypatch: pyt
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     devices = devices_of_ranks("cuda", 2)
     assert backend_of(devices) == backend
+    for rank in range(2):  # each of them chooses for itself
+        beside, own = devices_beside("cuda", torchrun_variables(rank, 2, 29500))
+        assert (backend_of(beside), own) == (backend, devices[rank])
     assert [str(device) for device in devices] == ["cuda:0", f"cuda:{min(1, there - 1)}"]
 
 
