@@ -25,11 +25,11 @@ from gaverify.search import proof, state
 from gaverify.search.bench import Bench, ControlFailed
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
 from gaverify.search.trace.traces import (
+    GroupedFingerprints,
     ModuleCall,
     Result,
     Trace,
     TracedOperation,
-    describe_tensor,
     takes_other_branch,
 )
 
@@ -41,6 +41,14 @@ HALVES = [torch.tensor([0.5, 0.5], dtype=torch.float64)]
 Described = tuple[str, tuple[int, ...], list[float], str]  # name, inputs, values, "rows" or "global"
 
 
+def described(tensor: torch.Tensor, layout: SampleLayout, *, summed: bool = True) -> Result:
+    """The result of an operation with its fingerprints."""
+    result, fingerprints = Result(tuple(tensor.shape), True, layout, summed=summed), GroupedFingerprints()
+    fingerprints.add(result, tensor, layout)
+    fingerprints.read()
+    return result
+
+
 def trace(*steps: Described, inside: str | None = None) -> Trace:
     """A trace of these operations, each on a line of its own; those named `inside` lie in a module "net"."""
     made = Trace()
@@ -49,7 +57,7 @@ def trace(*steps: Described, inside: str | None = None) -> Trace:
         layout = SampleLayout((SampleDimension(0),)) if kind == "rows" else SampleLayout()
         numbers = torch.tensor(values, dtype=torch.float64)
         tensor = numbers[:, None] if kind == "rows" else numbers.sum()
-        result = Result(tuple(tensor.shape), True, layout, *describe_tensor(tensor, layout))
+        result = described(tensor, layout)
         call = 0 if name == inside else None
         frame = ("train.py", line)
         made.add(
@@ -174,10 +182,10 @@ def test_moments_add_up_whatever_the_order() -> None:
     torch.manual_seed(0)
     rows, layout = torch.randn(12, 5, dtype=torch.float64), SampleLayout((SampleDimension(0, 3),))
     order = torch.randperm(12)
-    whole, parts = describe_tensor(rows, layout)[1], [describe_tensor(part, layout)[1] for part in rows[order].split(6)]
+    whole, parts = described(rows, layout).moments, [described(part, layout).moments for part in rows[order].split(6)]
     torch.testing.assert_close(sum(parts), whole)
     rows[3, 2] += 1e-3
-    assert not torch.allclose(describe_tensor(rows, layout)[1], whole, rtol=1e-9)
+    assert not torch.allclose(described(rows, layout).moments, whole, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float64).min])
@@ -185,7 +193,7 @@ def test_a_mask_hides_no_difference_beside_it(mask: float) -> None:
     layout = SampleLayout((SampleDimension(0),))
     rows = torch.tensor([[0.5, mask], [0.25, mask]], dtype=torch.float64)
     other = torch.tensor([[0.5, mask], [0.25 + 1e-4, mask]], dtype=torch.float64)
-    one, two = describe_tensor(rows, layout)[0], describe_tensor(other, layout)[0]
+    one, two = described(rows, layout).prints, described(other, layout).prints
     assert one is not None and two is not None and torch.isfinite(one).all()
     assert float((one - two).abs().max() / one.abs().max()) > AGREE
 
@@ -194,7 +202,7 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
     layout = SampleLayout((SampleDimension(0),))
 
     def prints(*rows: tuple[float, ...]) -> torch.Tensor:
-        found = describe_tensor(torch.tensor(rows, dtype=torch.float64), layout)[0]
+        found = described(torch.tensor(rows, dtype=torch.float64), layout).prints
         assert found is not None
         return found[0]
 
@@ -205,7 +213,7 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
 
 def test_what_no_operation_made_has_no_moments() -> None:
     layout, rows = SampleLayout((SampleDimension(0),)), torch.randn(4, 3, dtype=torch.float64)
-    results = [Result((4, 3), True, layout, *describe_tensor(rows, layout), summed=summed) for summed in (True, False)]
+    results = [described(rows, layout, summed=summed) for summed in (True, False)]
     assert results[0].moments is not None and results[1].moments is None
 
 
@@ -214,7 +222,7 @@ def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
     made = Trace()
     for name, tensor in (("input", first), ("lt", kept)):
         layout = SampleLayout((SampleDimension(0, 2),))
-        result = Result(tuple(tensor.shape), True, layout, describe_tensor(tensor, layout)[0], None)
+        result = described(tensor, layout, summed=False)
         inputs = (0,) if name == "lt" else ()
         made.add(
             TracedOperation(
