@@ -314,6 +314,7 @@ ROWS = [
     looped(HIDDEN, "centred_before", "GAV102", mark="padded", words=UNCOMPARED),
     looped(HIDDEN, "longest", "GAV102", mark="padded", words=UNCOMPARED),
     looped(HIDDEN, "centred", "GAV102", mark="reporting", proven=True),
+    looped(HIDDEN, "centred_inside", "GAV102", mark="padded", proven=True),
     *(looped(HIDDEN, loop) for loop in ("plain", "padded")),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
     Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", proven=True, notes=""),

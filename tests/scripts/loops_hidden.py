@@ -36,8 +36,21 @@ class Reporting(nn.Module):
 
 
 class Largest(nn.Module):
+    """The largest of each row's places; with its own mean over the batch taken off if asked to.
+
+    Args:
+        centred: Whether it is.
+    """
+
+    def __init__(self, centred=False):
+        super().__init__()
+        self.weight, self.centred = nn.Parameter(torch.linspace(0.5, 1.5, 8)), centred
+
     def forward(self, hidden, mask):
-        return hidden.masked_fill(~mask, -9.0).amax(1)
+        largest = hidden.masked_fill(~mask, -9.0).amax(1)
+        if self.centred:
+            largest = largest - largest.mean(0)
+        return largest * self.weight
 
 
 class Longest(nn.Module):
@@ -74,6 +87,7 @@ MODELS = {
     "plain": lambda: Reporting(hooked=False, centred=False),
     "centred": lambda: Reporting(hooked=False, centred=True),
     "centred_before": lambda: Padded(centred=True, pool=Largest()),
+    "centred_inside": lambda: Padded(centred=False, pool=Largest(centred=True)),
     "padded": lambda: Padded(centred=False, pool=Largest()),
     "longest": lambda: Padded(centred=False, pool=Longest()),
 }
