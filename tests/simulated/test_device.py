@@ -262,4 +262,5 @@ def test_a_diagnosis_waits_as_often_with_many_parameters_as_with_few() -> None:
     (few, first), (many, second) = (counted(branches, weighting="none") for branches in (3, 100))
     for verdict in (first, second):
         assert [finding.code for finding in verdict.findings if finding.severity == "fault"] == ["GAV201"]
-    assert many <= few <= 60, DEVICE.synchronised_by()
+    # Weights that fit fewer numbers than there are micro-batches are fitted again at moved parameters: 18 waits.
+    assert many <= few <= 80, DEVICE.synchronised_by()
