@@ -436,7 +436,7 @@ class Outside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = x.detach().cpu().numpy()
         values = (values - values.mean(self.axis, keepdims=True)) / values.std(self.axis, keepdims=True)
-        rows = torch.from_numpy(values)  # planted outside-torch
+        rows = torch.from_numpy(values).to(x.device)  # planted outside-torch
         return self.head(torch.tanh(self.a(rows)) * self.b(rows))
 
 

@@ -53,7 +53,7 @@ class Packed(nn.Module):
         if self.sorts_unseen:
             order.sort(key=lambda at: -int(lengths[at]))
             features, lengths = (torch.stack([rows[at] for at in order]) for rows in (features, lengths))
-        packed = nn.utils.rnn.pack_padded_sequence(features, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(features, lengths.cpu(), batch_first=True, enforce_sorted=False)
         if self.of_inputs:
             packed = packed._replace(data=F.dropout(packed.data, 0.3))
         scores: torch.Tensor = self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])

@@ -59,14 +59,14 @@ def group_norms() -> Problem:
 
 def test_float32_without_rounded_products_decides_what_these_leave_open() -> None:
     """For the bare passes twice over: no sketches, no few samples, nothing in float64."""
-    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32
+    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision
     verdict = gaverify.verify(group_norms(), steps=4)
     assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "float32-runs")
     assert verdict.resolution < 1e-3, "float32's, not that of the rounding"
     assert verdict.run.rounded == ("conv tf32",), "the user's own runs"
     assert "decided by the same runs in float32" in render([verdict], "text")
     assert "there no product was rounded to tf32" in render([verdict], "text")
-    assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32) == before
+    assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision) == before
 
 
 def test_a_weight_that_is_off_by_less_than_products_round_is_found() -> None:
