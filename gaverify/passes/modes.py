@@ -18,6 +18,7 @@ from torch import nn
 from gaverify.errors import ProblemError, text_of
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
+from gaverify.passes.wrappers import keep_reducers
 from gaverify.torch_internals import submodules_of
 from gaverify.tracebacks import user_frame
 
@@ -83,6 +84,7 @@ def mode_set(modules: Sequence[nn.Module], mode: str | None) -> Iterator[None]:
     finally:
         if state is not None:
             state.restore()
+            keep_reducers()  # the state is from before DistributedDataParallel's were renewed for float64
         for module, name, child in places:
             # Not by assignment to the attribute: the user's `__setattr__` may do more than that.
             if submodules_of(module).get(name) is not child:
