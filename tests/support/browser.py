@@ -30,6 +30,7 @@ class Page:
         self._count = 0
         self.requests: list[str] = []
         self.problems: list[str] = []
+        self._loads = 0
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -46,6 +47,7 @@ class Page:
 
     def _note(self, message: dict[str, Any]) -> None:
         kind, told = message.get("method"), message.get("params", {})
+        self._loads += kind == "Page.loadEventFired"
         if kind == "Network.requestWillBeSent":
             self.requests.append(told["request"]["url"])
         elif kind == "Runtime.exceptionThrown":
@@ -57,9 +59,13 @@ class Page:
         """Loads a file at a window width and in a colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        loads = self._loads
         self.call("Page.navigate", url=file.as_uri())
         until = time.monotonic() + 30
-        while self.evaluate("document.readyState") != "complete" or self.evaluate("location.protocol") != "file:":
+        # The page before this one is complete, too: only the event and the address say that this one is there.
+        while self.evaluate("document.readyState") != "complete" or (
+            self._loads == loads or self.evaluate("location.href") != file.as_uri()
+        ):
             assert time.monotonic() < until, "the page does not load"
 
     def evaluate(self, script: str) -> Any:
