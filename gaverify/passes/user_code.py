@@ -194,7 +194,7 @@ def _left_behind(experiment: Experiment, text: str) -> str:
         if len(experiment.devices) == 1:
             return f"; the model was on {places} and `device` moved it to {experiment.device}: leave `device` out"
         return f"; gaverify does not move a model on {places}, nor its batch: let the loss move the batch"
-    owned = [(name, variable.get()) for name, variable in variables(experiment.problem.loss)]
+    owned = [(place.name, place.get()) for place in variables(experiment.problem.loss)]
     for root in experiment.modules:
         for path, module in root.named_modules():
             owned += [(f"{path}.{name}" if path else name, value) for name, value in vars(module).items()]

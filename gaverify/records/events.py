@@ -405,8 +405,8 @@ class UnseenCalls:
     """Whether it compiled anything: steps inside a compiled graph are not seen."""
 
 
-ValuePlace = Literal["parameter", "buffer", "attribute"]
-"""How a module holds a value."""
+ValuePlace = Literal["parameter", "buffer", "attribute", "closure"]
+"""How a module holds a value; "closure" for what no module holds."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, 
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
-from gaverify.passes.isolation import RewindableIterator, generator_states
+from gaverify.passes.isolation import RewindableIterator, generator_states, keep_places
 from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import SampleLayout, changed_dimensions, map_leaves, real_numbers
 from gaverify.passes.modes import mode_set
@@ -28,7 +28,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, FunctionKey
 from gaverify.search.bench import Bench, ControlFailed, take_rows, take_rows_of_all
 from gaverify.search.trace.first_divergence import intercept_applications
 from gaverify.search.trace.operations import address, divert_writes, intercept_calls
-from gaverify.search.trace.state import find_owners, find_parameters, find_state, watch_assignments
+from gaverify.search.trace.state import find_state, watch_assignments
 from gaverify.search.trace.traces import DECISIONS, Frame, squash_values
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, COMPUTED_FLOAT32, TINY
 from gaverify.torch_internals import (
@@ -88,34 +88,30 @@ class LeftState(PassProbe):
         with no_dispatch_modes(), without_torch_function():
             self.put = _keep(self._experiment, self._names)
             named = find_state(self._experiment)
-            values = tree_leaves([named[name][1].get() for name in self._names if name in named])
+            places = [named[name] for name in self._names if name in named and named[name].kind != "parameter"]
+            values = tree_leaves([place.get() for place in places])
             self.shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
 
 
 def _keep(experiment: Experiment, names: Sequence[str]) -> Callable[[], None]:
     """Returns what puts some values of the state back as they are now."""
-    parameters = [parameter for name, parameter in find_parameters(experiment).items() if name in names]
-    return experiment.state.keep(
-        [each for name, (_, each) in find_state(experiment).items() if name in names], parameters
-    )
+    return keep_places([place for name, place in find_state(experiment).items() if name in names])
 
 
 class PinnedState(PassProbe):
     """Keeps named state as it is in both runs: assignments and writes to it have no effect."""
 
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-        self._named = {name: each for name, (_, each) in find_state(experiment).items() if name in self._names}
-        self._parameters = {name: p for name, p in find_parameters(experiment).items() if name in self._names}
-        self._paths = {id(module): path for path, module in find_owners(experiment).items()}
+        self._places = [place for name, place in find_state(experiment).items() if name in names]
+        self._attributes = {place.attribute for place in self._places}
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Intercepts assignments to modules and writes to tensors."""
         # The addresses are looked up anew in each pass, because a restored buffer may be another tensor.
-        values = {name: variable.get() for name, variable in self._named.items()} | self._parameters
-        addresses = {address(value) for value in values.values() if issubclass(type(value), torch.Tensor)}
-        positions = [(value, value.position) for value in values.values() if isinstance(value, RewindableIterator)]
+        values = [place.get() for place in self._places]
+        addresses = {address(value) for value in values if issubclass(type(value), torch.Tensor)}
+        positions = [(value, value.position) for value in values if isinstance(value, RewindableIterator)]
         with watch_assignments(lambda *_: None, self._is_pinned), divert_writes(addresses):
             yield
         # An iterator moves without a write that could be dropped, so that it is rewound after the pass.
@@ -123,8 +119,7 @@ class PinnedState(PassProbe):
             iterator.rewind(position)
 
     def _is_pinned(self, module: nn.Module, name: str) -> bool:
-        path = self._paths.get(id(module))
-        return path is not None and (f"{path}.{name}" if path else name) in self._names
+        return (id(module), name) in self._attributes
 
 
 class PrimedState(PassProbe):

@@ -18,7 +18,7 @@ import torch
 
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe
-from gaverify.passes.isolation import Variable
+from gaverify.passes.isolation import StatePlace
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, NextUpdate, State, StateChange
 from gaverify.rules.rule import quote_names
@@ -35,7 +35,7 @@ _MOST_LOOKS = 20_000  # lines after which the search gives up: each looks at eve
 
 def find_writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
     """Returns file and line of the first change of each named value in a forward of the full batch."""
-    watch = _LineWatch({name: each for name, (_, each) in find_state(bench.experiment).items() if name in names})
+    watch = _LineWatch({name: place for name, place in find_state(bench.experiment).items() if name in names})
     bench.experiment.forward(None, watch)
     return watch.found
 
@@ -43,7 +43,7 @@ def find_writing_lines(bench: Bench, names: list[str]) -> Mapping[str, Place]:
 class _LineWatch(PassProbe):
     """Looks at the values whenever a line of the user's or a library's code has run."""
 
-    def __init__(self, named: Mapping[str, Variable]) -> None:
+    def __init__(self, named: Mapping[str, StatePlace]) -> None:
         self._named = dict(named)
         self._before: dict[str, Any] = {}
         self._looks = 0

@@ -22,7 +22,7 @@ from torch import nn
 
 Built = tuple[Callable[..., torch.Tensor], Callable[[], int]]
 COUNTERS: dict[str, Callable[[], Built]] = {}
-STEP = 0
+STEP = CALLS = 0
 HISTORY: list[int] = []
 SETTINGS = types.ModuleType("settings_of_a_test")
 SETTINGS.step = 0
@@ -219,6 +219,18 @@ def behind_decorators() -> Built:
             return scaled(model, batch, number)
 
     return loss, lambda: calls
+
+
+class _CountingInAGlobal:
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        global CALLS
+        CALLS += 1
+        return scaled(model, batch, CALLS)
+
+
+@counter
+def global_of_a_special_method() -> Built:
+    return _CountingInAGlobal(), lambda: CALLS
 
 
 class _Slotted:

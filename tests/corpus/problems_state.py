@@ -223,6 +223,50 @@ def _kept_on_class(moves: bool) -> Problem:
     return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
+class _Slotted(nn.Module):
+    """A forward that counts in `__slots__`, which no registry of the module shows."""
+
+    __slots__ = ("factor", "seen")
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.layers, self.moves, self.seen, self.factor = mlp(), moves, [0], torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0)
+        self.factor.mul_(1.25 if self.moves else 1.0)
+        return self.layers(x) * self.factor
+
+
+class _Seen(nn.Module):
+    """A model, or a loss, whose buffer has the name `seen`."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.layers, self.moves = mlp(), moves
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Any, batch: Any = None) -> torch.Tensor:
+        if batch is not None:
+            return cross_entropy(x, batch)
+        self.seen.mul_(1.25)
+        return self.layers(x) * (self.seen if self.moves else 1.0)
+
+
+def _named_alike(moves: bool, *, in_closure: bool) -> Problem:
+    """State of one name in model and loss: the buffers of two modules, or one and a variable that a function keeps."""
+    seen = 1.0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal seen
+        seen *= 1.25
+        return cross_entropy(model, batch) * (seen if moves else 1.0)
+
+    problem = classified(_Seen(moves and not in_closure), 6)
+    problem.loss = loss if in_closure else _Seen(False)
+    return problem
+
+
 STEP = 0
 
 
@@ -515,6 +559,9 @@ FAULTS = (
         notes="GAV402",
     ),
     fault("factor-of-class", lambda: _kept_on_class(True), "GAV403", "each micro-batch has a larger factor"),
+    fault("factor-in-slots", lambda: classified(_Slotted(True), 6), "GAV403", "the factor lies in `__slots__`"),
+    fault("buffers-of-one-name", lambda: _named_alike(True, in_closure=False), "GAV401", "the model's buffer moves on"),
+    fault("variable-and-buffer", lambda: _named_alike(True, in_closure=True), "GAV403", "the loss's variable moves on"),
     fault("larger-of-two", lambda: _remembered("either"), "GAV403", "restored alone, neither shows anything"),
     fault("weights-from-schedule", weights_from_schedule, "GAV403", "a schedule that weights fit every time"),
 )
@@ -565,6 +612,9 @@ TWINS = (
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
     quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
     quiet("factor-of-class", lambda: _kept_on_class(False), "a list grows, and the factor stays"),
+    quiet("factor-in-slots", lambda: classified(_Slotted(False), 6), "it counts, and the factor stays"),
+    quiet("buffers-of-one-name", lambda: _named_alike(False, in_closure=False), "nothing reads it"),
+    quiet("variable-and-buffer", lambda: _named_alike(False, in_closure=True), "nothing reads it", notes="GAV402"),
     quiet("own-number-and-average", lambda: _relative(False), "the average moves, and nothing is divided by it"),
     quiet("past-beside-statistics", lambda: _remembered(""), "all of it changes, and nothing reads it", notes="GAV402"),
     quiet("moving-estimate", lambda: _estimated(False), "a constant divisor"),

@@ -12,21 +12,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.audit.recording.state import EVERYTHING, Value, values_of
+from gaverify.audit.recording.state import EVERYTHING, Content, copy_content, is_same, read_content, values_of
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Names, same
+from gaverify.audit.recording.values import Names
+from gaverify.passes.isolation import StatePlace
 from gaverify.passes.layouts import real_numbers
 from gaverify.passes.precision import buffers_differ
 from gaverify.records.events import CarriedValue, ValuePlace
 from gaverify.tracebacks import LineHunt, Owner, Place
-
-Content = torch.Tensor | int | float | list[int | float]
-"""A value as files hold it."""
 
 _ELEMENTS = 4096  # of a parameter that are looked at
 
@@ -66,15 +63,15 @@ class CarriedState:
         """A call begins, in the full-batch run: since the last one only the script's own code has run."""
         for name, value in self._values().items():
             before = self._left_by_call.get(name)
-            if before is not None and not _is_same(before, _look(value)):
+            if before is not None and not is_same(before, _look(value)):
                 self._made_by_script.add(name)
 
     def end_call(self) -> None:
         """A call is over, in the full-batch run."""
         for name, value in self._values().items():
             now = _look(value)
-            if now is not None and not _is_same(self._left_by_call.get(name), now):
-                self._left_by_call[name] = _copy(now)
+            if now is not None and not is_same(self._left_by_call.get(name), now):
+                self._left_by_call[name] = copy_content(now)
 
     def begin_forward(self, module: nn.Module, *, trains: bool, update: int, unit: float) -> None:
         """A forward begins, and may begin an update.
@@ -96,20 +93,20 @@ class CarriedState:
             self._step = ""
         for name, value in self._values().items():
             # A value that never changes is not stored: all runs begin with it.
-            if name not in self._before_update and (content := _content(value)) is not None:
-                self._before_update[name] = _copy(content)
+            if name not in self._before_update and (content := read_content(value)) is not None:
+                self._before_update[name] = copy_content(content)
 
     def hunt(self) -> None:
         """Looks for the lines of the script's own code that change what a control aligns, until `end_hunt`."""
         wanted = {
             name: value for name, value in self._values().items() if _plain(name) in {*self.aligned} - {*self._places}
         }
-        before = {name: _copy(now) for name, value in wanted.items() if (now := _look(value)) is not None}
+        before = {name: copy_content(now) for name, value in wanted.items() if (now := _look(value)) is not None}
         if before and sys.gettrace() is None:  # a debugger keeps its own trace function
 
             def has_changed(place: Place) -> bool:
                 with self._work():
-                    changed = [_plain(name) for name, now in before.items() if not _is_same(now, _look(wanted[name]))]
+                    changed = [_plain(name) for name, now in before.items() if not is_same(now, _look(wanted[name]))]
                     for name in changed:
                         self._places.setdefault(name, place)
                 return len(changed) == len(before)
@@ -133,9 +130,9 @@ class CarriedState:
     def _store(self) -> None:
         """Stores what has changed since the update before, and what of it the script's own code has made."""
         changed = {
-            name: _copy(now)
+            name: copy_content(now)
             for name, value in self._values().items()
-            if (now := _content(value)) is not None and not _is_same(self._before_update.get(name), now)
+            if (now := read_content(value)) is not None and not is_same(self._before_update.get(name), now)
         }
         if changed:
             self._storage.tensors(f"state-{self._step}", (changed, sorted(self._made_by_script)))
@@ -151,19 +148,19 @@ class CarriedState:
             changed, made_by_script = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         self._before_update |= changed
         for name, value in self._values(module).items():
-            content, full = _content(value), self._before_update.get(name)
+            content, full = read_content(value), self._before_update.get(name)
             if content is None or full is None or _plain(name) in self.kept or not _differs(content, full, unit):
                 continue
-            if value.place == "buffer" and name in changed and name not in made_by_script:
+            if value.kind == "buffer" and name in changed and name not in made_by_script:
                 _set_buffer(content, full)
                 continue
-            self._differences[update, _plain(name)] = value.place
+            self._differences[update, _plain(name)] = value.kind
             if _plain(name) in self.aligned or EVERYTHING in self.aligned:
                 _set(value, full)
 
-    def _values(self, only: nn.Module | None = None) -> dict[str, Value]:
+    def _values(self, only: nn.Module | None = None) -> dict[str, StatePlace]:
         """Returns the values of all outermost modules, or of one; a teacher's parameters are some, frozen or not."""
-        values: dict[str, Value] = {}
+        values: dict[str, StatePlace] = {}
         for at, model in enumerate(self._names.models):
             if only is None or only is model:
                 values |= values_of(model, f"{at}:", unread=True)
@@ -177,35 +174,12 @@ def _plain(name: str) -> str:
     return name.partition(":")[2]
 
 
-def _look(value: Value) -> Content | None:
+def _look(value: StatePlace) -> Content | None:
     """Returns what tells whether a value has changed: some elements of a parameter, else all of it."""
-    content = _content(value)
-    if value.place == "parameter" and isinstance(content, torch.Tensor) and content.layout is torch.strided:
+    content = read_content(value)
+    if value.kind == "parameter" and isinstance(content, torch.Tensor) and content.layout is torch.strided:
         return content.reshape(-1)[:: max(1, content.numel() // _ELEMENTS)]
     return content
-
-
-def _content(value: Value) -> Content | None:
-    """Returns a value as files hold it; None where it cannot be read."""
-    content = value.get()
-    if isinstance(content, list | deque):
-        return [_number(entry) for entry in content]
-    return content if isinstance(content, torch.Tensor) or content is None else _number(content)
-
-
-def _number(value: Any) -> int | float:
-    """Returns a number of Python's: those of NumPy are subclasses, which no file of tensors may hold."""
-    return int(value) if isinstance(value, int) else float(value)
-
-
-def _copy(content: Content) -> Content:
-    return content.clone() if isinstance(content, torch.Tensor) else content
-
-
-def _is_same(before: Content | None, now: Content | None) -> bool:
-    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
-        return same(before, now)
-    return type(before) is type(now) and bool(before == now)
 
 
 def _differs(content: Content, full: Content, unit: float) -> bool:
@@ -226,12 +200,15 @@ def _set_buffer(buffer: Content, full: Content) -> None:
         buffer.copy_(full)
 
 
-def _set(value: Value, full: Content) -> None:
-    """Sets a value to the full-batch run's, in the type that it has."""
-    current = value.get()
-    if isinstance(current, deque) and isinstance(full, list):
-        value.put(deque(full, current.maxlen))
+def _set(place: StatePlace, full: Content) -> None:
+    """Sets a value to the full-batch run's, in place where its shape is the same, and in the type that it has."""
+    current, content = place.get(), read_content(place)
+    if isinstance(content, torch.Tensor) and isinstance(full, torch.Tensor):
+        if content.shape == full.shape:  # in place: other modules may share the tensor
+            content.copy_(full)
+        else:
+            place.holder.bind(place.key, full.to(content.device, copy=True))
+    elif isinstance(full, list):
+        place.holder.bind(place.key, deque(full, current.maxlen) if isinstance(current, deque) else [*full])
     else:
-        value.put(
-            full.to(current.device) if isinstance(full, torch.Tensor) and isinstance(current, torch.Tensor) else full
-        )
+        place.holder.bind(place.key, full)

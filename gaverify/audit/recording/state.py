@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from gaverify.audit.recording.values import plain, plain_name
-from gaverify.passes.isolation import OWN_ATTRIBUTES
+from gaverify.audit.recording.values import plain, plain_name, same
+from gaverify.passes.isolation import StatePlace, keep_places, places_of_module
 from gaverify.records.events import ChangedValue, ValuePlace
-from gaverify.torch_internals import buffers_of
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 EVERYTHING = "*"
@@ -28,45 +25,12 @@ _NORMS = (
 )
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value of a module: a tensor, a number, or a list of numbers."""
-
-    module: nn.Module
-    name: str
-    place: ValuePlace
-
-    def get(self) -> Any:
-        """Returns the module's value now; None where it has none."""
-        value = getattr(self.module, self.name, None)
-        return plain(value) if isinstance(value, torch.Tensor) else value
-
-    def copy(self) -> Any:
-        """Returns a copy that no forward changes."""
-        value = self.get()
-        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-
-    def differs(self, earlier: Any) -> bool:
-        """Whether the module's value is another than an earlier one."""
-        value = self.get()
-        if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor):
-            return value.shape != earlier.shape or not torch.equal(value, earlier)
-        return type(value) is not type(earlier) or bool(value != earlier)
-
-    def put(self, earlier: Any) -> None:
-        """Restores a value."""
-        value = self.get()
-        if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor) and value.shape == earlier.shape:
-            with torch.no_grad():
-                value.copy_(earlier)  # in place: other modules may share the tensor
-        else:
-            setattr(
-                self.module, self.name, earlier.clone() if isinstance(earlier, torch.Tensor) else copy.copy(earlier)
-            )
+Content = torch.Tensor | int | float | list[int | float]
+"""A value as files hold it."""
 
 
-def values_of(root: nn.Module, prefix: str, *, unread: bool = False, trained: bool = False) -> dict[str, Value]:
-    """Returns the values that forwards of a module may change and read again, by their names.
+def values_of(root: nn.Module, prefix: str, *, unread: bool = False, trained: bool = False) -> dict[str, StatePlace]:
+    """Returns the places whose values forwards of a module may change and read again, by their names.
 
     Args:
         root: The module.
@@ -74,35 +38,61 @@ def values_of(root: nn.Module, prefix: str, *, unread: bool = False, trained: bo
         unread: Also the running statistics that no forward in training reads.
         trained: Also the parameters that need a gradient.
     """
-    values: dict[str, Value] = {}
-    for path, module in root.named_modules():
-        # A frozen parameter may be a moving average that a forward updates, as those of a teacher are.
-        names: dict[str, ValuePlace] = {
-            name: "parameter" for name, p in module.named_parameters(recurse=False) if trained or not p.requires_grad
-        }
-        if unread or not _has_unread_statistics(module):
-            names |= {name: "buffer" for name, buffer in buffers_of(module).items() if buffer is not None}
-        names |= {name: "attribute" for name, value in vars(module).items() if _is_state(name, value)}
-        start = prefix + (f"{plain_name(path)}." if path else "")
-        values |= {start + name: Value(module, name, kind) for name, kind in names.items()}
+    values: dict[str, StatePlace] = {}
+    for place in places_of_module(root):
+        if place.kind == "parameter":
+            # A frozen parameter may be a moving average that a forward updates, as those of a teacher are.
+            is_state = trained or not place.bound.requires_grad
+        elif place.kind == "buffer":
+            is_state = place.bound is not None and (unread or not _has_unread_statistics(place.module))
+        else:
+            is_state = _is_state(place.bound)
+        if is_state:
+            path = f"{plain_name(place.path)}." if place.path else ""
+            values[prefix + path + place.holder.word(place.key)] = place
     return values
 
 
-def _has_unread_statistics(module: nn.Module) -> bool:
+def _has_unread_statistics(module: nn.Module | None) -> bool:
     """Whether its forward is torch's own, which updates running statistics in training and does not read them."""
     return isinstance(module, _NORMS) and module.training and type(module).forward.__module__.startswith("torch.")
 
 
-def _is_state(name: str, value: Any) -> bool:
+def _is_state(value: Any) -> bool:
     """Whether an attribute of the user's may count or average."""
-    if name in OWN_ATTRIBUTES:
-        return False
     if isinstance(value, torch.Tensor):
         # a tensor that needs a gradient is an output that the module keeps for later
         return not isinstance(value, nn.Parameter) and not value.requires_grad and plain(value) is not None
     entries = value if isinstance(value, list | deque) else [value]
     # A bool is a switch and counts nothing, although Python takes it for an int.
     return all(isinstance(entry, int | float) for entry in entries) and not isinstance(value, bool)
+
+
+def read_content(place: StatePlace) -> Content | None:
+    """Returns a value as files hold it; None where it cannot be read."""
+    value = place.get()
+    if isinstance(value, torch.Tensor):
+        return plain(value)
+    if isinstance(value, list | deque):
+        return [_number(entry) for entry in value]
+    return None if value is None else _number(value)
+
+
+def _number(value: Any) -> int | float:
+    """Returns a number of Python's: those of NumPy are subclasses, which no file of tensors may hold."""
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def copy_content(content: Content) -> Content:
+    """Returns a copy that no forward changes."""
+    return content.clone() if isinstance(content, torch.Tensor) else content
+
+
+def is_same(before: Content | None, now: Content | None) -> bool:
+    """Whether a value is what it was."""
+    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+        return same(before, now)
+    return type(before) is type(now) and bool(before == now)
 
 
 class RestoredState:
@@ -118,7 +108,7 @@ class RestoredState:
     def __init__(self, names: tuple[str, ...], work: Callable[[], AbstractContextManager[None]]) -> None:
         self._names, self._work = names, work
         self._roots: dict[int, tuple[nn.Module, str]] = {}
-        self._originals: dict[str, tuple[Value, Any]] = {}  # with the values at the window's beginning
+        self._restorers: list[Callable[[], None]] = []  # to the values at the window's beginning
         self._seen_roots: set[int] = set()  # in this window
         self._is_behind_backward = False
         self._places: dict[str, Place] = {}
@@ -126,7 +116,7 @@ class RestoredState:
 
     def end_window(self) -> None:
         """A step is over: the next forward begins a window."""
-        self._originals.clear()
+        self._restorers.clear()
         self._seen_roots.clear()
 
     def end_micro_batch(self) -> None:
@@ -143,10 +133,14 @@ class RestoredState:
         with self._work():
             self._begin(root, prefix)
             values = values_of(root, prefix)
-            before = {name: value.copy() for name, value in values.items()}
+            before = {
+                name: copy_content(content)
+                for name, place in values.items()
+                if (content := read_content(place)) is not None
+            }
         hunt = LineHunt(lambda place: self._look(place, values, before), Owner.LIBRARY)
         # comparing all values after every line takes long: only those that were asked for by name
-        unplaced = [name for name in self._names if name in values and name not in self._places]
+        unplaced = [name for name in self._names if name in before and name not in self._places]
         # A debugger keeps its own trace function.
         if unplaced and sys.gettrace() is None:
             hunt.start()
@@ -155,26 +149,29 @@ class RestoredState:
         finally:
             hunt.stop()
             with self._work():
-                for name, value in values.items():
-                    if value.differs(before[name]):
-                        self._changed.setdefault(name, value.place)
+                for name, content in before.items():
+                    if not is_same(content, read_content(values[name])):
+                        self._changed.setdefault(name, values[name].kind)
 
     def _begin(self, root: nn.Module, prefix: str) -> None:
-        if self._originals and self._is_behind_backward:
-            for value, original in self._originals.values():
-                value.put(original)
+        for restore in self._restorers if self._is_behind_backward else ():
+            restore()
         self._is_behind_backward = False
         self._roots[id(root)] = root, prefix
         # All models at once: a forward of this one may change values of another one before its own forward.
         for key, (module, start) in self._roots.items():
             if key not in self._seen_roots:
                 self._seen_roots.add(key)
-                for name, value in values_of(module, start).items():
-                    if EVERYTHING in self._names or name in self._names:
-                        self._originals[name] = value, value.copy()
+                places = [
+                    place
+                    for name, place in values_of(module, start).items()
+                    if (EVERYTHING in self._names or name in self._names) and read_content(place) is not None
+                ]
+                self._restorers.append(keep_places(places))
 
-    def _look(self, place: Place, values: Mapping[str, Value], before: Mapping[str, Any]) -> bool:
+    def _look(self, place: Place, values: Mapping[str, StatePlace], before: Mapping[str, Any]) -> bool:
         with self._work():
-            unplaced = [name for name in self._names if name in values and name not in self._places]
-            self._places |= {name: place for name in unplaced if values[name].differs(before[name])}
+            unplaced = [name for name in self._names if name in before and name not in self._places]
+            changed = [name for name in unplaced if not is_same(before[name], read_content(values[name]))]
+            self._places |= dict.fromkeys(changed, place)
             return all(name in self._places for name in unplaced)

@@ -5,7 +5,6 @@ managers. What cannot be put back, because Python does not let anyone look into 
 `functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`objects`).
 """
 
-from gaverify.passes.isolation.functions import Variable, entry_of, variables
 from gaverify.passes.isolation.globals import (
     deterministic,
     eager_when_compiled,
@@ -20,40 +19,38 @@ from gaverify.passes.isolation.globals import (
 from gaverify.passes.isolation.objects import (
     BYTES,
     CONTAINERS,
-    OWN_ATTRIBUTES,
     UNSET,
     RewindableIterator,
     attributes_of,
     entries_of,
     numpy_types,
     rewindable_iterators,
-    scripted_attributes,
     slots_of,
 )
+from gaverify.passes.isolation.places import StatePlace, places_of_module, variables
 from gaverify.passes.isolation.tensors import storage, written_arguments, written_tensors
-from gaverify.passes.isolation.walk import ModelState
+from gaverify.passes.isolation.walk import ModelState, keep_places
 
 __all__ = [
     "BYTES",
     "CONTAINERS",
-    "OWN_ATTRIBUTES",
     "UNSET",
     "ModelState",
     "RewindableIterator",
-    "Variable",
+    "StatePlace",
     "attributes_of",
     "deterministic",
     "eager_when_compiled",
     "entries_of",
-    "entry_of",
     "exact_products",
     "foreign_generator_states",
     "generator_states",
     "gradients_kept",
     "isolated_generators",
+    "keep_places",
     "numpy_types",
+    "places_of_module",
     "rewindable_iterators",
-    "scripted_attributes",
     "seed_everything",
     "seed_torch",
     "slots_of",

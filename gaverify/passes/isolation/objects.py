@@ -330,23 +330,6 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
-def keep_attributes(attributes: dict[str, Any]) -> tuple[Restore, list[Any]]:
-    """Keeps which names an object's `__dict__` binds to what."""
-    replace_iterators(attributes.items(), attributes.__setitem__)
-    saved = dict(attributes)
-    names, values = list(saved), list(saved.values())
-
-    def restore() -> None:
-        # names first: the comparison of values asks for as many of them
-        if list(attributes) == names and are_same_objects(attributes.values(), values):
-            return
-        for name in [name for name in attributes if name not in saved]:
-            del attributes[name]
-        attributes.update(saved)
-
-    return restore, values
-
-
 def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
     """Returns the `__slots__` of an object's classes, and what they hold; `UNSET` for one that was never assigned."""
     return [
@@ -358,51 +341,12 @@ def slots_of(value: Any) -> list[tuple[MemberDescriptorType, Any]]:
     ]
 
 
-def keep_slots(value: Any) -> tuple[Restore | None, list[Any]]:
-    """Keeps what the `__slots__` of an object hold."""
-    replace_iterators(slots_of(value), lambda slot, entry: slot.__set__(value, entry))
-    saved = slots_of(value)
-    if not saved:
-        return None, []
-
-    def restore() -> None:
-        for slot, entry in saved:
-            if read(slot, value) is entry:
-                continue
-            if entry is UNSET:
-                slot.__delete__(value)
-            else:
-                # Through the descriptor: the class may define `__setattr__`, or hide a slot behind a property.
-                slot.__set__(value, entry)  # past the `__setattr__` of a frozen dataclass
-
-    return restore, [entry for _, entry in saved if entry is not UNSET]
-
-
 def read(slot: MemberDescriptorType, value: Any) -> Any:
     """Returns what a slot of an object holds, `UNSET` where it was never assigned."""
     try:
         return slot.__get__(value)
     except AttributeError:
         return UNSET
-
-
-def keep_class(kind: type) -> tuple[Restore, list[Any]]:
-    """Keeps the attributes of a class (`Model.calls += 1`); those that Python itself keeps there stay out of it."""
-    replace_iterators(vars(kind).items(), partial(type.__setattr__, kind))
-    saved = {name: value for name, value in vars(kind).items() if not is_special(name)}
-    before = list(vars(kind).values())
-
-    def restore() -> None:
-        now = vars(kind)
-        if len(now) == len(before) and are_same_objects(now.values(), before):
-            return
-        for name in [name for name in now if name not in saved and not is_special(name)]:
-            type.__delattr__(kind, name)
-        for name, value in saved.items():
-            if vars(kind).get(name, UNSET) is not value:
-                type.__setattr__(kind, name, value)
-
-    return restore, list(saved.values())
 
 
 def is_special(name: str) -> bool:
@@ -443,31 +387,7 @@ def empty_registries(module: nn.Module) -> list[Any]:
 _EMPTY = tuple({type(value) for value in vars(nn.Module()).values() if hasattr(value, "clear")})
 
 
-def keep_empty(registries: list[Any]) -> Restore:
-    """Empties what a forward has registered there: a hook, a parameter, a buffer."""
-
-    def restore() -> None:
-        for registry in registries:
-            if registry:
-                registry.clear()
-
-    return restore
-
-
 def scripted_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
     """Returns what a scripted or traced module keeps in C++; lists and dictionaries come as copies."""
     concrete = getattr(module, "_concrete_type", None)
     return {name: module._c.getattr(name) for name in concrete.get_attributes()} if concrete is not None else {}
-
-
-def keep_scripted(module: torch.jit.ScriptModule) -> tuple[Restore, list[Any]]:
-    """Keeps the attributes of a scripted or traced module: numbers, lists, buffers, its mode."""
-    saved, scripted = scripted_attributes(module), module._c
-
-    def restore() -> None:
-        for name, value in saved.items():
-            now = scripted.getattr(name)
-            if now is not value and (isinstance(value, torch.Tensor) or now != value):
-                scripted.setattr(name, value)
-
-    return restore, [value for value in saved.values() if isinstance(value, torch.Tensor)]

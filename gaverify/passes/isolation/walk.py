@@ -7,13 +7,12 @@ it, and a configuration tree or a data set on some attribute must not make a ver
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,10 +20,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gaverify.errors import InternalError
-from gaverify.passes.isolation import functions, globals, objects
-from gaverify.passes.isolation.functions import Variable
+from gaverify.passes.isolation import globals, objects
 from gaverify.passes.isolation.globals import ARITHMETIC, check_initialised, flag_states
 from gaverify.passes.isolation.objects import RewindableIterator, packages_of
+from gaverify.passes.isolation.places import (
+    WRAPPERS,
+    ClassAttributes,
+    Entries,
+    Globals,
+    Holder,
+    Restore,
+    Scripted,
+    Slots,
+    StatePlace,
+    holders_of,
+)
 from gaverify.passes.isolation.tensors import Tensors
 from gaverify.torch_internals import buffers_of, parameters_of, submodules_of, without_torch_function
 
@@ -49,19 +59,7 @@ _CANNOT_CHANGE = (
     torch.layout,
     torch.memory_format,
 )
-_WRAPPERS = (
-    MethodType,
-    BuiltinMethodType,
-    functools.partial,
-    functools.partialmethod,
-    functools.cached_property,
-    type(functools.lru_cache(len)),
-    staticmethod,
-    classmethod,
-    property,
-)
 Children = Iterable[Any]
-Restore = Callable[[], None]
 
 
 class Walk:
@@ -76,7 +74,8 @@ class Walk:
     def __init__(self, tensors: Tensors, without_gradients: frozenset[int], user_packages: frozenset[str]) -> None:
         self._restorers: list[Restore] = []
         self._tensors, self._without_gradients, self._user_packages = tensors, without_gradients, user_packages
-        self._globals: dict[int, functions.Globals] = {}
+        self._empty: list[Any] = []  # dictionaries and registries that hold nothing yet
+        self._global_names: dict[int, set[str]] = {}  # of each namespace, those that are kept
         self._seen: dict[int, Any] = {}  # holds what it has seen, so that no identity is used twice
         self._waiting: deque[Any] = deque()
         self._handlers: dict[type, Callable[[Any], Children] | None] = {}
@@ -86,7 +85,13 @@ class Walk:
     @property
     def restorers(self) -> list[Restore]:
         """Puts everything back but the values of tensors."""
-        return [namespace.restore for namespace in self._globals.values()] + self._restorers
+        return [self._clear_empty, *self._restorers]
+
+    def _clear_empty(self) -> None:
+        """Takes away what a forward has registered where nothing was: a hook, a parameter, an attribute of a tensor."""
+        for entries in self._empty:
+            if entries:
+                entries.clear()
 
     def follow(self, values: Children) -> None:
         """Keeps `values` and what can be reached from them."""
@@ -106,7 +111,12 @@ class Walk:
             self._wait_for(handler(value))
 
     def _wait_for(self, values: Children) -> None:
-        self._waiting.extend(value for value in values if self._handler(type(value)) is not None)
+        handlers = self._handlers
+        for value in values:
+            kind = type(value)
+            # asked here before the call: most values are numbers of modules
+            if (handlers[kind] if kind in handlers else self._handler(kind)) is not None:
+                self._waiting.append(value)
 
     def _handler(self, kind: type) -> Callable[[Any], Children] | None:
         if kind not in self._handlers:
@@ -125,9 +135,7 @@ class Walk:
             (objects.BYTES, self._bytes),
             (self._ndarray, self._array),
             ((tuple, frozenset), self._walk_tuple),
-            (FunctionType, self._function),
-            (_WRAPPERS, self._wrapper),
-            (type, self._class),
+            ((FunctionType, *WRAPPERS, type), self._object),
         ):
             if issubclass(kind, kinds):  # not `isinstance`, which a proxy object may answer as it likes
                 return handler
@@ -142,9 +150,10 @@ class Walk:
             return ()
         gradient = id(tensor) not in self._without_gradients
         self._tensors.keep(tensor, wait=not buffer, gradient=gradient)
-        restore, values = objects.keep_attributes(vars(tensor))
-        self._add(restore)
-        return [*values, *self._hooks(tensor)]
+        attributes = vars(tensor)
+        if not attributes:
+            self._empty.append(attributes)
+        return [*(self._keep(Entries(attributes)) if attributes else ()), *self._hooks(tensor)]
 
     def _hooks(self, tensor: torch.Tensor) -> Children:
         """The hooks of a leaf; a forward that registers one more at each call would leave them behind."""
@@ -158,21 +167,22 @@ class Walk:
 
     def _module(self, module: nn.Module) -> Children:
         """Every submodule at once, so that the bound on objects does not count them."""
-        attributes, submodules = vars(module), list(submodules_of(module).values())
+        submodules = list(submodules_of(module).values())
         tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
         if isinstance(module, torch.jit.ScriptModule):  # whose registries are views that take no update
-            restore, scripted = objects.keep_scripted(module)
-            self._add(restore)
             # A scripted module keeps its tensors in C++; `vars` shows none of them.
-            tensors += scripted
+            inside = self._keep(Scripted(module, objects.scripted_attributes(module)))
+            tensors += [value for value in inside if isinstance(value, torch.Tensor)]
         else:
             empty = objects.empty_registries(module)
             # The registries are kept in ways of their own: walked as containers they would be copied for each module.
             self._seen |= {id(registry): registry for registry in (submodules_of(module), *empty)}
             self._add(objects.keep_submodules(module))
-            self._add(objects.keep_empty(empty))
-        restore, values = objects.keep_attributes(attributes)
-        self._add(restore)
+            self._empty += empty
+        values = self._keep(Entries(vars(module)))
+        kind = self._kind(module)
+        if kind:
+            values += self._keep(Slots(module))
         for tensor in tensors:
             if tensor is not None and id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
@@ -181,7 +191,7 @@ class Walk:
         for child in submodules:
             if child is not None and id(child) not in self._seen:
                 self._visit(child)
-        return [*self._kind(module), *values]
+        return [*kind, *values]
 
     def _torch_generator(self, generator: torch.Generator) -> Children:
         self._add(globals.restorer(generator))
@@ -218,39 +228,26 @@ class Walk:
         """The entries of a tuple; a subclass may count and iterate otherwise, or refuse to."""
         return self._entries(objects.entries_of(value, _ENTRIES + 1))
 
-    def _function(self, function: FunctionType) -> Children:
-        restore, children = functions.keep_function(function)
-        self._add(restore)
-        for namespace, names in functions.namespaces(function, self._user_packages):
-            if id(namespace) not in self._globals:
-                self._globals[id(namespace)] = functions.Globals(namespace)
-            children += self._globals[id(namespace)].add(names)
+    def _object(self, value: Any) -> Children:
+        """What an object binds itself; where it is a container too, only a subclass has any attributes."""
+        children = [*self._kind(value)]
+        for holder in holders_of(value, self._user_packages):
+            if isinstance(holder, ClassAttributes) and holder.kind is not value:
+                if id(holder.kind) in self._seen:
+                    continue
+                self._seen[id(holder.kind)] = holder.kind
+            if isinstance(holder, Globals):
+                known = self._global_names.setdefault(id(holder.namespace), set())
+                holder = Globals(holder.namespace, holder.names - known)
+                known |= holder.names
+            children += self._keep(holder)
         return children
 
-    def _wrapper(self, value: Any) -> Children:
-        return [*functions.wrapped_by(value), *self._object(value)]
-
-    def _class(self, kind: type) -> Children:
-        values: list[Any] = []
-        for base in kind.__mro__:
-            # A library's class is shared by everything that uses it: putting it back would undo what others did.
-            if objects.is_users_class(base, self._user_packages) and (base is kind or id(base) not in self._seen):
-                self._seen[id(base)] = base
-                restore, children = objects.keep_class(base)
-                self._add(restore)
-                values += children
+    def _keep(self, holder: Holder) -> list[Any]:
+        restore, values = holder.keep()
+        if values or holder.grows:
+            self._restorers.append(restore)
         return values
-
-    def _object(self, value: Any) -> Children:
-        """The attributes of an object; where it is a container too, only a subclass has any."""
-        children: list[Any] = []
-        attributes = objects.attributes_of(value)
-        if attributes is not None:
-            restore, children = objects.keep_attributes(attributes)
-            self._add(restore)
-        restore_slots, slot_values = objects.keep_slots(value)
-        self._add(restore_slots)
-        return [*self._kind(value), *children, *slot_values]
 
     def _kind(self, value: Any) -> Children:
         kind = type(value)
@@ -261,7 +258,7 @@ class _ValueWalk(Walk):
     """A search for what some values hold themselves: no modules, functions and classes, whose state has other names."""
 
     def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
-        others = (nn.Module, nn.Parameter, FunctionType, *_WRAPPERS, type, torch.Generator, random.Random)
+        others = (nn.Module, nn.Parameter, FunctionType, *WRAPPERS, type, torch.Generator, random.Random)
         if issubclass(kind, (*others, *self._numpy_generators)):
             return None
         return super()._handler_for(kind)
@@ -289,8 +286,7 @@ class ModelState:
         check_initialised(registered)
         self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
         self._tensors = Tensors()
-        self._registered = frozenset(map(id, registered))
-        self._walk = Walk(self._tensors, self._registered, packages_of(others))
+        self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
         with torch.no_grad(), without_torch_function():
             self._walk.follow([*modules, *others])
 
@@ -308,23 +304,6 @@ class ModelState:
         self._tensors = Tensors()
         self._walk = Walk(self._tensors, frozenset(), frozenset())
 
-    def keep(self, variables: Sequence[Variable], parameters: Iterable[nn.Parameter] = ()) -> Restore:
-        """Returns what puts back the values that some variables and parameters have now, and nothing else."""
-        tensors = Tensors(waits=False)
-        walk = _ValueWalk(tensors, self._registered, frozenset())
-        with torch.no_grad(), without_torch_function():
-            bindings = [variable.keep() for variable in variables]
-            walk.follow([variable.get() for variable in variables])
-            for parameter in parameters:
-                tensors.keep(parameter, wait=False, gradient=False)
-
-        def restore() -> None:
-            with torch.no_grad(), without_torch_function():
-                for put_back in (*bindings, *walk.restorers, *tensors.restorers):
-                    put_back()
-
-        return restore
-
     def restore(self) -> None:
         """Puts every value back, in place, so that ties and outside references survive.
 
@@ -340,3 +319,19 @@ class ModelState:
                     failure = failure or error
         if failure is not None:
             raise InternalError(f"state could not be put back: {type(failure).__name__}: {failure}") from failure
+
+
+def keep_places(places: Sequence[StatePlace]) -> Restore:
+    """Returns what puts back the values that some places have now, and nothing else."""
+    tensors = Tensors(waits=False)
+    walk = _ValueWalk(tensors, frozenset(), frozenset())
+    with torch.no_grad(), without_torch_function():
+        bindings = [place.keep() for place in places]
+        walk.follow([place.get() for place in places])
+
+    def restore() -> None:
+        with torch.no_grad(), without_torch_function():
+            for put_back in (*bindings, *walk.restorers, *tensors.restorers):
+                put_back()
+
+    return restore

@@ -9,8 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,25 +22,24 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import (
     BYTES,
     CONTAINERS,
-    OWN_ATTRIBUTES,
     UNSET,
     RewindableIterator,
-    Variable,
+    StatePlace,
     attributes_of,
     entries_of,
-    entry_of,
     numpy_types,
-    scripted_attributes,
+    places_of_module,
     slots_of,
     variables,
 )
 from gaverify.passes.layouts import real_numbers, summaries
 from gaverify.passes.precision import widest
+from gaverify.records.events import ValuePlace
 from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
 from gaverify.search.trace.operations import address, watch_writes
 from gaverify.search.trace.traces import Frame, locate_operation
-from gaverify.torch_internals import buffers_of, no_dispatch_modes, version_of, without_torch_function
+from gaverify.torch_internals import no_dispatch_modes, version_of, without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
 
 _MOST = 1_000  # entries of one container that are looked at
@@ -154,77 +152,45 @@ _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are wat
 _GRAD = torch.Tensor.grad
 
 
-def find_state(experiment: Experiment) -> dict[str, tuple[str, Variable]]:
-    """Returns kind and variable of everything that a forward may change, except parameters, by name.
+def find_state(experiment: Experiment) -> dict[str, StatePlace]:
+    """Returns everything that a forward may change, by name; the parameters among it are those of model and loss.
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
-    named: dict[str, tuple[str, Variable]] = {}
+    named: dict[str, StatePlace] = {}
+    for places in _list_state(experiment):
+        # the loss may use a name of the model's
+        taken = frozenset(named)
+        for name, place in places:
+            named.setdefault(f"loss.{name}" if name in taken else name, place)
+    return named
+
+
+def _list_state(experiment: Experiment) -> Iterator[list[tuple[str, StatePlace]]]:
+    """Yields names and places of the model, of a loss that is a module, and of all that the loss can reach."""
+    trained = {id(parameter): name for name, parameter in experiment.parameters.items()}
     for root in experiment.modules:
-        named |= _find_module_state(root, "")
-    modules = [module for root in experiment.modules for module in root.modules()]
-    module_ids = set(map(id, modules))
-    for name, variable in variables(experiment.problem.loss, *modules):
-        value = variable.get()
+        # a parameter that is trained has one name, also where two modules share it
+        yield [(trained.get(id(place.bound), place.name), place) for place in places_of_module(root)]
+    modules = {id(module): module for root in experiment.modules for module in root.modules()}
+    reached: list[tuple[str, StatePlace]] = []
+    for place in variables(experiment.problem.loss, *dict.fromkeys(map(type, modules.values()))):
+        value = place.get()
         if not issubclass(type(value), nn.Module):
-            named.setdefault(name, ("closure", variable))
-        elif id(value) not in module_ids:  # a teacher, a moving average of the weights
-            named = _find_module_state(value, f"{name}.") | named
-            for path, parameter in value.named_parameters():
-                named.setdefault(f"{name}.{path}", ("closure", _values_of(parameter)))
-    return named
+            reached.append((place.name, place))
+        elif id(value) not in modules:  # a teacher, a moving average of the weights
+            held = places_of_module(value, f"{place.name}.")
+            reached += [
+                (each.name, replace(each, kind="closure") if each.kind == "parameter" else each) for each in held
+            ]
+    yield reached
 
 
-def _values_of(parameter: nn.Parameter) -> Variable:
-    """The values of a parameter, which are written in place."""
-    return Variable(lambda: parameter.data, lambda _: None, lambda: None)
-
-
-def find_owners(experiment: Experiment) -> dict[str, nn.Module]:
-    """Returns the modules whose attributes are state, by path, or by the loss's variable if only the loss has them."""
-    modules = {path: module for root in reversed(experiment.modules) for path, module in root.named_modules()}
-    module_ids = set(map(id, modules.values()))
-    for name, variable in variables(experiment.problem.loss, *list(modules.values())):
-        value = variable.get()
-        if issubclass(type(value), nn.Module) and id(value) not in module_ids:
-            for path, module in value.named_modules(prefix=name):
-                modules.setdefault(path, module)
-    return modules
-
-
-def find_parameters(experiment: Experiment) -> dict[str, nn.Parameter]:
-    """Returns the parameters by name, the frozen ones included: a forward may move a target network."""
-    named = {name: p for root in reversed(experiment.modules) for name, p in root.named_parameters()}
-    return named | experiment.parameters
-
-
-def _find_module_state(root: nn.Module, prefix: str) -> dict[str, tuple[str, Variable]]:
-    named: dict[str, tuple[str, Variable]] = {}
-    for path, module in root.named_modules():
-        start = prefix + (f"{path}." if path else "")
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        # A scripted module's view of its buffers can neither be iterated over directly nor asked with `get`.
-        for name, _ in buffers_of(module).items():
-            buffer = _scripted_value(module, name) if scripted else entry_of(buffers_of(module), name)
-            named[start + name] = ("buffer", buffer)
-        for name in (name for name in vars(module) if name not in OWN_ATTRIBUTES):
-            named[start + name] = ("attribute", entry_of(vars(module), name))
-        if isinstance(module, torch.jit.ScriptModule):
-            for name in scripted_attributes(module).keys() - OWN_ATTRIBUTES:
-                named.setdefault(start + name, ("attribute", _scripted_value(module, name)))
-    return named
-
-
-def _scripted_value(module: Any, name: str) -> Variable:
-    """An attribute or buffer of a scripted module, which lies in C++."""
-    return Variable(lambda: getattr(module, name, None), partial(module._c.setattr, name), lambda: None)
-
-
-def take_digests(named: Mapping[str, Variable], tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-    """Returns what the values of variables, and some tensors, are now, by name, in a form that can be compared."""
+def take_digests(named: Mapping[str, StatePlace], tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    """Returns what the values of places, and some tensors, are now, by name, in a form that can be compared."""
     unread = _Unread()
     with no_dispatch_modes(), without_torch_function():
-        digests = {name: _take_digest(variable.get(), unread) for name, variable in named.items()}
+        digests = {name: _take_digest(place.get(), unread) for name, place in named.items()}
         digests |= {name: unread.add(tensor) for name, tensor in (tensors or {}).items()}
         unread.read()
     return digests
@@ -235,12 +201,13 @@ class StateWatch(PassProbe):
 
     def __init__(self, experiment: Experiment) -> None:
         self._state = experiment.state
-        self._named = find_state(experiment)
-        modules = find_owners(experiment)
-        self._paths = {id(module): path for path, module in modules.items()}
-        self._parameters = {address(p): name for name, p in find_parameters(experiment).items()}
-        self._kinds = {path: type(module).__name__ for path, module in modules.items()}
-        self._changed: dict[str, str] = {}
+        self._places = find_state(experiment)
+        self._named = {name: place for name, place in self._places.items() if place.kind != "parameter"}
+        # of two names for one value, the first one counts
+        owned = [(name, place) for name, place in reversed(self._places.items()) if place.module is not None]
+        self._assigned = {place.attribute: name for name, place in owned}
+        self._parameters = {address(place.get()): name for name, place in owned if name not in self._named}
+        self._changed: dict[str, ValuePlace] = {}
         self._trained = list(experiment.parameters.values())
         self._last: tuple[int, dict[str, Any]] | None = None  # the last micro-batch, and the state that it left
         self.clears_gradients = False
@@ -258,8 +225,8 @@ class StateWatch(PassProbe):
         # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
         names = {
             address(value): name
-            for name, (_, variable) in self._named.items()
-            if issubclass(type(value := variable.get()), torch.Tensor)
+            for name, place in self._named.items()
+            if issubclass(type(value := place.get()), torch.Tensor)
         }
         self._gradients = self._stamp_gradients()
         gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
@@ -273,7 +240,7 @@ class StateWatch(PassProbe):
         self._last = (k, after) if k is not None else None
         for name, value in after.items():
             if before.get(name) != value:
-                self._changed[name] = self._named[name][0] if name in self._named else "parameter"
+                self._changed[name] = self._places[name].kind
 
     @hands_over
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
@@ -288,7 +255,7 @@ class StateWatch(PassProbe):
 
     def changes(self) -> tuple[StateChange, ...]:
         """Returns what the passes changed so far."""
-        return tuple(StateChange(name, place, self._locate_writer(name)) for name, place in self._changed.items())  # type: ignore[arg-type]
+        return tuple(StateChange(name, kind, self._locate_writer(name)) for name, kind in self._changed.items())
 
     def absorb(self, later: StateWatch) -> None:
         """Adds what another watch recorded in later passes of the same experiment."""
@@ -302,12 +269,12 @@ class StateWatch(PassProbe):
         with no_dispatch_modes(), without_torch_function():
             written = {self._parameters.get(address(tensor), ""): tensor.data for tensor in self._state.written_tensors}
         written.pop("", None)  # no parameter
-        return take_digests({name: variable for name, (_, variable) in self._named.items()}, written)
+        return take_digests(self._named, written)
 
     def _note_assignment(self, module: nn.Module, name: str, frame: Frame) -> None:
-        path = self._paths.get(id(module))
-        if path is not None:
-            self._note(f"{path}.{name}" if path else name, "assignment", frame)
+        assigned = self._assigned.get((id(module), name))
+        if assigned is not None:
+            self._note(assigned, "assignment", frame)
 
     @hands_over
     def _handle_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -336,12 +303,10 @@ class StateWatch(PassProbe):
         # Something besides BatchNorm reads these statistics in training, so that they are not only for evaluation.
         if "batch_norm" in operation and name in self._reads:
             operation, frame = "", None
-        if self._named.get(name, ("",))[0] == "closure":  # of no module
+        place = self._places[name]
+        if place.module is None or place.kind == "closure":
             return locate_operation(operation, frame)
-        path = name.rpartition(".")[0]
-        if path not in self._kinds:
-            path = ""
-        return locate_operation(operation, frame, path, self._kinds.get(path, ""))
+        return locate_operation(operation, frame, place.path, type(place.module).__name__)
 
 
 @contextmanager
