@@ -139,6 +139,10 @@ class ProblemError(GaverifyError):
     """The user's model, loss, batch or factory does not do what a verification needs; the message says what, where."""
 
 
+class Uncompared(ProblemError):
+    """A script's runs hold nothing that could be compared, although the script trains: its audit has no answer."""
+
+
 class MissingPackage(ProblemError):
     """A package that the model needs is not installed: a spec of a folder is skipped for that."""
 

@@ -345,7 +345,7 @@ def control_state(trial: Trial, record: Record) -> Record:
     # A value that the loss is handed may itself be state, as a running average in a criterion is.
     is_settled = is_proven(record) and not any(cause.suspect.value for cause in record.controls.coupling)
     # A single micro-batch follows no other whose state it could read.
-    if update is None or update.window.steps < 2 or record.ranks > 1 or trial.is_by_hand or is_settled:
+    if update is None or update.window.steps < 2 or record.ranks > 1 or trial.steps_itself or is_settled:
         return record
     bench = _StateBench(trial, record, update)
     changed_values, control = bench.restore((EVERYTHING,))

@@ -1,7 +1,7 @@
 """Controls of an audit: further runs that decide what the comparison alone leaves open, of one process or of ranks.
 
 A control reads from the record whether it is needed, makes runs with a few changes, and returns the record with the
-answer. Two controls compare weight updates instead of gradients: after optimizer steps, and after hand-written updates.
+answer. One compares the changes of the weights beside the gradients: those that steps make of their own gradients.
 The controls of ranks run the same ranks again, with one thing corrected or pinned.
 """
 
@@ -225,10 +225,6 @@ def control_inner_steps(trial: Trial, record: Record) -> Record:
         return record  # `sum` of nothing is 0: a step inside the backward pass left no gradient to be seen
     target, stretches = full_samples.summed_gradients, full_samples.stretches
     fit = fit_gradients(target, stretches, used, increments)
-    if fit is not None and full_samples.by_change:
-        # A hand-written update changes the weights by the gradient times an unknown rate, which the factor takes out.
-        target = {at: part * fit.factor for at, part in target.items()}
-        fit = fit_gradients(target, stretches, used, increments)
     return replace(record, controls=replace(record.controls, steps_undone=fit))
 
 
@@ -242,7 +238,9 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
     Updates whose weights then change alike have no fault: the step takes out the factor by which the gradients differ.
     It divides by K, or has a lower learning rate.
     """
-    if trial.is_by_hand or not any(update.other_step for update in record.updates):
+    if trial.steps_itself:
+        return _control_steps_of_script(trial, record)
+    if not any(update.other_step for update in record.updates):
         return record
     full, own_run = trial.full, trial.run(trial.control("accumulated", led=False))
     accepted = tuple(_accept_factor(update, full, own_run) for update in trial.compare(own_run))
@@ -251,58 +249,29 @@ def control_own_steps(trial: Trial, record: Record) -> Record:
     return replace(record, updates=accepted) if takes_factor else record
 
 
-def control_change(trial: Trial, record: Record) -> Record:
-    """Makes the full-batch run with half the loss, if a script moves its weights itself and their change is not clear.
+def _control_steps_of_script(trial: Trial, record: Record) -> Record:
+    """Lets the change of the weights decide with the gradients, if the script makes its steps itself.
 
-    Updates that depend on the size of the gradient (SGD) show what the script does with `.grad` before its step, and
-    with sums that it keeps elsewhere. Updates that do not (Adam, a sign, a norm) say nothing about the size. The
-    control is not needed if the change of the weights agrees with the gradients, or if it alone was seen and agrees.
+    Nothing can give such a step the full batch's gradient. So the full-batch run with half the loss tells whether the
+    step shows the gradient's size: Adam, a sign or a norm does not.
     """
-    if not trial.is_by_hand:
-        return record
     full, accumulated = trial.full, trial.accumulated
-    if not any(_has_unclear_change(update, full, accumulated) for update in record.updates):
+    changes = [_compare_change(update, full, accumulated) for update in record.updates]
+    pairs = [*zip(record.updates, changes, strict=True)]
+    if all(change is None or change.outcome is update.outcome for update, change in pairs):
         return record
     halved = trial.run(trial.control("full", ScaleLosses(0.5), shown_as="unclipped"))
-    return replace(record, updates=decide_by_change(record.updates, full, accumulated, halved))
-
-
-def decide_by_change(
-    updates: tuple[UpdateComparison, ...], full: RecordedRun, accumulated: RecordedRun, halved: RecordedRun
-) -> tuple[UpdateComparison, ...]:
-    """Returns the updates of a script that moves its weights itself, decided by the change of the weights.
-
-    Args:
-        updates: The comparisons of the gradients that the script was seen to use.
-        full: The full-batch run.
-        accumulated: The accumulated run.
-        halved: The full-batch run with half the loss.
-    """
     first = common_rounds(full.events, halved.events)[0]
     response = compare_changes(full.samples(first), halved.samples(first), working_unit(full))
     if response is None or response.outcome is not Outcome.DIVERGENT or response.relative_difference < TENTH:
-        # The weights change alike for half the gradient: their change says nothing about its size.
-        return tuple(
-            replace(update, outcome=Outcome.INCONCLUSIVE) if update.decided is Stage.CHANGE else update
-            for update in updates
-        )
-    decided = []
-    for update in updates:
-        change = _compare_change(update, full, accumulated)
-        if update.decided is Stage.CHANGE or change is None:
-            decided.append(update)
-        elif update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT:
-            decided.append(replace(update, stages=(*update.stages, change)))
-        else:
-            decided.append(_accept_factor(update, full, accumulated))
-    return tuple(decided)
-
-
-def _has_unclear_change(update: UpdateComparison, full: RecordedRun, accumulated: RecordedRun) -> bool:
-    if update.decided is Stage.CHANGE:
-        return update.differs
-    change = _compare_change(update, full, accumulated)
-    return change is not None and change.outcome is not update.outcome
+        return record
+    updates = (
+        replace(update, stages=(*update.stages, change))
+        if change is not None and update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT
+        else _accept_factor(update, full, accumulated)
+        for update, change in pairs
+    )
+    return replace(record, updates=tuple(updates))
 
 
 def _compare_change(
@@ -381,7 +350,7 @@ def decide_outcome(trial: Trial, record: Record) -> Record:
         trial: The runs that were compared.
         record: What they show.
     """
-    deciding = control_noise_floor, add_rank_facts, control_clipping, control_change, control_own_steps
+    deciding = control_noise_floor, add_rank_facts, control_clipping, control_own_steps
     return _run_controls(trial, record, deciding)
 
 

@@ -26,12 +26,12 @@ from gaverify.audit.job import (
     ReplayData,
     merge_changes,
 )
-from gaverify.audit.outcome import is_explained, report_of, same_arguments
+from gaverify.audit.outcome import is_explained, report_of, report_without_comparison, same_arguments
 from gaverify.audit.request import RECORDED, Request, encode_request, read_request
 from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children.folders import remove, told_where_full, working_folder
 from gaverify.children.launching import ended_as_interrupted
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, Uncompared
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
@@ -150,7 +150,10 @@ def audit_again(folder: str) -> AuditReport:
 def _report(request: Request, runner: Runner) -> AuditReport:
     started = time.monotonic()
     audited = _Audit(request, runner)
-    comparison = audited.record_events() if request.events_only else audited.compare()
+    try:
+        comparison = audited.record_events() if request.events_only else audited.compare()
+    except Uncompared as error:
+        return report_without_comparison(request, str(error))
     findings = with_excerpts(findings_for(facts_of_loop(comparison.record)))
     timings = {**runner.timings, "total": time.monotonic() - started}
     closing = comparison.accumulated.closing

@@ -90,19 +90,9 @@ class UndoSteps(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Lets the recorder undo steps; all of them belong to the full batch's first update, and so do its draws."""
-        recorder.by_hand.undoes_steps = True
+        recorder.controls.undoes_steps = True
         recorder.windows.stores_gradients = False
         recorder.draws.draws.repeats_first_update = True
-
-
-@dataclass(frozen=True)
-class WatchWeights(Change):
-    """Takes moved weights for a step, in a script without optimizer; their change replaces a missing `.grad`."""
-
-    def install(self, recorder: Recorder) -> None:
-        """Lets the recorder look at the weights after every line."""
-        recorder.by_hand.expect_steps()
-        recorder.data.starts_at_forward = True
 
 
 # -- losses and gradients ---------------------------------------------------------------------------------------------

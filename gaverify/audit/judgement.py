@@ -103,10 +103,7 @@ def _compare_update(
     data = _data_of_networks(runs, round_) or _data(runs.full, full, runs.accumulated, accumulated)
     terms = terms_of(accumulated, fit)
     fit_used = fit_of(full, accumulated, summed=False)
-    by_change = full.by_change or accumulated.by_change
-    used = compare_gradients(runs, round_, unit, terms, summed=False)
-    if not by_change:  # below float32 the weights' own rounding hides most of their change
-        used = decide_by_weights(used, fit_used, unit)
+    used = decide_by_weights(compare_gradients(runs, round_, unit, terms, summed=False), fit_used, unit)
     summed = used
     if full.of("summed") or accumulated.of("summed"):
         summed = decide_by_weights(compare_gradients(runs, round_, unit, terms, summed=True), fit, unit)
@@ -134,10 +131,6 @@ def _compare_update(
     )
     open_ = unclear and used.outcome is Outcome.EQUIVALENT  # what differs at both stages differs however it is read
     outcome = Outcome.INCONCLUSIVE if unrepeatable or open_ else rows.outcome
-    if by_change:
-        decided = Stage.CHANGE
-        # Weights that change alike to their rounding may have had gradients that differ by more than that.
-        outcome = Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT else outcome
     # The same rows stand for both stages where nothing changed the sum: the report would show one line twice.
     stages = [*([summed.stage(Stage.SUMMED)] if summed is not used else []), used.stage(Stage.USED)]
     if change is not None and judged:

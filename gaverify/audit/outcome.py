@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gaverify.audit.request import Request
 from gaverify.records.answers import Environment
-from gaverify.records.audit import Record, Stage, UpdateComparison
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import (
     Arithmetic,
     AuditReport,
@@ -53,12 +53,6 @@ def _why(record: Record, update: UpdateComparison) -> str:
         return (
             f"the runs start from different weights (relative difference {update.started_apart:.1e}); "
             f"{_advice(record, update)}"
-        )
-    if update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE:
-        return (
-            "the script keeps no `.grad` and changes its weights itself. The change of a weight is known only up to "
-            "rounding, and a step such as Adam's hides the gradient's size. Keep the summed gradients in `.grad`, or "
-            "use a `torch.optim` optimizer: gaverify then compares gradients"
         )
     if update.unclear:
         return (
@@ -232,14 +226,16 @@ def _method(record: Record) -> Method:
 def same_arguments(request: Request) -> AuditReport:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
     given = "`--full` and `--accumulated` are the same" if request.full else "`--full` and `--accumulated` are missing"
-    return AuditReport(
-        script=request.target,
-        outcome=Outcome.INCONCLUSIVE,
-        reason=(
-            f"nothing was compared: {given}, so both runs would be equal. Give the arguments for a large batch and for "
-            'its micro-batches, such as --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"'
-        ),
+    return report_without_comparison(
+        request,
+        f"{given}, so both runs would be equal. Give the arguments for a large batch and for its micro-batches, such "
+        'as --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"',
     )
+
+
+def report_without_comparison(request: Request, why: str) -> AuditReport:
+    """Returns the report of an audit that compared nothing."""
+    return AuditReport(script=request.target, outcome=Outcome.INCONCLUSIVE, reason=f"nothing was compared: {why}")
 
 
 def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:
@@ -374,16 +370,14 @@ def _differing(update: UpdateComparison) -> str:
     rows = [row for row in update.parameters if row.outcome is Outcome.DIVERGENT]
     total = len(update.parameters)
     text = f"{len(rows)} of {total} parameter{'s' if total > 1 else ''} differ{'s' if len(rows) == 1 else ''}"
-    difference, of = update.relative_difference, "gradient"
-    if update.decided is Stage.CHANGE:
-        text, of = f"the changes of the weights: {text}", "change"
+    difference = update.relative_difference
     ratio = f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else ""
     # Relative to a zero gradient every difference is infinite: no number would tell the reader anything.
     if math.isinf(difference):
-        return f"{text}; every {of} of the full-batch run is zero"
+        return f"{text}; every gradient of the full-batch run is zero"
     if not math.isfinite(difference):
         return f"{text}; some gradients are missing or not finite in one of the runs"
-    return f"{text}; relative difference of the whole {of} {difference:.1e}{ratio}"
+    return f"{text}; relative difference of the whole gradient {difference:.1e}{ratio}"
 
 
 def _describe_other_updates(record: Record) -> str:

@@ -34,16 +34,16 @@ from gaverify.audit.folders import (
     ranks_of,
     updates_of,
 )
-from gaverify.audit.job import Job, WatchWeights
+from gaverify.audit.job import Job
 from gaverify.audit.launchers import explain_status
 from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.request import Request
 from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import last_lines
 from gaverify.children.launching import Kept, start_command
-from gaverify.errors import InternalError, ProblemError
+from gaverify.errors import InternalError, ProblemError, Uncompared
 from gaverify.records.audit_report import TITLES
-from gaverify.records.events import Backward, Ending, Step
+from gaverify.records.events import Backward, Ending, Step, WeightsMoved
 from gaverify.records.numbers import bytes_text
 from gaverify.rules.rule import join_texts
 
@@ -375,12 +375,19 @@ def check_updates(child: Child, run: RecordedRun) -> None:
         run: What it recorded.
 
     Raises:
+        Uncompared: It moved its weights itself, by gradients that were not seen.
         ProblemError: It made no step, or stepped without any gradient.
     """
+    if run.closing.keeps_no_gradients:
+        raise Uncompared(
+            f"the script moves its weights itself, by gradients that no `.grad` holds at that time; {_LET_ADD_UP}"
+        )
     has_backward = any(isinstance(event, Backward) for event in run.events)
     if not any(isinstance(event, Step) for event in run.events):
-        if run.closing.moves_by_hand and not child.job.find(WatchWeights):
-            return  # it is run again
+        if any(isinstance(event, WeightsMoved) and event.where == "between" for event in run.events):
+            raise Uncompared(
+                f"the script moves its weights itself, and its `{run.closing.optimizers[0]}` never steps; {_LET_STEP}"
+            )
         activity = _explain_missing_step(child.job, run)
         if has_backward:
             activity = f"backward passes, but no optimizer step; {_TRAIN}"
@@ -391,6 +398,8 @@ def check_updates(child: Child, run: RecordedRun) -> None:
         raise ProblemError(_explain_no_updates(child, run, activity, _TRAIN))
 
 
+_LET_STEP = "let a `torch.optim` optimizer make the steps"
+_LET_ADD_UP = f"let `.grad` add them up until the weights move, or {_LET_STEP}"
 _TRAIN = "give arguments with which it trains for at least one update"
 
 

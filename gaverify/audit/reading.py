@@ -199,11 +199,6 @@ class Samples:
         return sorted({(update, position) for step in self.steps.values() for update, position in step.forwards})
 
     @property
-    def by_change(self) -> bool:
-        """Whether the change of the weights stands for a gradient that was not seen."""
-        return any(step.by_change for step in self.steps.values())
-
-    @property
     def updates(self) -> set[int]:
         """The updates in which the steps were made."""
         return {step.update for step in self.steps.values()}

@@ -26,7 +26,6 @@ from gaverify.audit.job import (
     Role,
     Run,
     UseMathKernels,
-    WatchWeights,
     merge_changes,
 )
 from gaverify.audit.launchers import free_port
@@ -70,8 +69,8 @@ class Runner:
     def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
         """Makes the first run of an audit, and returns it with the changes that were needed to record it.
 
-        It is made again if its steps were not seen: without compilation, or with changed weights as steps. So it is if
-        kernels or compiled graphs made random draws, which cannot be replayed.
+        It is made again without compilation if its steps were not seen. So it is if kernels or compiled graphs made
+        random draws, which cannot be replayed.
 
         Raises:
             ProblemError: It failed, or trained in several processes without being asked to.
@@ -91,10 +90,6 @@ class Runner:
         # No backward pass can be seen inside a compiled training step.
         if run.closing.unseen.has_compiled and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)
-            run = self.run(role, *changes)
-        # Not from the start: to look at the weights after every line makes a run slower.
-        if run.closing.moves_by_hand:
-            changes = merge_changes(changes, [WatchWeights()])
             run = self.run(role, *changes)
         if fused := set(run.closing.draws.fused):
             # As few changes as possible: unfused attention needs more memory, and code without compilation more time.
@@ -201,9 +196,9 @@ class Trial:
         self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
 
     @property
-    def is_by_hand(self) -> bool:
-        """Whether the script moves its weights itself."""
-        return any(isinstance(change, WatchWeights) for change in self.changes)
+    def steps_itself(self) -> bool:
+        """Whether the script has no optimizer of torch's and moves its weights itself."""
+        return self.full.closing.steps_itself
 
     def control(
         self,
@@ -309,8 +304,7 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     notes = {
         "without compilation": job.find(DisableCompilation),
         "attention on math kernels": job.find(UseMathKernels),
-        "steps detected by changed weights": job.find(WatchWeights),
-        "compared by weight changes": run.closing.by_change,
+        "steps detected by changed weights": run.closing.steps_itself,
         f"with the full-batch run's {replayed}": replay and job.sources,
     }
     how = ", ".join(note for note, applies in notes.items() if applies)

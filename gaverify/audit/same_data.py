@@ -51,8 +51,6 @@ class StepSample:
     """Update of each forward that these passes reached, and its position in that update."""
     update: int = 1
     """Number of the update."""
-    by_change: bool = False
-    """Whether the change of the weights stands for a gradient that was not seen."""
     settings: tuple[dict[str, float], ...] = ()
     """Numbers among the settings of each parameter group after the step."""
     counted: float | None = None

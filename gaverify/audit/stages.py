@@ -209,25 +209,10 @@ def compare_gradients(
         if factor == 1.0 or relative_total((row.difference, row.reference) for row in rows) < COMPUTED_FLOAT32:
             floor |= {row.name: max(row.difference, floor[row.name]) for row in rows}
     noise = relative_total((floor[row.name], row.reference) for row in working)
-    samples = [run.samples(round_) for run in (runs.full, runs.accumulated)]
-    if any(each.by_change for each in samples):
-        # A change of 1e-2 in a weight of 1 is known to 6e-6: moved weights may show less of that by chance.
-        rounding = weight_rounding(samples[0], unit)
-        floor = {key: max(floor[key], rounding.get(place, 0.0)) for key, place in keys.items()}
     sizes = {key: terms.get(place, 0.0) for key, place in keys.items()}
     decided = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
     named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in decided)
     return Rows(named, noise)
-
-
-def weight_rounding(samples: Samples, unit: float) -> dict[ParameterPlace, float]:
-    """Returns u · ‖w‖ of every parameter: how far a change that is read off its weights may be rounded."""
-    return {
-        (optimizer, at): unit * math.sqrt(float(square.sum()))
-        for optimizer, before in samples.of("before").items()
-        for step in (samples.steps[optimizer],)
-        for at, square in enumerate((before.square() * step.stretches).split(step.sizes))
-    }
 
 
 def terms_of(samples: Samples, fit: WeightFit | None) -> dict[ParameterPlace, float]:

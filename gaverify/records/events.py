@@ -63,8 +63,8 @@ class Ending(str, Enum):
     ERROR = "error"
     """The script raised."""
 
-    BY_HAND = "by hand"
-    """The script moves its weights without an optimizer of torch's: the run is made again and told so."""
+    UNKEPT = "unkept gradients"
+    """The script moves its weights by gradients that no `.grad` holds at that time."""
 
 
 _EVENTS: dict[str, type[Event]] = {}  # by kind; each class enters itself
@@ -477,12 +477,12 @@ class ClosingRecord:
     """Number of data loaders that were iterated."""
     epochs: int = 0
     """Passes over a loader that came to their end."""
-    moves_by_hand: bool = False
-    """Whether weights moved after backward passes and no optimizer of torch's ever stepped."""
+    steps_itself: bool = False
+    """Whether the script has no optimizer of torch's and moves its weights itself."""
+    keeps_no_gradients: bool = False
+    """Whether the script moves weights by gradients that no `.grad` holds at that time."""
     had_gradients: bool = False
     """Whether any step had a gradient to use."""
-    by_change: bool = False
-    """Whether the change of the weights stood for the gradient at any step."""
     unseen: UnseenCalls = field(default_factory=UnseenCalls)
     """What could not be recorded."""
     control: ControlSummary = ControlSummary()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gaverify.records.audit import Overwritten, Record, Stage, UpdateComparison
+from gaverify.records.audit import Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, Event, Forward, GradientsRemoved, LostPasses, Step
 from gaverify.records.facts import Facts
@@ -256,9 +256,8 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
         return any(step.by_hand for step in window.steps)
-    unseen = update.decided is Stage.CHANGE and update.outcome is Outcome.INCONCLUSIVE
-    if update.judged and (update.outcome is Outcome.EQUIVALENT or unseen):
-        return True  # equal, or the weights alone were seen, which change alike or show nothing of the gradient's size
+    if update.judged and update.outcome is Outcome.EQUIVALENT:
+        return True
     backwards, fit = window.of(Backward), update.window.fit
     if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
         # a script that puts gradients in place may have transformed what each pass gave: nothing shows which are lost

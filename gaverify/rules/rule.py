@@ -277,7 +277,6 @@ def difference(update: UpdateComparison) -> str:
     if row is None:
         return "no finite difference"
     text = f"relative difference {row.relative_difference:.1e} in `{row.name}`"
-    text = f"in the weight change, a {text}" if update.decided is Stage.CHANGE else text
     text = f"with losses too small to be clipped: {text}" if update.decided is Stage.UNCLIPPED else text
     if math.isfinite(update.relative_difference):
         text += f"; over all parameters {update.relative_difference:.1e}"

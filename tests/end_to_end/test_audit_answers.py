@@ -94,7 +94,7 @@ CLIPS = (
     ("--change by_value --clip 0.02", (True, True)),
     ("--aliases --clip 0.1", (True, True)),  # kernels that write past lazy clones
 )
-STYLES = ("plain", "gradients", "own", "assigned", "compiled")
+STYLES = ("plain", "own", "assigned", "compiled")
 KINDS, RULES = ("bfloat16", "float16", "autocast"), ("adam", "signs", "lion", "norms")
 HALVES = "--fault statistics --samples 128"
 IN_FLOAT32: dict[str, Any] = {
@@ -376,11 +376,11 @@ ROWS = [
     *(looped(UNUSUAL, "low", common=f"--precision {kind} --clip 0.1", method="weights") for kind in KINDS),
     looped(UNUSUAL, "low", "GAV202", "--precision bfloat16 --fault means --clip 0.1", words=COUNTED),
     looped(UNUSUAL, "low", "GAV202", "--precision autocast --fault means --clip 0.1", words=COUNTED),
-    # scripts without a backward pass or an optimizer of torch's, judged by what their weights are given
-    *(styled(f"{style} --undivided", "GAV201", style, TIMES_4, quick=style == "gradients") for style in STYLES),
+    # scripts without a backward pass or an optimizer of torch's
+    *(styled(f"{style} --undivided", "GAV201", style, TIMES_4, quick=style == "own") for style in STYLES),
     # of these nothing is seen but what the step uses
     *(styled(f"{style} --undivided", "GAV201", words=TIMES_4) for style in ("functional", "captured")),
-    *(styled(f"{style} --every", "GAV601", proven=True) for style in ("plain", "gradients", "own")),
+    *(styled(f"{style} --every", "GAV601", proven=True) for style in ("plain", "own")),
     # a step that hides the gradients' size hides no missing division
     *(styled(f"own --rule {rule}") for rule in RULES),
     *(styled(f"own --rule {rule} --undivided", "GAV201", "own", TIMES_4) for rule in RULES),
@@ -390,7 +390,6 @@ ROWS = [
     styled("own --late edit --rule adam", words="4 of 4 gradients agree"),
     styled("own --rule adam --clip 0.5", words="4 of 4 gradients agree"),
     styled("own --rule adam --middle batch-norm", "GAV101", proven=True),
-    styled("gradients --middle batch-norm", "GAV101", proven=True),
     styled("own --middle batch-norm --undivided", "GAV201 GAV101", words="4 times the full batch's (= K)", proven=True),
     styled("own --rate-by-k", "GAV609"),
 ]

@@ -167,38 +167,25 @@ def test_what_has_no_values_is_left_out(odd: str) -> None:
 
 FULL, ACCUMULATED = "--batch-size 8 --accum 1", "--batch-size 2 --accum 4"
 SCRIPT = "loops_unannounced.py"
-BY_HAND = ["plain", "gradients", "own"]
-STYLES = [*BY_HAND, "assigned", "functional", "compiled", "captured"]
+STYLES = ["plain", "own", "assigned", "functional", "compiled", "captured"]
 LOOKED_AT = "    norm = torch.autograd.grad(mse_loss(model(x), y), [model.weight])[0].norm().item()\n"
 
 
-@pytest.mark.parametrize(
-    "style", [pytest.param(style, marks=() if style == "plain" else slow) for style in STYLES if style != "gradients"]
-)
+@pytest.mark.parametrize("style", [pytest.param(style, marks=() if style == "plain" else slow) for style in STYLES])
 def test_a_right_loop_is_equivalent(style: str) -> None:
     result = audit(SCRIPT, FULL, ACCUMULATED, f"--style {style}")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     assert all(update["judged"] for update in result.document["updates"])
     how = {run["how"] for run in result.document["runs"]}
-    assert not any("compared by weight changes" in run for run in how)
-    assert any("steps detected by changed weights" in run for run in how) == (style in BY_HAND)
+    assert any("steps detected by changed weights" in run for run in how) == (style in ("plain", "own"))
     assert any("without compilation" in run for run in how) == (style == "compiled")
 
 
-@pytest.mark.parametrize(
-    "common",
-    [
-        "--middle layer-norm",  # right: the change of a weight near 1 is known to its rounding
-        pytest.param("--rule adam", marks=slow),
-        pytest.param("--rule adam --undivided", marks=slow),  # the step hides the gradient's size
-    ],
-)
-def test_a_change_of_weights_without_gradients_is_inconclusive(common: str) -> None:
+@pytest.mark.parametrize("common", ["", *(pytest.param(each, marks=slow) for each in ("--undivided", "--every"))])
+def test_gradients_that_are_kept_nowhere_are_not_compared(common: str) -> None:
     result = audit(SCRIPT, FULL, ACCUMULATED, f"--style gradients {common}")
     assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
-    assert "the script keeps no `.grad`" in result.document["reason"]
-    assert "`torch.optim` optimizer" in result.document["reason"]
-    assert any("compared by weight changes" in run["how"] for run in result.document["runs"])
+    assert "let `.grad` add them up until the weights move" in result.document["reason"]
 
 
 @slow
@@ -224,18 +211,12 @@ def test_gradients_that_are_only_looked_at(tmp_path: Path) -> None:
     assert {(count["backward"], count["step"]) for count in counts} == {(4, 1)}
 
 
-CLEARED = "        optimizer.zero_grad()\n"
-LATE = "    if i % args.accum == 0:\n        optimizer.zero_grad()\n    (mse"
-
-
 @slow
-@pytest.mark.parametrize("late", [False, True], ids=["cleared at once", "cleared before the next pass"])
-def test_a_script_that_moves_what_its_optimizer_never_steps_stops_after_its_updates(tmp_path: Path, late: bool) -> None:
+def test_a_script_that_moves_what_its_optimizer_never_steps(tmp_path: Path) -> None:
     body = TRAIN.replace("optimizer.step()", "model.weight.data -= 0.1 * model.weight.grad")
-    if late:
-        body = body.replace(CLEARED, "").replace("    (mse", LATE)
-    result = audited(tmp_path / "train.py", f"batches *= 2\n{body}raise RuntimeError('it went on')\n")
-    assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
+    result = audited(tmp_path / "train.py", body)
+    assert (result.code, result.outcome, result.faults) == (3, "inconclusive", set()), str(result)
+    assert "its `SGD` never steps" in result.document["reason"]
 
 
 @slow

@@ -50,7 +50,7 @@ from gaverify.audit.recording.listeners.other_calls import (
     ZeroGradListener,
 )
 from gaverify.audit.recording.listeners.steps import ControlListener, StepHooks
-from gaverify.audit.recording.listeners.updates import HandListener, UpdateListener, WindowListener
+from gaverify.audit.recording.listeners.updates import ChangeListener, UpdateListener, WindowListener
 from gaverify.audit.recording.script_calls import ScriptCalls
 from gaverify.audit.recording.storage import Journal, Storage, leave, leave_together
 from gaverify.audit.recording.values import on_meta
@@ -93,9 +93,11 @@ class Recorder:
         self.updates = UpdateListener(self.recording, self.bus, lambda: self.finish(Ending.UPDATES, 0))
         self.windows = WindowListener(self.recording, self.updates)
         self.forwards = ForwardListener(self.recording, self.updates)
-        self.by_hand = HandListener(self.recording, self.gradients, self.updates, self.windows, self.finish)
-        self.controls = ControlListener(self.recording, self.gradients, self.by_hand)
-        self.steps = StepHooks(self.recording, self.bus, self.data, self.by_hand, self.controls)
+        self.controls = ControlListener(self.recording, self.gradients)
+        self.changes = ChangeListener(
+            self.recording, self.gradients, self.updates, self.windows, self.controls.restore_weights, self.finish
+        )
+        self.steps = StepHooks(self.recording, self.bus, self.data, self.controls)
         self._subscribe()
 
     def _subscribe(self) -> None:
@@ -106,10 +108,10 @@ class Recorder:
             ForwardCall,
             self.data.begin_forward,
             self.forwards.identify,
-            self.by_hand.begin_forward,
-            self.by_hand.note_settings,  # they belong to the update that ends here
+            self.changes.begin_forward,
+            self.changes.note_settings,  # they belong to the update that ends here
             self.updates.begin_pass,
-            self.by_hand.note_changes,  # they belong to the update that begins
+            self.changes.note_changes,  # they belong to the update that begins
             self.forwards.note_arithmetic,
             self.controls.begin_forward,
             self.forwards.record,
@@ -130,16 +132,16 @@ class Recorder:
             bus.outside(kind, self.data.pause)
             bus.before(
                 kind,
-                self.by_hand.begin_differentiation,
+                self.changes.begin_differentiation,
                 self.controls.begin_differentiation,
                 self.gradients.begin_differentiation,
             )
             bus.around(kind, self.gradients.run_differentiation, self.draws.run_differentiation)
         bus.before(
             BackwardCall,
-            self.by_hand.note_settings,
+            self.changes.note_settings,
             self.updates.begin_pass,
-            self.by_hand.note_changes,
+            self.changes.note_changes,
             self.draws.begin_backward,
             self.gradients.begin_pass,
             self.controls.begin_backward,
@@ -161,7 +163,7 @@ class Recorder:
         bus.around(GradCall, self.controls.run_grad)
         bus.after(GradCall, self.gradients.keep_waiting)
         for kind in (BackwardCall, GradCall):
-            bus.after(kind, self.by_hand.hunt, self.data.end_differentiation, self.controls.end_differentiation)
+            bus.after(kind, self.changes.hunt, self.data.end_differentiation, self.controls.end_differentiation)
 
         bus.before(
             StepCall,
@@ -194,8 +196,8 @@ class Recorder:
         """Lets the listeners to other calls patch torch and subscribe: each owns its calls, in any order."""
         listeners = (
             self.targets,
-            ZeroGradListener(self.recording, self.by_hand.settle),
-            ClippingListener(self.recording, self.by_hand.keep_used),
+            ZeroGradListener(self.recording, self.changes.settle),
+            ClippingListener(self.recording, self.changes.keep_used),
             ScalerListener(self.recording, lambda: self.windows.steps),
             SchedulerListener(self.recording),
             AverageListener(self.recording),
@@ -225,7 +227,7 @@ class Recorder:
             self.data.loop.close()
             if guard.closed:  # the last update's timer and the end of the script may meet here
                 return
-            self.by_hand.settle()  # the script's last step has no call behind it
+            self.changes.settle()  # the script's last step has no call behind it
             guard.closed = True
             self.recording.unannounced.end_hunt()
             self.updates.close()
@@ -266,8 +268,8 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         windows.rank,
         windows.ranks,
         groups=tuple(_summarise_group(recorder, index) for index in range(len(watch))),
-        # Each model that is moved by hand has an entry that stands for an optimizer; people are told once.
-        optimizers=(_BY_THE_SCRIPT,) if recorder.by_hand.is_expected else optimizers,
+        # Each model whose weights the script moves has an entry that stands for an optimizer; people are told once.
+        optimizers=(_BY_THE_SCRIPT,) if watch.has_stand_ins else optimizers,
         models=ModelSummary(
             tuple(type(model).__name__ for model in models),
             engine_of(models),
@@ -285,9 +287,9 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         ),
         loaders=recorder.data.loaders.count,
         epochs=recorder.data.loaders.ended,
-        moves_by_hand=recorder.by_hand.has_moved_weights,
+        steps_itself=watch.has_stand_ins,
+        keeps_no_gradients=recorder.changes.keeps_no_gradients,
         had_gradients=windows.had_gradients,
-        by_change=windows.by_change,
         unseen=UnseenCalls(
             recording.guard.left_out,
             recorder.gradients.elsewhere,

@@ -112,7 +112,6 @@ class Update:
         entry: Watched,
         forwards: Forwards,
         moved: torch.Tensor | None = None,
-        change: Sequence[torch.Tensor | None] | None = None,
     ) -> dict[str, dict[int, torch.Tensor]]:
         """Takes what the optimizer is about to use.
 
@@ -121,7 +120,6 @@ class Update:
             forwards: Those that its window's passes reached.
             moved: The sampled weights before a step that the script has made itself, which may have cleared what it
                 used: then that is taken as it was when it was seen last.
-            change: What such a step took away from every parameter, where that stands for its gradients.
 
         Returns:
             The gradients to store; where they are no longer what the window's last backward pass left, those as well.
@@ -130,10 +128,7 @@ class Update:
         divisor = 1.0 if scale is None else float(scale)
         before = entry.weights if moved is None else moved
         summed, last_seen = entry.summed, entry.used or entry.summed
-        if change is not None:
-            # The change of the weights stands for the gradient, so that what was summed has no meaning beside it.
-            gradients, sampled, summed = list(change), before - entry.weights, None
-        elif moved is not None and last_seen is not None and entry.is_cleared:
+        if moved is not None and last_seen is not None and entry.is_cleared:
             gradients, sampled = last_seen.gradients, last_seen.sampled
         else:
             grads = [parameter.grad for parameter in entry.sample.parameters]
@@ -149,7 +144,6 @@ class Update:
             increments=tuple((part.backward, part.change) for part in entry.increments),
             forwards=tuple(forwards),
             update=self.number,
-            by_change=change is not None,
         )
         tensors = {"gradients": _present(gradients, divisor)}
         if summed is not None:

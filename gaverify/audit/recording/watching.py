@@ -5,7 +5,7 @@ A rank's own gradients are seen before they are reduced. Shapes: S sampled eleme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ class Watched:
         self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), None
 
     def keep_used(self) -> None:
-        """Keeps the gradients that a step by hand is about to use; zeros, which such a step leaves, are not kept."""
+        """Keeps the gradients that the script's own step is about to use, unless it has removed them."""
         sampled = self.sample.gradients()
         if self.summed is not None and bool(sampled.any()):
             self.used = KeptGradients(self.sample.parameters, sampled)
@@ -87,6 +87,17 @@ class Look:
     cleared: list[int] = field(default_factory=list)
     changed: dict[int, torch.Tensor] = field(default_factory=dict)
     moved: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class StandIn:
+    """Stands for the optimizer of a model whose weights the script moves itself; has what optimizers have.
+
+    Args:
+        parameters: Those that the model trains.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
 
 
 class Watch:
@@ -110,6 +121,17 @@ class Watch:
                 return at
         self._optimizers.append(optimizer)
         return len(self._optimizers) - 1
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether the script has no optimizer of torch's."""
+        return any(isinstance(optimizer, StandIn) for optimizer in self._optimizers)
+
+    def drop_idle(self) -> None:
+        """Drops what stands for optimizers if none of it has stepped: the script makes an optimizer of torch's."""
+        if self.has_stand_ins and not any(entry.steps for entry in self):
+            self._optimizers.clear()
+            self._watched.clear()
 
     def parameters(self, index: int) -> list[torch.Tensor]:
         """Returns the parameters of an optimizer in the order of its groups."""

@@ -30,7 +30,6 @@ from gaverify.audit.job import (
     UseEvaluationMode,
     UseMathKernels,
     WatchModules,
-    WatchWeights,
     WeightMicroBatches,
     merge_changes,
 )
@@ -40,7 +39,6 @@ EVERY_CHANGE = (
     PerturbWeights(2.0**-24, 3, at_optimizer=True),
     LeadSteps(),
     UndoSteps(),
-    WatchWeights(),
     ScaleLosses(-0.5),
     WeightMicroBatches(((0.5, 2.0), (1.0,))),
     DifferentiateTerm(2),

@@ -174,6 +174,7 @@ def by_verify(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -
 
 def by_audit(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None, folder: Path) -> float:
     recorder = Recorder(Job(Command(""), "full", 1, folder=str(folder)), Storage(folder))
+    recorder.steps.note_optimizer(torch.optim.SGD(model.parameters()))  # else the lines of steps are looked for
     call = ForwardCall(module=model, args=(x,), kwargs={}, is_graded=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder.bus.announce(call):
         loss = call.result = model(x).square().mean()

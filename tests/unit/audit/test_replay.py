@@ -14,21 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import numbers, run_of
+from recorded import numbers
 from torch.utils.data import DataLoader, IterableDataset
 from updates import update_of
 
-from gaverify.audit.controls import decide_by_change
 from gaverify.audit.judgement import _find_drifted as drifted_in
-from gaverify.audit.reading import Samples, labels
+from gaverify.audit.reading import Samples
 from gaverify.audit.recording.loop import DealtLoopDraw, LoopDealing, LoopDraw, LoopLedger, Share
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples, input_rows
 from gaverify.audit.same_data import StepSample, check_rows
-from gaverify.audit.stages import Runs, compare_gradients
 from gaverify.passes.randomness import Refusal
 from gaverify.records.audit import Record, RowCheck, SettingDifference, Stage, StageComparison, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import ArithmeticSummary, Backward, Event, Forward, Step, ZeroGrad, ledger_of
+from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import Window, common_rounds, number_steps, rounds_of, windows_of
@@ -359,61 +357,6 @@ class TestMicroBatchesThatDropOut:
         events, whole = loop(text), loop("F1y")
         record = Record(windows_of(events), ledger_of(events), windows_of(whole), (differs,))
         assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
-
-
-class TestWeightsThatAScriptMovesItself:
-    """A step that answers to the gradient's size shows what it makes of it; one that does not shows nothing."""
-
-    START = numbers(1.0, 1.0, 1.0, 1.0, 1.0)
-
-    def decided(self, folder: Path, moved: float, half: float, **fields: Any) -> UpdateComparison:
-        given = numbers(1.0, 2.0, 3.0, 4.0, 5.0)
-        told = {"arithmetic": ArithmeticSummary(2.0**-24)}
-        runs = [
-            run_of(folder / name, given, given, told=told, weights=self.START - change)
-            for name, change in (("full", 0.1), ("accumulated", moved), ("half", half))
-        ]
-        return decide_by_change((update(**fields),), *runs)[0]
-
-    @pytest.mark.parametrize(
-        ("half", "outcome"), [(0.05, Outcome.DIVERGENT), (0.1, Outcome.INCONCLUSIVE), (0.095, Outcome.INCONCLUSIVE)]
-    )
-    def test_without_gradients_the_change_alone(self, tmp_path: Path, half: float, outcome: Outcome) -> None:
-        found = self.decided(tmp_path, 0.4, half, decided=Stage.CHANGE, outcome=Outcome.DIVERGENT)
-        assert found.outcome is outcome
-
-    @pytest.mark.parametrize(
-        ("apart", "outcome"),
-        [
-            (0.0, Outcome.EQUIVALENT),
-            (1e-6, Outcome.EQUIVALENT),
-            (5e-6, Outcome.INCONCLUSIVE),
-            (1e-3, Outcome.DIVERGENT),
-        ],
-    )
-    def test_a_change_is_known_to_the_rounding_of_the_weights(
-        self, tmp_path: Path, apart: float, outcome: Outcome
-    ) -> None:
-        """Moved weights change by the same amount, by chance: the weights' own rounding is the floor."""
-        given = numbers(1.0, 2.0, 3.0, 4.0, 5.0) * 1e-2
-        runs = [
-            run_of(tmp_path / name, given + more, given, by_change=True)
-            for name, more in (("full", 0.0), ("perturbed", 0.0), ("accumulated", apart))
-        ]
-        rows = compare_gradients(Runs(*runs, labels(runs[0], runs[2])), ((0, 1),), 2.0**-24, {}, summed=False)
-        assert rows.outcome is outcome and rows.noise == 0.0
-
-    @pytest.mark.parametrize(("moved", "half", "said"), [(0.4, 0.05, True), (0.1, 0.05, False), (0.4, 0.1, False)])
-    def test_another_change_of_the_same_gradient(self, tmp_path: Path, moved: float, half: float, said: bool) -> None:
-        stages = self.decided(tmp_path, moved, half).stages
-        assert [stage.outcome for stage in stages] == [Outcome.DIVERGENT] * said
-
-    @pytest.mark.parametrize(("half", "takes"), [(0.05, True), (0.1, False)])
-    def test_a_factor_that_the_step_takes_out(self, tmp_path: Path, half: float, takes: bool) -> None:
-        fit = WeightFit((0.25,) * 4, 1e-7, used=(1.0,) * 4, factor=4.0, factor_residual=1e-7)
-        row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT)
-        found = self.decided(tmp_path, 0.1, half, fit=fit, parameters=(row,), outcome=Outcome.DIVERGENT)
-        assert found.step.takes_factor is takes and (found.outcome is Outcome.EQUIVALENT) is takes
 
 
 @pytest.mark.parametrize(

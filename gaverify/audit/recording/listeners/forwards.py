@@ -71,8 +71,6 @@ class DataListener:
         """What is done about draws of the loop."""
         self.loaders = Loaders(self.loop.ignore_draws)
         """What is done about samples."""
-        self.starts_at_forward = False
-        """Whether the loop begins with the first forward: no optimizer is made."""
 
     def replay(self, loop: Loop, loaders: Loaders) -> None:
         """Keeps what lies outside the models, or takes it from the full-batch run.
@@ -87,7 +85,7 @@ class DataListener:
     def pause(self, call: ForwardCall | Differentiation) -> Iterator[None]:
         """Surrounds a call whose draws are not the loop's."""
         with self.loop.ignore_draws():
-            if self.starts_at_forward and isinstance(call, ForwardCall):
+            if isinstance(call, ForwardCall) and call.is_graded:  # a script without an optimizer makes none before
                 self.loop.start()  # outside the guard, which would take the loop's dispatch mode off again
             yield
 

@@ -40,7 +40,7 @@ class ZeroGradListener:
 
     Args:
         recording: What listeners share.
-        settle: Records steps that the script has made by hand until now.
+        settle: Records steps that the script has made itself until now.
     """
 
     def __init__(self, recording: Recording, settle: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class ClippingListener:
 
     Args:
         recording: What listeners share.
-        keep_used: Keeps the gradients that a step by hand is about to use.
+        keep_used: Keeps the gradients that a step of the script's is about to use.
     """
 
     def __init__(self, recording: Recording, keep_used: Callable[[], None]) -> None:

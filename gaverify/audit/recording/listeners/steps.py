@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from gaverify.audit.recording.bus import Bus
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, Recording, StepCall
 from gaverify.audit.recording.carried import CarriedState
@@ -13,9 +15,8 @@ from gaverify.audit.recording.control import Control, GradientClearing, Lead, Pe
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.listeners.forwards import DataListener
 from gaverify.audit.recording.listeners.gradients import GradientListener
-from gaverify.audit.recording.listeners.updates import HandListener
 from gaverify.audit.recording.state import RestoredState
-from gaverify.audit.recording.unannounced import ByHand
+from gaverify.audit.recording.values import copy_values
 from gaverify.audit.recording.watching import parameters_of
 from gaverify.records.events import ControlSummary
 from gaverify.tracebacks import Place, user_place
@@ -29,14 +30,15 @@ class ControlListener:
     Args:
         recording: What listeners share.
         gradients: Counts the backward passes.
-        by_hand: Must not take moved weights for a step of the script's.
     """
 
-    def __init__(self, recording: Recording, gradients: GradientListener, by_hand: HandListener) -> None:
-        self._recording, self._gradients, self._by_hand = recording, gradients, by_hand
+    def __init__(self, recording: Recording, gradients: GradientListener) -> None:
+        self._recording, self._gradients = recording, gradients
         self.carried = CarriedState(recording.names, recording.storage, recording.job.source, recording.guard.work)
         """Compares the state that an update leaves to the next one."""
-        self._undone: ByHand | None = None  # the weights before the step that is running
+        self.undoes_steps = False
+        """Whether every step is undone."""
+        self._first: dict[torch.Tensor, torch.Tensor | None] = {}  # each weight as it was first differentiated
         self.contexts = Control()
         """What surrounds forwards and backward passes."""
         self.perturbation: Perturbation | None = None
@@ -64,7 +66,6 @@ class ControlListener:
             self.perturbation.move([*call.module.parameters(), *watch.all_parameters()])
             # Neither an optimizer nor the script has moved them: the next look must not find it.
             watch.look()
-            self._by_hand.accept_weights()
 
     def restore_state(self, call: ForwardCall) -> AbstractContextManager[None]:
         """Surrounds a forward, before which values are restored."""
@@ -82,8 +83,11 @@ class ControlListener:
         self._end_call()
 
     def begin_differentiation(self, _: Differentiation) -> None:
-        """Looks at the state before forwards may be recomputed."""
+        """Looks at the state before forwards may be recomputed, and keeps weights that will be restored."""
         self._begin_call()
+        if self.undoes_steps:
+            new = [each for each in self._recording.watch.all_parameters() if each not in self._first]
+            self._first |= {each: copy_values(each) for each in new}
 
     def begin_backward(self, call: BackwardCall) -> None:
         """Clears gradients."""
@@ -114,19 +118,21 @@ class ControlListener:
         self._end_call()
 
     def begin_step(self, call: StepCall) -> None:
-        """Replaces gradients, and keeps weights that will be restored."""
+        """Replaces gradients."""
         self.carried.end_hunt()
         if call.can_lead:
             self.lead.replace_gradients(call.entry)
-        if self._by_hand.undoes_steps:
-            self._undone = ByHand(self._recording.watch.parameters(call.entry.index))
 
     def restore_step(self, call: StepCall) -> None:
         """Restores weights and gradients after a step."""
-        if self._undone is not None:  # before the look after the step: the weights stay at the first ones
-            self._undone.undo()
-            self._undone = None
+        self.restore_weights()  # before the look after the step: the weights stay at the first ones
         call.was_led = self.lead.restore_gradients()
+
+    def restore_weights(self) -> None:
+        """Restores the first weights, if every step is undone."""
+        for parameter, values in self._first.items():
+            if values is not None:
+                parameter.data.copy_(values)
 
     def end_window(self, call: StepCall) -> None:
         """The next forward begins a window."""
@@ -170,33 +176,32 @@ class StepHooks:
         recording: What listeners share.
         bus: Where steps are announced.
         data: Whose loop pauses while a step runs.
-        by_hand: Knows whether the script's optimizers count.
         controls: May move weights when an optimizer is made.
     """
 
-    def __init__(
-        self, recording: Recording, bus: Bus, data: DataListener, by_hand: HandListener, controls: ControlListener
-    ) -> None:
-        self._recording, self._bus, self._data, self._by_hand, self._controls = recording, bus, data, by_hand, controls
+    def __init__(self, recording: Recording, bus: Bus, data: DataListener, controls: ControlListener) -> None:
+        self._recording, self._bus, self._data, self._controls = recording, bus, data, controls
         self._outer: Any = None  # the optimizer whose step is running
         self._inner: list[Any] = []  # optimizers whose steps are running as a part of that one
         self.parts: set[int] = set()
         """Optimizers that have stepped as a part of another one, which holds their parameters."""
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Notes a new optimizer, with which the loop begins; where the script moves its weights itself none counts."""
-        if not self._by_hand.is_expected:
-            with self._recording.guard.work():
-                self._recording.watch.add(optimizer)
+        """Notes a new optimizer, with which the loop begins; where the script has made steps itself none counts."""
+        watch = self._recording.watch
+        with self._recording.guard.work():
+            watch.drop_idle()
+            if not watch.has_stand_ins:
+                watch.add(optimizer)
                 perturbation = self._controls.perturbation
                 if perturbation is not None and perturbation.at_optimizer:
-                    perturbation.move(self._recording.watch.all_parameters())
+                    perturbation.move(watch.all_parameters())
         self._data.loop.start()
 
     def begin(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Announces a step that begins; returns a closure to use in place of the script's, if that has one."""
         guard = self._recording.guard
-        if self._by_hand.is_expected or guard.off:
+        if self._recording.watch.has_stand_ins or guard.off:
             return None
         with self._data.loop.ignore_draws():
             if self._is_inner(optimizer):
@@ -221,7 +226,7 @@ class StepHooks:
     def end(self, optimizer: Any) -> None:
         """Announces that a step is over."""
         with self._data.loop.ignore_draws():
-            if not self._by_hand.is_expected:
+            if not self._recording.watch.has_stand_ins:
                 self._end(optimizer)
         if not self._recording.guard.off:
             self._data.loop.steps += 1

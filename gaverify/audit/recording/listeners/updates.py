@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -13,12 +12,11 @@ from gaverify.audit.recording.bus import Bus
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, StepCall, UpdateEnd
 from gaverify.audit.recording.listeners.gradients import GradientListener
 from gaverify.audit.recording.storage import Update, addends_of, shards_alone
-from gaverify.audit.recording.unannounced import CERTAIN, ByHand, UnannouncedSteps
 from gaverify.audit.recording.values import out_of_sight, place_in_group
-from gaverify.audit.recording.watching import Watched
+from gaverify.audit.recording.watching import StandIn, Watched
 from gaverify.audit.same_data import ForwardInputs
 from gaverify.passes.wrappers import is_sharded
-from gaverify.records.events import ClearedByHand, Ending, Step
+from gaverify.records.events import Ending, Step
 from gaverify.tracebacks import Place
 
 GRACE = 2.0
@@ -105,8 +103,6 @@ class WindowListener:
         """For each optimizer, as at its last step, what `addends_of` tells of its gradients."""
         self.had_gradients = False
         """Whether any step had something to use."""
-        self.by_change = False
-        """Whether the change of the weights stood for the gradient of any step."""
         self.rank, self.ranks = 0, 1
 
     def record(self, call: StepCall) -> None:
@@ -132,13 +128,12 @@ class WindowListener:
         self.steps += 1
         entry.steps += 1
 
-    def store(self, entry: Watched, moved: torch.Tensor | None = None, change: Any = None) -> None:
+    def store(self, entry: Watched, moved: torch.Tensor | None = None) -> None:
         """Stores what a step is made of, and opens the next window.
 
         Args:
             entry: The optimizer.
             moved: As for `Update.capture`.
-            change: As for `Update.capture`.
         """
         job, update = self._recording.job, self._updates.open
         # What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
@@ -146,7 +141,7 @@ class WindowListener:
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         self.addends[entry.index] = addends_of(entry.sample.parameters)
-        tensors = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved, change)
+        tensors = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
         if self.rank and not job.is_reference:
             tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
         if self.stores_gradients and update.number <= max(job.updates, 1):
@@ -163,17 +158,24 @@ class WindowListener:
             storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
 
 
-# Changes that a script makes itself: of weights, gradients and settings between calls, and steps by hand.
+# Changes that a script makes itself: of weights, gradients and settings between calls, and steps of its own.
 
 
-class HandListener:
+_UNKEPT_MOVES = 2
+"""Moves of weights by gradients that are kept nowhere, after which a run ends: one may be a new start."""
+
+
+class ChangeListener:
     """Looks at weights and gradients whenever a call begins: the script itself made what changed since the last call.
+
+    Where no optimizer of torch's is made before something is differentiated, the script steps itself.
 
     Args:
         recording: What listeners share.
-        gradients: Where passes wait that a step by hand may have used.
+        gradients: Where passes wait that a step of the script's may have used.
         updates: The updates.
-        windows: Where the windows of steps by hand are stored.
+        windows: Where the windows of such steps are stored.
+        undo: Restores the first weights, if a control undoes every step.
         finish: Ends the process.
     """
 
@@ -183,29 +185,21 @@ class HandListener:
         gradients: GradientListener,
         updates: UpdateListener,
         windows: WindowListener,
+        undo: Callable[[], None],
         finish: Callable[[Ending, int], None],
     ) -> None:
         self._recording, self._gradients, self._updates, self._windows = recording, gradients, updates, windows
-        self._finish = finish
-        self._steps = UnannouncedSteps()
-        self.is_expected = False
-        """Whether moved weights are the script's steps: it has no optimizer of torch's."""
-        self.undoes_steps = False
-        """Whether every step is undone, those of optimizers as well."""
+        self._undo, self._finish = undo, finish
+        self._unkept_moves = 0
 
     @property
-    def has_moved_weights(self) -> bool:
-        """Whether weights moved after differentiations, and no optimizer stepped."""
-        return not self._windows.steps and self._steps.moves > 0
-
-    def expect_steps(self) -> None:
-        """Counts each change of the weights as a step: the script has no optimizer of torch's."""
-        self.is_expected = True
-        self._recording.unannounced.hunt_always()
+    def keeps_no_gradients(self) -> bool:
+        """Whether the script moves weights by gradients that no `.grad` holds at that time."""
+        return self._unkept_moves >= (_UNKEPT_MOVES if self._windows.steps else 1)
 
     def settle(self) -> None:
         """Records the steps that the script has made itself since the last look."""
-        if not self.is_expected:
+        if not self._recording.watch.has_stand_ins:
             return
         unannounced = self._recording.unannounced
         unannounced.end_hunt()
@@ -215,29 +209,22 @@ class HandListener:
         unannounced.note(replace(look, moved={}), "between")
 
     def begin_forward(self, call: ForwardCall) -> None:
-        """Records steps; looks whether the script moves its weights itself, and what no optimizer holds."""
-        if not call.trains:
-            return
-        self.settle()  # weights that moved until now are a step of the window that ends
-        watch, module = self._recording.watch, call.module
-        watched_ids = {id(parameter) for parameter in watch.all_parameters()}
-        new = [parameter for parameter in module.parameters() if id(parameter) not in watched_ids]
-        if self.is_expected:
-            trained = [parameter for parameter in new if parameter.requires_grad]
-            if trained:  # stands for an optimizer of the parameters that this model adds
-                watch.add(ByHand(trained))
-        # A run that follows another one is told: each micro-batch may move weights on purpose before the first step.
-        elif not self._windows.steps and not self._recording.job.sources:
-            has_optimizer = len(new) < len(list(module.parameters()))
-            self._steps.look(module, has_optimizer=has_optimizer)
-            # The run is made again, as one of a script that moves its weights itself.
-            if (self._steps.windows if has_optimizer else self._steps.moves) >= CERTAIN:
-                self._finish(Ending.BY_HAND, 0)
+        """Records steps: weights that moved until now are one of the window that ends."""
+        if call.trains:
+            self.settle()
 
     def begin_differentiation(self, _: Differentiation) -> None:
-        """Records steps; what moves weights after this may be one."""
+        """Records steps, and lets each model without an optimizer have what stands for one."""
         self.settle()
-        self._steps.note_differentiation()
+        watch = self._recording.watch
+        if len(watch) and not watch.has_stand_ins:
+            return
+        watched_ids = {id(parameter) for parameter in watch.all_parameters()}
+        for model in self._recording.names.models:
+            new = [each for each in model.parameters() if each.requires_grad and id(each) not in watched_ids]
+            if new:
+                watched_ids |= set(map(id, new))
+                watch.of(watch.add(StandIn(new)))
 
     def note_settings(self, call: ForwardCall | BackwardCall) -> None:
         """Notes settings that were changed since the last pass: they belong to the update that is about to end."""
@@ -257,14 +244,9 @@ class HandListener:
         if not isinstance(call, BackwardCall) or call.is_counted:
             self._recording.unannounced.hunt(self._has_changes)
 
-    def accept_weights(self) -> None:
-        """Takes the weights as they are: a control has moved them, and no step of the script's."""
-        for entry in self._recording.watch if self.is_expected else ():
-            entry.optimizer.take()
-
     def keep_used(self) -> None:
-        """Keeps the gradients that a step by hand is about to use."""
-        for entry in self._recording.watch if self.is_expected else ():
+        """Keeps the gradients that a step of the script's is about to use."""
+        for entry in self._recording.watch if self._recording.watch.has_stand_ins else ():
             entry.keep_used()
 
     def _has_changes(self, _: Place) -> bool:
@@ -278,27 +260,26 @@ class HandListener:
             return has_changes
 
     def _record_step(self, entry: Watched, before: torch.Tensor) -> None:
-        hand, journal, windows = entry.optimizer, self._recording.journal, self._windows
-        windows.had_gradients = True
-        change = hand.take_change()
+        journal, windows, updates = self._recording.journal, self._windows, self._updates
         self._gradients.count_waiting(entry)
         if not entry.increments:
             return  # nothing was differentiated: weights that were loaded, say
+        if entry.summed is None or any(part.cleared for part in entry.increments):
+            # The weights' change alone is seen, in which a rate, a division or Adam hides the gradient's size.
+            self._unkept_moves += 1
+            entry.pending, entry.increments = 0, []
+            if self._unkept_moves >= _UNKEPT_MOVES:
+                self._finish(Ending.UNKEPT, 0)
+            return
+        windows.had_gradients = True
         # A second step of the same weights begins an update of its own, as it does with an optimizer.
-        if entry.index in self._updates.open.steps:
-            self._updates.close()
+        if entry.index in updates.open.steps:
+            updates.close()
         windows.count_step(entry)
         stamp = journal.stamp(self._recording.unannounced.moving_line or (None, None))
         journal.add(Step(*stamp, optimizer=entry.index, by_hand=True))
-        if entry.summed is None or any(part.cleared for part in entry.increments):  # its sums lie elsewhere
-            windows.by_change = True
-            windows.store(entry, before, change)
-        else:
-            windows.store(entry, before)
-        self._updates.open.capture_after_step(entry, self._recording.names.buffers(), led=False)
-        if entry.is_cleared:  # the script keeps its sums elsewhere: nothing is left that a later step could use again
-            journal.add(ClearedByHand(*journal.stamp((None, None)), optimizers=(entry.index,)))
-        if self.undoes_steps:
-            hand.undo()
-            self._recording.watch.look()
-        self._updates.end_if_complete()
+        windows.store(entry, before)
+        updates.open.capture_after_step(entry, self._recording.names.buffers(), led=False)
+        self._undo()
+        self._recording.watch.look()
+        updates.end_if_complete()

@@ -1,4 +1,4 @@
-"""What stands for an optimizer where a script moves its weights itself, and what is said of a run without updates.
+"""What is said of a run without updates, and what cannot be read while a graph is captured.
 
 What the weights that fit decide of an update below float32: on rows made by hand, where the norm of the whole
 full-batch gradient is 1 and u = 2⁻⁸.
@@ -8,107 +8,23 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from gaverify.audit.job import Command, Job
 from gaverify.audit.processes import Child, check_updates
 from gaverify.audit.recording.recorder import started_processes
-from gaverify.audit.recording.unannounced import ByHand, UnannouncedSteps
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import Rows, decide_by_weights
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, Uncompared
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
-from gaverify.records.events import Backward, ClosingRecord, Ending, Event, Step, UnseenCalls
+from gaverify.records.events import Backward, ClosingRecord, Ending, Event, Step, UnseenCalls, WeightsMoved
 from gaverify.records.experiment import WeightFit
-
-
-def model() -> nn.Linear:
-    made = nn.Linear(2, 1)
-    with torch.no_grad():
-        made.weight.copy_(torch.tensor([[1.0, 2.0]], device="cpu"))
-        made.bias.zero_()
-    return made
-
-
-def moved(module: nn.Linear, by: float) -> None:
-    module.weight.data -= by
-
-
-class TestByHand:
-    def test_the_change_is_what_was_taken_away_since_it_was_asked_for_last(self) -> None:
-        module = model()
-        hand = ByHand(list(module.parameters()))
-        moved(module, 0.5)
-        weight, bias = hand.take_change()
-        assert weight is not None and bias is not None
-        assert weight.tolist() == [[0.5, 0.5]] and bias.tolist() == [0.0]
-        moved(module, 0.25)
-        again = hand.take_change()[0]
-        assert again is not None and again.tolist() == [[0.25, 0.25]]
-
-    def test_weights_go_back_to_before_the_last_change(self) -> None:
-        module = model()
-        hand = ByHand(list(module.parameters()))
-        moved(module, 0.5)
-        hand.take_change()
-        hand.undo()
-        assert module.weight.tolist() == [[1.0, 2.0]]
-        moved(module, 0.5)
-        again = hand.take_change()[0]
-        assert again is not None and again.tolist() == [[0.5, 0.5]]
-
-
-class TestUnannounced:
-    def test_moves_after_differentiations_are_counted(self) -> None:
-        module, unannounced = model(), UnannouncedSteps()
-        unannounced.look(module)
-        for at in range(2):
-            unannounced.note_differentiation()
-            moved(module, 0.5)
-            unannounced.look(module)
-            assert (unannounced.moves, unannounced.windows) == (at + 1, 0)  # no optimizer holds what moved
-
-    def test_moves_without_a_differentiation_do_not_count(self) -> None:
-        module, unannounced = model(), UnannouncedSteps()
-        for _ in range(4):
-            unannounced.look(module)
-            moved(module, 0.5)
-        assert unannounced.moves == 0
-
-    def test_windows_beside_an_optimizer_are_over_once_their_gradient_is_gone(self) -> None:
-        module, unannounced = model(), UnannouncedSteps()
-        for at, left in enumerate((None, None, 1.0, None)):
-            unannounced.note_differentiation()
-            assert unannounced.windows == [0, 1, 2, 2][at]  # one begins: the gradient of the last was used, or is left
-            unannounced.look(module, has_optimizer=True)
-            moved(module, 0.5)
-            unannounced.look(module, has_optimizer=True)
-            module.weight.grad = None if left is None else torch.full_like(module.weight, left)
-        unannounced.note_differentiation()
-        assert unannounced.windows == 3 and unannounced.moves == 4
-
-    def test_weights_that_are_put_back_make_no_step(self) -> None:
-        module, unannounced = model(), UnannouncedSteps()
-        for _ in range(4):
-            for step in (0.5, -0.5):
-                unannounced.note_differentiation()
-                unannounced.look(module, has_optimizer=True)
-                moved(module, step)
-                unannounced.look(module, has_optimizer=True)
-            assert unannounced.windows == 0
-
-    def test_differentiations_without_a_move_do_not_count(self) -> None:
-        module, unannounced = model(), UnannouncedSteps()
-        for _ in range(4):
-            unannounced.look(module)
-            unannounced.note_differentiation()
-        assert unannounced.moves == 0
 
 
 @pytest.mark.parametrize(("initialised", "capturing"), [(True, True), (True, False), (False, True)])
@@ -206,14 +122,18 @@ def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
     assert decide_by_weights(made, fit(0.0), U) is made
 
 
-STEP, BACKWARD = Step(1), Backward(1)
+STEP, BACKWARD, MOVED = Step(1), Backward(1), WeightsMoved(1, optimizers=(0,))
+
+
+def check(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> None:
+    job = Job(Command("t.py", launcher=launcher), "full", 2, folder="")
+    check_updates(Child(job), SimpleNamespace(events=events, closing=ClosingRecord(**closing)))  # type: ignore[arg-type]
 
 
 def said(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> str:
     """What is said of a run with these events, empty where it trained."""
-    job = Job(Command("t.py", launcher=launcher), "full", 2, folder="")
     try:
-        check_updates(Child(job), SimpleNamespace(events=events, closing=ClosingRecord(**closing)))  # type: ignore[arg-type]
+        check(*events, launcher=launcher, **closing)
     except ProblemError as error:
         return str(error)
     return ""
@@ -250,7 +170,20 @@ def test_steps_without_gradients_ask_for_other_arguments() -> None:
 def test_a_run_that_trained_is_quiet() -> None:
     assert said(BACKWARD, STEP) == ""
     assert said(STEP, had_gradients=True) == ""
-    assert said(moves_by_hand=True) == ""  # it is run again
+
+
+@pytest.mark.parametrize(
+    ("events", "closing", "words"),
+    [
+        ((BACKWARD,), {"keeps_no_gradients": True}, "let `.grad` add them up until the weights move"),
+        ((BACKWARD, STEP), {"keeps_no_gradients": True}, "by gradients that no `.grad` holds"),
+        ((BACKWARD, MOVED), {"optimizers": ("SGD",)}, "its `SGD` never steps; let a `torch.optim` optimizer"),
+    ],
+)
+def test_what_cannot_be_compared_is_no_error(events: tuple[Event, ...], closing: dict[str, Any], words: str) -> None:
+    """The script trains, but by gradients that were not seen."""
+    with pytest.raises(Uncompared, match=re.escape(words)):
+        check(*events, **closing)
 
 
 def test_processes_are_counted() -> None:
