@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from gaverify.records.findings import Location
 from gaverify.records.numbers import Number
@@ -318,6 +318,8 @@ class ControlRun:
     """Whether, as a repair, it gave the full batch's gradient on a second batch as well, if one could be made."""
     modules: tuple[str, ...] = ()
     """The modules that it neutralised together."""
+    interventions: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    """What it changed, as values of the search that can be run again on another experiment; empty in an audit."""
 
     @property
     def has_power(self) -> bool:

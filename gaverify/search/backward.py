@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from gaverify.errors import GaverifyError
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.search import state, weights
-from gaverify.search.bench import Bench, find_needed
+from gaverify.search.bench import Bench, Intervention, find_needed
 from gaverify.search.neutral import (
     PinnedConstants,
     PinnedGradients,
@@ -59,9 +61,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     shares = facts.forward.shares or used
     # The forwards agreed from the same state. Where the state changes between micro-batches, that is another cause,
     # and every gradient behind it would differ here.
-    neutral = state.make_state_probe(bench, facts)
-    trial_bench = bench if neutral is None else bench.without(neutral)
-    trial = _Trial(trial_bench.with_weights(shares), facts)
+    neutral = state.neutralise_state(facts)
+    trial = _Trial(bench.neutralise(*neutral).with_weights(shares), facts)
     # Hooks and constants come first, because their lines are known; a boundary only names a module.
     searches = (_try_parameter_hooks, _try_module_hooks, _try_tensor_hooks, _try_constants, _try_boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
@@ -73,7 +74,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         facts = replace(facts, forward=replace(facts.forward, causes=()))
     elif not facts.forward.agree:
         return facts
-    if is_proven and neutral is not None and facts.state is not None:
+    if is_proven and neutral and facts.state is not None:
         facts = replace(facts, state=state.blame_beside_control(bench, facts.state))
     if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
         # The losses agreed only because the state was neutralised. A detached value of moving state changes the forward
@@ -110,14 +111,14 @@ class _Trial:
     bench: Bench
     facts: Facts
 
-    def run(self, what: str, probe: PassProbe) -> ControlRun | None:
+    def run(self, intervention: Intervention) -> ControlRun | None:
         """The control run, with the weights that were right in it; None where it was impossible."""
         try:
-            control = self.bench.run(what, probe, fit=True)
+            control = self.bench.run(intervention, fit=True)
             fit = control.fit
             if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.facts, fit):
                 return control
-            return replace(self.bench.with_weights(fit.weights).run(what, probe), fit=fit)
+            return replace(self.bench.with_weights(fit.weights).run(intervention), fit=fit)
         except GaverifyError:  # each search tries many probes: one that does not fit this model is nothing to report
             return None
 
@@ -137,43 +138,59 @@ class _Trial:
 
 
 def _try_parameter_hooks(trial: _Trial) -> BackwardCulprit | None:
-    named = trial.bench.experiment.parameters.items()
-    hooked = [(name.rpartition(".")[0], registries) for name, p in named if any(registries := gradient_hooks_of(p))]
-    return _try_hooks(trial, hooked, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
+    return _try_hooks(trial, _list_parameter_hooks, BackwardPlace.PARAMETER_HOOK, "gradient hook", "parameters")
 
 
 def _try_module_hooks(trial: _Trial) -> BackwardCulprit | None:
-    named = trial.bench.experiment.named_modules()
-    hooked = [(path, registries) for path, module in named if any(registries := backward_hooks_of(module))]
-    return _try_hooks(trial, hooked, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
+    return _try_hooks(trial, _list_module_hooks, BackwardPlace.MODULE_HOOK, "backward hook", "modules")
 
 
-_Hooked = tuple[str, list[Registry]]
+def _list_parameter_hooks(experiment: Experiment) -> dict[str, list[Registry]]:
+    """Parameter → its registries of hooks, where these hold any."""
+    named = experiment.parameters.items()
+    return {name: registries for name, p in named if any(registries := gradient_hooks_of(p))}
+
+
+def _list_module_hooks(experiment: Experiment) -> dict[str, list[Registry]]:
+    """Path of a module → its registries of hooks, where these hold any."""
+    named = experiment.named_modules()
+    return {path: registries for path, module in named if any(registries := backward_hooks_of(module))}
 
 
 def _try_hooks(
-    trial: _Trial, hooked: list[_Hooked], place: BackwardPlace, name: str, on: str
+    trial: _Trial,
+    list_hooks: Callable[[Experiment], dict[str, list[Registry]]],
+    place: BackwardPlace,
+    name: str,
+    on: str,
 ) -> BackwardCulprit | None:
-    """Removes the hooks of the parameters of some modules, or of these modules themselves."""
+    """Removes the hooks of some parameters, or of some modules."""
+    hooked = list(list_hooks(trial.bench.experiment))
+    owners = {each: each.rpartition(".")[0] if place is BackwardPlace.PARAMETER_HOOK else each for each in hooked}
 
-    def control(some: Sequence[_Hooked]) -> ControlRun | None:
-        what = f"the {name}s on {', '.join(f'`{path}`' for path, _ in some)}"
-        probe = WithoutHooks([registry for _, registries in some for registry in registries])
-        return trial.run(f"{what if len(some) < len(hooked) else f'{name}s on {on}'} removed", probe) if some else None
+    def control(some: Sequence[str]) -> ControlRun | None:
+        def remove(experiment: Experiment) -> PassProbe:
+            hooks = list_hooks(experiment)
+            return WithoutHooks([registry for each in some for registry in hooks[each]])
+
+        some_hooks = f"the {name}s on {', '.join(f'`{owners[each]}`' for each in some)}"
+        what = some_hooks if len(some) < len(hooked) else f"{name}s on {on}"
+        return trial.run(Intervention(f"{what} removed", probe=remove)) if some else None
 
     needed = trial.find_needed(hooked, control)
     if needed is None:
         return None
-    (path, _), run = needed
+    path, run = owners[needed[0]], needed[1]
     module = dict(trial.bench.experiment.named_modules()).get(path)
     kind = type(module).__name__ if module is not None else ""
     return BackwardCulprit(place, Operation(name, path, kind), run)
 
 
 def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
-    probe = WithoutTensorHooks()
-    without = trial.run("gradient hooks on tensors left out", probe)
-    if without is None or not without.proves:
+    leave_out = Intervention("gradient hooks on tensors left out", probe=WithoutTensorHooks)
+    leave_out = leave_out.share_probe(trial.bench.experiment)
+    without, probe = trial.run(leave_out), leave_out.shared
+    if without is None or not without.proves or not isinstance(probe, WithoutTensorHooks):
         return None
     return BackwardCulprit(
         BackwardPlace.TENSOR_HOOK, locate_operation("gradient hook on a tensor", probe.frames[0]), without
@@ -181,18 +198,20 @@ def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:
 
 
 def _try_constants(trial: _Trial) -> BackwardCulprit | None:
-    experiment = trial.bench.experiment
-    probe = PinnedConstants(experiment)
-    constants_run = trial.run("the values that the forward detaches kept constant", probe)
-    if constants_run is None or not constants_run.proves:
+    pin = Intervention("the values that the forward detaches kept constant", probe=PinnedConstants)
+    pin = pin.share_probe(trial.bench.experiment)
+    constants_run, probe = trial.run(pin), pin.shared
+    if constants_run is None or not constants_run.proves or not isinstance(probe, PinnedConstants):
         return None
+    frames = probe.frames
 
     def control(some: Sequence[Frame]) -> ControlRun | None:
-        if len(some) == len(probe.frames):
+        if len(some) == len(frames):
             return constants_run
-        return trial.run("the values that this line detaches kept constant", PinnedConstants(experiment, some))
+        what = "the values that this line detaches kept constant"
+        return trial.run(Intervention(what, probe=partial(PinnedConstants, only=some)))
 
-    needed = trial.find_needed(probe.frames, control)
+    needed = trial.find_needed(frames, control)
     return needed and BackwardCulprit(
         BackwardPlace.CONSTANT, locate_operation("constant of the batch", needed[0]), needed[1]
     )
@@ -216,7 +235,10 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
             f"gradients passed through `{kind}` unchanged": StraightThrough,
             f"the full batch's gradients in the place of what `{kind}` computes": PinnedGradients,
         }
-        tries = (trial.run(what, probe_type(experiment, position)) for what, probe_type in probe_types.items())
+        tries = (
+            trial.run(Intervention(what, probe=partial(change_gradients, position=position)))
+            for what, change_gradients in probe_types.items()
+        )
         runs = [run for run in tries if run is not None]
         control = next((run for run in runs if run.proves), next(iter(runs), None))
         operation = locate_operation("backward", frame, listener.paths.get(call), kind)
@@ -224,7 +246,7 @@ def _try_boundaries(trial: _Trial) -> BackwardCulprit | None:
     path = listener.paths[call]
     module = dict(experiment.named_modules())[path]
     what = f"outputs and gradients of `{path or '(root)'}` replaced by the full batch's"
-    control = trial.run(what, PinnedOutputs(experiment, module, with_gradients=True))
+    control = trial.run(Intervention(what, probe=partial(PinnedOutputs, path=path, with_gradients=True)))
     # the values agree; that the gradients differ, which it pins too, was measured at the boundaries
     control = control and replace(control, values_differed=True)
     return BackwardCulprit(BackwardPlace.MODULE, Operation("backward", path, type(module).__name__), control)

@@ -26,7 +26,7 @@ from gaverify.passes.layouts import SampleLayout, real_numbers
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import sketch
 from gaverify.records.comparison import NotCompared, relative_total
-from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from gaverify.verdict.comparison import measure
@@ -123,6 +123,43 @@ FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 
 
 @dataclass(frozen=True)
+class Intervention:
+    """A way to neutralise a suspect or to repair it: a value that holds on any experiment of the same problem.
+
+    What the first samples showed is confirmed by running its own intervention on all of the batch, and on another one.
+    """
+
+    what: str
+    """It in words, for reports: "layer `1` in evaluation mode"."""
+    kind: ControlKind = ControlKind.RESULT_PINNED
+    """The same for rules."""
+    probe: Callable[[Experiment], PassProbe] | None = None
+    """Makes the probe for an experiment, anew for each run."""
+    change: Callable[[Experiment], Experiment] | None = None
+    """Returns the experiment with what no probe can change: its weights or its micro-batches."""
+    accumulate: Callable[[Experiment], Callable[[PassResult], Gradients]] | None = None
+    """Makes ready, before the full batch's pass, what accumulates beside it; None: one micro-batch after the other."""
+    in_reference: bool = True
+    """Whether the full batch is changed too, as by a control; a repair changes the micro-batches alone."""
+    modules: tuple[str, ...] = ()
+    """The modules that it neutralises together."""
+    shared: PassProbe | None = None
+    """A probe for all of its runs, which keeps what it saw, such as values of the full batch; None: each makes one."""
+
+    def share_probe(self, experiment: Experiment) -> Intervention:
+        """The same with one probe for all of its runs."""
+        return self if self.probe is None else replace(self, shared=self.probe(experiment))
+
+    def apply_to(self, experiment: Experiment) -> Experiment:
+        """The experiment with this changed in every pass."""
+        if self.change is not None:
+            experiment = self.change(experiment)
+        if self.probe is None:
+            return experiment
+        return experiment.with_probes(self.shared if self.shared is not None else self.probe(experiment))
+
+
+@dataclass(frozen=True)
 class Bench:
     """Where control runs happen: an experiment in the deciding precision, and what its runs are compared with."""
 
@@ -163,9 +200,12 @@ class Bench:
         except FORESEEN:
             return None
 
-    def without(self, *probes: PassProbe) -> Bench:
-        """The bench with more neutralised."""
-        return replace(self, experiment=self.experiment.with_probes(*probes))
+    def neutralise(self, *interventions: Intervention) -> Bench:
+        """The bench with some things changed in every run."""
+        experiment = self.experiment
+        for intervention in interventions:
+            experiment = intervention.apply_to(experiment)
+        return replace(self, experiment=experiment)
 
     def with_weights(self, weights: Sequence[float]) -> Bench:
         """The bench with other micro-batch weights."""
@@ -180,60 +220,82 @@ class Bench:
             return self.floor
         return min(COMPUTED_FLOAT32, max(SAME_IN_FLOAT32, SMALL_PART * self.total))
 
-    def run(
-        self, what: str, *probes: PassProbe, fit: bool = False, kind: ControlKind = ControlKind.RESULT_PINNED
-    ) -> ControlRun:
-        """Runs both strategies and returns what difference is left, with the weights that fit on request."""
-        self.experiment.progress(f"control: {what}")
-        full = self.experiment.full_batch(*probes)
+    def run(self, *interventions: Intervention, fit: bool = False, exactly: bool = True) -> ControlRun:
+        """Runs both strategies with something changed; says what difference is left, and whether that shows anything.
+
+        Args:
+            interventions: What is changed; the last one names the run.
+            fit: Whether to fit the weights that would be right in this run.
+            exactly: Whether what a repair leaves is measured where it is more than rounding (`against_full_batch`).
+
+        Raises:
+            ControlFailed: An intervention does not fit, or nothing is left to compare.
+        """
+        last = interventions[-1]
+        self.experiment.progress(f"control: {last.what}")
+        neutral_bench = self.neutralise(*(each for each in interventions if each.in_reference))
+        repairs = [each for each in interventions if not each.in_reference]
+        if repairs:
+            difference_left, right = neutral_bench._measure_repairs(repairs, fit=fit, exactly=exactly)
+            run = ControlRun(last.what, difference_left, difference_left <= self.rounding, right, last.kind)
+        else:
+            added = neutral_bench.experiment.probes[len(self.experiment.probes) :]
+            run = neutral_bench._measure_control(last, added, fit=fit)
+        # without their probes, which may keep values of the full batch
+        unshared = tuple(replace(each, shared=None) for each in interventions)
+        return replace(run, modules=last.modules, interventions=unshared)
+
+    def _measure_control(self, last: Intervention, added: Sequence[PassProbe], *, fit: bool) -> ControlRun:
+        """Runs both strategies of this bench, and finds out whether the difference could still be seen.
+
+        Args:
+            last: Names the run.
+            added: The probes that this control added to the experiment.
+            fit: Whether to fit weights.
+        """
+        full = self.experiment.full_batch()
         if not _any(full.gradients):
-            raise ControlFailed(f"with {what} every gradient is zero, so that nothing is left to compare")
+            raise ControlFailed(f"with {last.what} every gradient is zero, so that nothing is left to compare")
         right = None
         if fit:
-            sketches, accumulated = self.sketch_micro_batches(full, *probes)
+            sketches, accumulated = self.sketch_micro_batches(full)
             right = fit_runs([sketches])
         else:
-            accumulated = self.experiment.micro_batches(full, *probes)
-        rows = measure(accumulated.gradients, full.gradients, self.experiment.ranks)
-        difference_left = _total(rows)
+            accumulated = self.experiment.micro_batches(full)
+        difference_left = self.relative_difference(accumulated.gradients, full.gradients)
         passes = full.gradients, accumulated.gradients
         cut_off = (name for name in self.divergent if all(gradients.get(name) is None for gradients in passes))
-        pinned = [probe.values_differed for probe in probes if probe.values_differed is not None]
+        pinned = [probe.values_differed for probe in added if probe.values_differed is not None]
         return ControlRun(
-            what,
+            last.what,
             difference_left,
             difference_left <= self.rounding,
             right,
-            kind,
+            last.kind,
             values_differed=any(pinned) if pinned else None,
             cut_off=tuple(sorted(cut_off)),
         )
 
-    def run_repair(
-        self,
-        what: str,
-        *probes: PassProbe,
-        kind: ControlKind = ControlKind.RESULT_PINNED,
-        fit: bool = False,
-        exactly: bool = True,
-    ) -> ControlRun:
-        """Runs the micro-batches with one probe more, against the full batch, which stays as it is."""
-        self.experiment.progress(f"control: {what}")
-        sketches: list[Sketches] = []
+    def _measure_repairs(
+        self, repairs: Sequence[Intervention], *, fit: bool, exactly: bool
+    ) -> tuple[float, WeightFit | None]:
+        """The difference that repaired micro-batches leave to the full batch of this bench, and weights that fit."""
+        repaired_bench, sketches = self.neutralise(*repairs), list[Sketches]()
+        prepared = [each.accumulate(repaired_bench.experiment) for each in repairs if each.accumulate is not None]
 
         def accumulate(full: PassResult) -> Gradients:
+            if prepared:
+                return prepared[-1](full)
             if not fit:
-                return self.experiment.micro_batches(full, *probes).gradients
+                return repaired_bench.experiment.micro_batches(full).gradients
             is_sketched = self.reference is not None and full is self.reference.full
             target_sketch = self.reference.gradient if self.reference is not None and is_sketched else None
-            pass_sketches, accumulated = self.sketch_micro_batches(full, *probes, target=target_sketch)
+            pass_sketches, accumulated = repaired_bench.sketch_micro_batches(full, target=target_sketch)
             sketches.append(pass_sketches)
             return accumulated.gradients
 
         difference_left = self.against_full_batch(accumulate, exactly=exactly)
-        return ControlRun(
-            what, difference_left, difference_left <= self.rounding, fit_runs(sketches) if fit else None, kind
-        )
+        return difference_left, fit_runs(sketches) if fit else None
 
     def against_full_batch(self, accumulate: Callable[[PassResult], Gradients], *, exactly: bool = True) -> float:
         """Returns how far what a repair accumulates is from the gradient of the full batch, which it leaves as it is.

@@ -15,13 +15,14 @@ from typing import TypeVar
 
 import torch
 
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
 from gaverify.records.facts import Facts, State
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search import backward, counts, operations, proof, state, weights
-from gaverify.search.bench import FORESEEN, Bench
+from gaverify.search.bench import FORESEEN, Bench, Intervention
 from gaverify.thresholds import AGREE_FLOAT64, CORRECT_FLOAT32, GROUPINGS, MOVED_SHARES, SAME_IN_FLOAT32, TINY
 from gaverify.tracebacks import hands_over
 from gaverify.verdict.decision import Decision
@@ -61,8 +62,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return facts
     if state_facts is not None and state_facts.blamed:
         runs = [
-            _mark_run(run, second.possible(partial(state.rerun_control, second, state_facts)))
-            for run in state_facts.remedies
+            _mark_run(run, second.possible(partial(second.run, *run.interventions))) for run in state_facts.remedies
         ]
         return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
     return replace(facts, forward=replace(facts.forward, causes=tuple(_mark_cause(second, cause) for cause in causes)))
@@ -178,10 +178,15 @@ def _run_weights_repair(second: Bench, weight_facts: AccumulationWindow) -> Cont
     if weighting is None and are_ones(weight_facts.fit.weights, weight_facts.fit.residual):
         weighting = "none"
     if weighting is not None:
-        second = replace(second, experiment=replace(second.experiment, weighting=weighting))
-        return second.run_repair("with these weights")
+        weigh = partial(_weigh_by_word, weighting)
+        return second.run(Intervention("with these weights", ControlKind.WEIGHTS, change=weigh, in_reference=False))
     factor = next(c / w for c, w in zip(weight_facts.fit.weights, weight_facts.used, strict=True) if w)
-    return second.run_repair("with these weights", _Times(factor))
+    times = Intervention("with these weights", ControlKind.WEIGHTS, lambda _: _Times(factor), in_reference=False)
+    return second.run(times)
+
+
+def _weigh_by_word(weighting: str, experiment: Experiment) -> Experiment:
+    return replace(experiment, weighting=weighting)
 
 
 class _Times(PassProbe):
@@ -399,8 +404,11 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Runs the control of the state again, and where more changes than the blamed state, one of that state only."""
     if part_facts.state is None or part_facts.state.control is None:
         return facts
-    control = state.rerun_control(bench, part_facts.state)
-    if control is None:
+    control = bench.run(*part_facts.state.control.interventions)
+    # Pinning state that must be set once would keep it uninitialised; pinning all of it is the control that was run.
+    is_pinned = control.kind in (ControlKind.STATE_PINNED, ControlKind.STATE_PRIMED_AND_PINNED)
+    blamed, changes = part_facts.state.blamed, state.read_changes(part_facts.state.changes)
+    if is_pinned and control.rounding and len(blamed) < len(changes) and not bench.run(state.pin(blamed)).rounding:
         return facts
     remedies = tuple(replace(control, holds=run.holds) for run in part_facts.state.remedies[:1])
     state_facts = replace(part_facts.state, control=control, remedies=remedies)
@@ -420,7 +428,9 @@ def _confirm_causes(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     """Confirms the last cause with the layers of those before it in evaluation mode, as it was found."""
     *earlier, last = part_facts.forward.causes
     last_facts = replace(part_facts, forward=replace(part_facts.forward, causes=(last,)))
-    facts = _confirm_cause(proof.put_causes_in_evaluation_mode(bench, earlier), facts, last_facts)
+    controls = [cause.control for cause in earlier if cause.control is not None]
+    neutral_bench = bench.neutralise(*(each for control in controls for each in control.interventions))
+    facts = _confirm_cause(neutral_bench, facts, last_facts)
     if not (earlier and facts.cleared):
         return facts
     # what each makes alone was measured in the first samples, whose controls the earlier ones keep
@@ -446,9 +456,13 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     # left. It is run instead of the control.
     in_evaluation_mode = before.control is not None and before.control.kind is ControlKind.EVALUATION_MODE
     replaced = proof.rerun_replacement(bench, before) if in_evaluation_mode else None
-    if replaced is not None and replaced.remedies[0].left <= _largest_rest(bench):
-        forward = replace(part_facts.forward, causes=(_mark_as_part(replaced, part_facts),))
-        return replace(facts, forward=forward, left=replaced.remedies[0].left, cleared=True)
+    if replaced is not None:
+        if not replaced.rounding or replaced.left > _largest_rest(bench):
+            return facts
+        explained = 1.0 - replaced.left / bench.total
+        confirmed = replace(before, remedies=(replaced,), explained=explained, difference_alone=bench.total)
+        forward = replace(part_facts.forward, causes=(_mark_as_part(confirmed, part_facts),))
+        return replace(facts, forward=forward, left=replaced.left, cleared=True)
     cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     control = cause.control if cause is not None else None
     if (

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from gaverify.passes.precision import move_weights
 from gaverify.passes.randomness import Dealing
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
 from gaverify.records.facts import Facts
-from gaverify.search.bench import Bench
+from gaverify.search.bench import Bench, Intervention
 from gaverify.search.trace.operations import OperationTracer, intercept_calls, make_tracer
 from gaverify.search.trace.state import StateWatch
 from gaverify.search.trace.traces import Trace, locate_operation
@@ -64,7 +65,9 @@ def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
     if window_counts is None:
         return bench, facts
     # the earlier pass of the full batch was one without these counts
-    return replace(window_counts.apply_to(bench), reference=None), _note_counts(facts, window_counts)
+    return replace(bench.neutralise(*window_counts.control.interventions), reference=None), _note_counts(
+        facts, window_counts
+    )
 
 
 def _attempt_counts(bench: Bench, facts: Facts, most: float) -> WindowCounts | None:
@@ -89,14 +92,6 @@ class WindowCounts:
     """The numbers that each of the calls divides by."""
     control: ControlRun
     """The run with the window's counts."""
-    factors: Mapping[FunctionKey, Sequence[float]]
-    """Call → what its result was multiplied by in each micro-batch of that run."""
-
-    def apply_to(self, bench: Bench) -> Bench:
-        """Another bench with the window's counts."""
-        if any(count.added_up for count in self.counts):
-            bench = bench.with_weights([1.0] * bench.experiment.steps)
-        return bench.without(_Rescaled(self.factors))
 
 
 def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> WindowCounts | None:
@@ -110,16 +105,15 @@ def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> Windo
         # A factor of 1 changes nothing in this run, and its count is then no part of the repair.
         wrong = {key: each for key, each in factors.items() if any(abs(f - 1) > SAME_NUMBER for f in each)}
         counts = tuple(divisors[key].make_record(key) for key in wrong if divisors[key].contradicts(used))
-        weighted_bench = bench.with_weights(shares) if added_up else bench
-        what = "the window's counts in every micro-batch"
-        control = weighted_bench.run_repair(what, _Rescaled(wrong), kind=ControlKind.COUNTS) if counts else None
+        weigh = partial(Experiment.with_weights, weights=shares) if added_up else None
+        control = bench.run(_use_counts(wrong, weigh)) if counts else None
         if control is None or not (control.rounding or control.left <= SMALL_PART * bench.total):
             continue
         # Some divisors may belong to a second cause, which is what remains. The repair must not name them: whatever
         # can be left out without more than doubling the rest is no part of it.
         while not control.rounding and len(wrong) > 1:
             fewer = [{key: each for key, each in wrong.items() if key != left_out} for left_out in wrong]
-            runs = [(weighted_bench.run_repair(what, _Rescaled(some), kind=ControlKind.COUNTS), some) for some in fewer]
+            runs = [(bench.run(_use_counts(some, weigh)), some) for some in fewer]
             less, some = min(runs, key=lambda run: run[0].left)
             if less.left * HELPS > control.left:
                 break
@@ -127,8 +121,20 @@ def find_counts(bench: Bench, used: Sequence[float], most: float = 0.0) -> Windo
         if not (control.rounding or control.left <= most):
             continue
         counts = tuple(replace(divisors[key].make_record(key), added_up=added_up) for key in wrong)
-        return WindowCounts(counts, control, wrong)
+        return WindowCounts(counts, control)
     return None
+
+
+def _use_counts(
+    factors: Mapping[FunctionKey, Sequence[float]], weigh: Callable[[Experiment], Experiment] | None
+) -> Intervention:
+    """The results of some calls multiplied in each micro-batch, so that they divide by the window's count."""
+
+    def rescale(_: Experiment) -> PassProbe:
+        return _Rescaled(factors)
+
+    what = "the window's counts in every micro-batch"
+    return Intervention(what, ControlKind.COUNTS, rescale, weigh, in_reference=False)
 
 
 @dataclass

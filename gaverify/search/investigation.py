@@ -25,7 +25,7 @@ from gaverify.records.experiment import ControlKind, is_constant
 from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
 from gaverify.search import backward, confirming, counts, operations, state, weights
-from gaverify.search.bench import Bench
+from gaverify.search.bench import Bench, Intervention
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, MANY_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
@@ -40,8 +40,10 @@ def _ask_draws(bench: Bench, facts: Facts) -> Facts:
     """Replaces every random draw by one typical value in both runs, if some could not be distributed to samples."""
     if not facts.draws.unaligned:
         return facts
-    what = "every random draw kept constant"
-    control = bench.attempt("random draws", lambda: _hold_draws(bench).run(what, kind=ControlKind.DRAWS_PINNED))
+    pin = Intervention(
+        "every random draw kept constant", ControlKind.DRAWS_PINNED, change=Experiment.with_constant_draws
+    )
+    control = bench.attempt("random draws", lambda: bench.run(pin))
     if control is None or math.isinf(control.left):
         return facts
     draws = replace(facts.draws, control=control)

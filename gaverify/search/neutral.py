@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -24,8 +24,9 @@ from gaverify.passes.modes import mode_set
 from gaverify.passes.precision import widest
 from gaverify.passes.randomness import Recorder
 from gaverify.passes.user_code import loss_of
-from gaverify.records.experiment import ControlKind, ControlRun, FunctionKey
-from gaverify.search.bench import Bench, ControlFailed, take_rows, take_rows_of_all
+from gaverify.records.experiment import ControlKind, FunctionKey
+from gaverify.remedies.batch_norm import group_norm_for
+from gaverify.search.bench import ControlFailed, Intervention, take_rows, take_rows_of_all
 from gaverify.search.trace.first_divergence import intercept_applications
 from gaverify.search.trace.operations import address, divert_writes, intercept_calls
 from gaverify.search.trace.state import find_state, watch_assignments
@@ -36,6 +37,7 @@ from gaverify.torch_internals import (
     gradient_hooks_of,
     is_in_functorch_transform,
     no_dispatch_modes,
+    submodules_of,
     tree_flatten,
     tree_leaves,
     tree_map_only,
@@ -147,8 +149,8 @@ class PrimedState(PassProbe):
 class RestoredGradients(PassProbe):
     """Adds every backward to the gradients that existed before its forward, which may have cleared them."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = list(parameters.values())
+    def __init__(self, experiment: Experiment) -> None:
+        self._parameters = list(experiment.parameters.values())
         self._before: list[torch.Tensor | None] = []
 
     @contextmanager
@@ -266,46 +268,44 @@ class _Cut(PassProbe):
         return value
 
 
-def cached_gradients(bench: Bench, inside: frozenset[int]) -> ControlRun:
-    """Runs the two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
+def cached_gradients(inside: frozenset[int]) -> Intervention:
+    """The two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
 
         1. forward of the full batch, cut at module outputs y; v = ∂ loss / ∂ y; the loss's own parameters directly
         2. per micro-batch: forward, backward of y_k with cotangent v_k
 
     Args:
-        bench: Where to run.
         inside: The module calls that are not cut, because their outputs have no row per sample or depend on the batch
             already. They contain the loss or a part of it.
 
     Source: L. Gao, Y. Zhang, J. Han, J. Callan, Scaling Deep Contrastive Learning Batch Size under Memory Limited
     Setup, 2021, section 3.
     """
+    accumulate = partial(_cache_gradients, inside)
+    return Intervention("cached gradients", ControlKind.CACHED_GRADIENTS, accumulate=accumulate, in_reference=False)
+
+
+def _cache_gradients(inside: frozenset[int], experiment: Experiment) -> Callable[[PassResult], Gradients]:
+    """Runs the loss on all outputs; returns what runs the model per micro-batch.
+
+    Raises:
+        ControlFailed: No output of a module takes part in the loss.
+    """
     # One backward over the summed losses would have no place for the cotangents of each micro-batch.
-    experiment = bench.experiment.with_backwards_apart()
-    experiment.progress("control: cached gradients")
+    experiment = experiment.with_backwards_apart()
     cut = _Cut(experiment, inside)
-    direct = experiment.full_batch(cut)
+    direct = experiment.full_batch(cut).gradients
     if not cut.leaves:
         raise ControlFailed("no module output takes part in the loss")
 
-    def add_gradients(full: PassResult) -> Gradients:
-        parts = experiment.micro_batches(full, cut)
+    def accumulate(full: PassResult) -> Gradients:
         total: dict[str, torch.Tensor | None] = {}
-        for name, gradient in parts.gradients.items():
-            direct_gradient = direct.gradients[name]
-            total[name] = (
-                direct_gradient
-                if gradient is None
-                else gradient
-                if direct_gradient is None
-                else gradient + direct_gradient
-            )
+        for name, gradient in experiment.micro_batches(full, cut).gradients.items():
+            parts = [part for part in (direct[name], gradient) if part is not None]
+            total[name] = sum(parts[1:], parts[0]) if parts else None
         return total
 
-    difference_left = bench.against_full_batch(add_gradients)
-    return ControlRun(
-        "cached gradients", difference_left, difference_left <= bench.rounding, kind=ControlKind.CACHED_GRADIENTS
-    )
+    return accumulate
 
 
 # Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.
@@ -560,10 +560,6 @@ class PinnedCode(PinnedValues):
         """Whether the gradients are pinned too."""
         return self._sent_back is not None
 
-    def with_gradients(self) -> PinnedCode:
-        """The same, with the gradients pinned too."""
-        raise NotImplementedError
-
     def _listen(self, k: int | None, name: Hashable, inputs: Any) -> Any:
         """Returns the inputs of a call, which the full batch listens to."""
         return inputs if self._sent_back is None or k is not None else self._sent_back.listen_to_inputs(name, inputs)
@@ -595,11 +591,7 @@ class PinnedResults(PinnedCode):
         with_gradients: bool = False,
     ) -> None:
         super().__init__(experiment, order, with_gradients=with_gradients)
-        self._experiment, self._functions = experiment, frozenset(functions)
-
-    def with_gradients(self) -> PinnedResults:
-        """The same, with the gradients pinned too."""
-        return PinnedResults(self._experiment, self._functions, self._order, with_gradients=True)
+        self._functions = frozenset(functions)
 
     def places(self, k: int | None, pin: Pin) -> AbstractContextManager[Any]:
         """Intercepts every torch call."""
@@ -645,16 +637,13 @@ class PinnedOutputs(PinnedCode):
     missing = "call the module more often"
 
     def __init__(
-        self, experiment: Experiment, module: nn.Module, positions: Sequence[int] = (), *, with_gradients: bool = False
+        self, experiment: Experiment, path: str, positions: Sequence[int] = (), *, with_gradients: bool = False
     ) -> None:
+        module = dict(experiment.named_modules())[path]
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         super().__init__(experiment, None, parameters, with_gradients=with_gradients)
-        self._experiment, self._module = experiment, module
+        self._module = module
         self._positions = frozenset() if with_gradients else frozenset(positions)
-
-    def with_gradients(self) -> PinnedOutputs:
-        """The same, with the gradients pinned too."""
-        return PinnedOutputs(self._experiment, self._module, with_gradients=True)
 
     @contextmanager
     def places(self, k: int | None, pin: Pin) -> Iterator[None]:
@@ -844,6 +833,41 @@ class EvaluationMode(PassProbe):
         return mode_set(self.modules, "eval")
 
 
+class GroupNorms(PassProbe):
+    """Puts GroupNorm with the same scale and shift in the place of BatchNorm layers.
+
+    Args:
+        experiment: Whose layers.
+        layers: Those that are replaced.
+
+    Raises:
+        ControlFailed: A layer is the model itself.
+    """
+
+    def __init__(self, experiment: Experiment, layers: Sequence[nn.Module]) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.GroupNorm]] = []
+        for _, parent in experiment.named_modules():
+            for name, child in submodules_of(parent).items():
+                if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
+                    self._places.append((parent, name, child, group_norm_for(child)))
+        names = {f"GroupNorm({norm.num_groups}, {norm.num_channels})" for *_, norm in self._places}
+        if not names:
+            raise ControlFailed("the layer is the model itself")
+        self.name = names.pop() if len(names) == 1 else "GroupNorm"
+
+    @contextmanager
+    def around(self, k: int | None) -> Iterator[None]:
+        """Replaces them for the length of a pass."""
+        # Not by assignment to the attribute: the user's `__setattr__` may do more than that.
+        for parent, name, _, norm in self._places:
+            submodules_of(parent)[name] = norm
+        try:
+            yield
+        finally:
+            for parent, name, layer, _ in self._places:
+                submodules_of(parent)[name] = layer
+
+
 def find_live_statistics(experiment: Experiment) -> list[nn.Module]:
     """Returns the BatchNorm layers of libraries that use statistics of the batch in the runs of an experiment."""
     probes = [probe for probe in experiment.probes if isinstance(probe, EvaluationMode)]
@@ -879,7 +903,7 @@ class WithoutHooks(PassProbe):
 class WithoutTensorHooks(PassProbe):
     """Gives `Tensor.register_hook` no effect in a forward; `frames` are the lines that called it."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: Experiment) -> None:
         self.frames: list[Frame] = []
 
     def around(self, k: int | None) -> AbstractContextManager[Any]:

@@ -18,23 +18,23 @@ from functools import partial
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import Facts, Forward
 from gaverify.search import backward, counts, proof, state, weights
-from gaverify.search.bench import FORESEEN, Bench, find_needed
+from gaverify.search.bench import FORESEEN, Bench, Intervention, find_needed
 from gaverify.search.counts import WindowCounts
-from gaverify.search.neutral import EvaluationMode, PinnedResults, PinnedState, cached_gradients, find_live_statistics
+from gaverify.search.neutral import find_live_statistics
 from gaverify.search.proof import SuspectTrial
 from gaverify.search.trace.first_divergence import find_one_sided_branch, is_normalisation, trace_divergences
 from gaverify.verdict.control import failure_sentence
 
+_OTHERS = Intervention("the other causes neutralised", ControlKind.OTHER_CAUSES)
 _ROUNDS = 5  # causes that are looked for one after the other
 _TRIED = 3  # suspects of one round that are tried in a control run
 
 
 def ask(bench: Bench, facts: Facts) -> Facts:
     """Searches operations in which samples interact, beside state and draws that may be causes as well."""
-    state_probe = state.make_state_probe(bench, facts)
-    control = facts.state.control if facts.state is not None and state_probe is not None else None
+    control = facts.state.control if facts.state is not None else None
     # State that changes would differ in every trace: it stays neutralised, whether or not it is a cause.
-    search_bench = bench if state_probe is None else bench.without(state_probe)
+    search_bench = bench.neutralise(*state.neutralise_state(facts))
     fit = facts.window.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
     weights_run = facts.window.remedy if facts.weights_first else None
@@ -47,7 +47,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
             explanation = step
     except FORESEEN as error:
         bench.failures["first diverging operation"] = failure_sentence(error)
-    if state_probe is None and weights_run is None:
+    if control is None and weights_run is None:
         in_backward = _look_in_backward(bench, facts, explanation)
         if in_backward is not None:
             return in_backward
@@ -151,21 +151,20 @@ def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) ->
     if state_facts is None or not is_restored or explanation.counts is None:
         return facts, explanation
     changes = state.read_changes(state_facts.changes)
-    pinned_bench = bench.without(PinnedState(bench.experiment, [change.name for change in changes]))
-    without_counts = replace(explanation, counts=None)
-    run = bench.possible(lambda: without_counts.run_again(pinned_bench))
+    without_counts = replace(explanation, counts=None, remedy=None)
+    run = bench.possible(lambda: without_counts.run_again(bench.neutralise(state.pin(changes))))
     if run is None or not run.rounding:
         return facts, explanation
-    control = state.run_control(bench, ControlKind.STATE_PINNED, changes)
+    control = bench.run(state.pin(changes))
     return replace(facts, state=replace(state_facts, control=control)), replace(without_counts, left=run.left)
 
 
 def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Facts:
     """Releases state and draws while everything else stays neutralised, which shows the difference that they make."""
-    state_probe, state_facts = state.make_state_probe(bench, facts), facts.state
-    if state_probe is not None or facts.draws.control is not None:
+    neutral_state, state_facts = state.neutralise_state(facts), facts.state
+    if neutral_state or facts.draws.control is not None:
         explanation = _give_last_probe(explanation)
-    if state_probe is not None and state_facts is not None:
+    if neutral_state and state_facts is not None:
         alone = bench.attempt("state released", lambda: explanation.run_again(bench))
         if alone is not None and alone.rounding:
             facts = replace(facts, state=state.blame_beside_control(bench, state_facts))
@@ -178,7 +177,7 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
             state_facts = replace(state_facts, blamed=blame.changes, together=blame.together)
             facts = replace(facts, state=replace(state_facts, difference_alone=difference_left))
     if bench.live is not None:
-        live_bench = bench.live if state_probe is None else bench.live.without(state_probe)
+        live_bench = bench.live.neutralise(*neutral_state)
         alone = bench.attempt("draws released", lambda: _run_with_draws(explanation, live_bench))
         difference_alone = alone.left if alone is not None and not alone.rounding else 0.0
         facts = replace(facts, draws=replace(facts.draws, difference_alone=difference_alone))
@@ -244,35 +243,29 @@ class Explanation:
 
     @property
     def ends_openly(self) -> bool:
-        """Whether the last cause has no probe of its own, so that it cannot be released."""
-        return bool(self.trials) and self.trials[-1].probe is None
+        """Whether nothing can run beside the last cause's control, so that it cannot be released."""
+        return bool(self.trials) and self.trials[-1].intervention is None
 
-    def neutralise(self, bench: Bench) -> Bench:
-        """Returns a bench with the causes neutralised, as far as they have probes."""
-        return bench.without(*(trial.probe for trial in self.trials if trial.probe is not None))
+    @property
+    def interventions(self) -> tuple[Intervention, ...]:
+        """What neutralises the causes, as far as others can be looked for beside it."""
+        return tuple(trial.intervention for trial in self.trials if trial.intervention is not None)
+
+    @property
+    def neutral_bench(self) -> Bench:
+        """The bench with the causes neutralised, without weights."""
+        return self.bench.neutralise(*self.interventions)
 
     def neutralise_all(self, bench: Bench) -> Bench | None:
-        """Returns a bench with all causes neutralised and the right weights; None where the last one has no probe."""
-        if self.ends_openly:
-            return None
-        neutral_bench = self.neutralise(bench)
-        if self.counts is not None:
-            return self.counts.apply_to(neutral_bench)
-        return neutral_bench if self.fit is None else neutral_bench.with_weights(self.fit.weights)
+        """Returns a bench without the causes and with the right weights; None where the last one has to run alone."""
+        weighted = self.remedy.interventions if self.remedy is not None else ()
+        return None if self.ends_openly else bench.neutralise(*self.interventions, *weighted)
 
     def run_again(self, bench: Bench) -> ControlRun:
         """Runs the last control again on another bench."""
-        control_bench = self.neutralise(bench)
-        last_control = self.trials[-1].cause.control if self.trials else None
-        if last_control is not None and last_control.kind is ControlKind.LARGER_MICRO_BATCHES:
-            return proof.run_larger_micro_batches(control_bench)
-        if self.ends_openly:
-            return cached_gradients(control_bench, frozenset(self.trials[-1].cause.suspect.calls))
-        if self.fit is not None:
-            return weights.run_fitted_weights(control_bench, self.fit)
-        if self.counts is not None:
-            control_bench = self.counts.apply_to(control_bench)
-        return control_bench.run("the other causes neutralised", kind=ControlKind.OTHER_CAUSES)
+        last_control = self.trials[-1].cause.control if self.ends_openly else self.remedy
+        last = last_control.interventions if last_control is not None else ()
+        return bench.run(*self.interventions, *(last or (_OTHERS,)))
 
 
 def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Explanation]:
@@ -289,7 +282,7 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
             return
     for _ in range(_ROUNDS):
         # Propose: the first operations that depend on the batch, with the causes found so far neutralised.
-        facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
+        facts, bench = explanation.facts, explanation.neutral_bench
         suspects, forward = trace_divergences(bench, facts.window, foreign=facts.draws.foreign_differ)
         explanation = replace(explanation, forward=explanation.forward or forward)
         # Control: the first suspect that helps; without one, the best that can be neutralised.
@@ -305,9 +298,9 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
         explanation = replace(explanation, left=control.left)
         yield explanation
         # A control that leaves a difference: there is another cause, or the weights are wrong beside this one.
-        if not control.rounding and trial.probe is not None:
+        if not control.rounding and trial.intervention is not None:
             explanation = _explain_by_weights(explanation, control.fit)
-        if control.rounding or trial.probe is None or explanation.has_weights:
+        if control.rounding or trial.intervention is None or explanation.has_weights:
             break
         if control.fit is not None and not control.fit.vacuous:
             explanation = replace(explanation, residual=control.fit.residual)
@@ -337,7 +330,7 @@ def _try_suspects(
             return explanation, trial
         if trial is not None:
             candidates.append(trial)
-    on_probation = [trial for trial in candidates if trial.probe is not None]
+    on_probation = [trial for trial in candidates if trial.intervention is not None]
     unproven = [trial for trial in candidates if trial.is_suspicion]
     ruled_out = dict(explanation.ruled_out)
     ruled_out |= {trial.cause.suspect.culprit.place: trial.cause.suspect.culprit for trial in on_probation}
@@ -366,10 +359,10 @@ def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Su
 
 def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
     """Returns the explanation with weights or counts of the window that explain the rest, if a run confirms them."""
-    facts, bench = explanation.facts, explanation.neutralise(explanation.bench)
+    facts, bench = explanation.facts, explanation.neutral_bench
     # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
     # of the control. Layers of another class that still mix samples are a cause that comes first.
-    runs_live = all(isinstance(trial.probe, EvaluationMode) for trial in explanation.trials)
+    runs_live = all(trial.kind is ControlKind.EVALUATION_MODE for trial in explanation.trials)
     runs_live = runs_live and not find_live_statistics(bench.experiment)
     if runs_live and not weights.is_meaningful(bench, facts, fit):
         window_counts = bench.possible(lambda: counts.find_counts(bench, facts.window.used))
@@ -391,9 +384,12 @@ def _widen_last_control(explanation: Explanation) -> Explanation:
     # Only cached gradients helped: the samples interact somewhere after the line that is named.
     if last.region is not None and last.region.cause.control is not None:
         return replace(explanation, trials=(*before, last.region), left=last.region.cause.control.left)
-    if not last.helps or last.probe is None:
+    if not last.helps or last.intervention is None:
         return explanation
-    bench, suspect = replace(explanation, trials=tuple(before)).neutralise(explanation.bench), last.cause.suspect
+    bench, suspect = (
+        explanation.bench.neutralise(*replace(explanation, trials=tuple(before)).interventions),
+        last.cause.suspect,
+    )
     # Other samples may enter a module at two places, of which the control pinned one.
     wider = proof.try_suspect(bench, suspect, explanation.left_before, explanation.residual, all_of_it=True)
     control = wider.cause.control if wider is not None else None
@@ -416,13 +412,16 @@ def _give_last_probe(explanation: Explanation) -> Explanation:
     if not (explanation.ends_openly and explanation.is_complete):
         return explanation
     *before, last = explanation.trials
-    bench, suspect = explanation.neutralise(explanation.bench), last.cause.suspect  # the last one has no probe yet
+    bench, suspect = (
+        explanation.neutral_bench,
+        last.cause.suspect,
+    )  # the last one has no probe yet
     for functions in (suspect.source_functions, suspect.functions):
-        probe = PinnedResults(bench.experiment, functions, suspect.order)
-        what = "the operations that mix samples kept constant"
-        control_run = bench.possible(partial(bench.run, what, probe)) if functions else None
+        pinned = proof.pin_results(functions, "the operations that mix samples kept constant", suspect.order)
+        pinned = pinned.share_probe(bench.experiment)
+        control_run = bench.possible(partial(bench.run, pinned)) if functions else None
         if control_run is not None and control_run.rounding:
-            return replace(explanation, trials=(*before, replace(last, probe=probe)))
+            return replace(explanation, trials=(*before, replace(last, intervention=pinned)))
     return explanation
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import partial
 
 from torch import nn
 
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.modes import mode_set
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
-from gaverify.remedies.batch_norm import group_norm_for, only_normalises
-from gaverify.search.bench import FORESEEN, Bench, ControlFailed
+from gaverify.remedies.batch_norm import only_normalises
+from gaverify.search.bench import FORESEEN, Bench, ControlFailed, Intervention
 from gaverify.search.neutral import (
     EvaluationMode,
+    GroupNorms,
     PinnedCode,
     PinnedDecisions,
     PinnedOutputs,
@@ -26,7 +25,6 @@ from gaverify.search.neutral import (
 )
 from gaverify.search.trace.first_divergence import find_one_sided_branch
 from gaverify.thresholds import HELPS, SAME_IN_FLOAT32, TINY
-from gaverify.torch_internals import submodules_of
 from gaverify.verdict.control import failure_sentence
 
 
@@ -36,8 +34,8 @@ class SuspectTrial:
 
     cause: Cause
     """The suspect, the control that was run, and its repairs."""
-    probe: PassProbe | None
-    """The probe that neutralises it while others are looked for; None: cached gradients, which have no such probe."""
+    intervention: Intervention | None
+    """It neutralises the suspect while others are looked for; None: only a control that nothing can run beside."""
     failures: tuple[str, ...] = ()
     """Why other controls of it were impossible."""
     helps: bool = True
@@ -49,9 +47,14 @@ class SuspectTrial:
     """A trial without power that left nothing, where this one, on probation, leaves less than there was before."""
 
     @property
+    def kind(self) -> ControlKind | None:
+        """The kind of what neutralises it."""
+        return self.intervention.kind if self.intervention is not None else None
+
+    @property
     def is_suspicion(self) -> bool:
         """Whether no control was possible, or none that left nothing had power."""
-        return self.probe is None and not self.helps
+        return self.intervention is None and not self.helps
 
 
 def try_suspect(
@@ -85,31 +88,31 @@ def try_suspect(
         weighted = fit.residual / residual if fit is not None and not fit.vacuous and residual > 0 else 1.0
         return 1.0 - min(control.left / max(left, TINY), weighted)
 
-    for control, probe in _run_controls(bench, suspect, failures, lambda run: share_explained(run) > 1.0 - HELPS):
+    for control, neutral in _run_controls(bench, suspect, failures, lambda run: share_explained(run) > 1.0 - HELPS):
         if control.kind is ControlKind.LARGER_MICRO_BATCHES and suspect.lacking is not None:
             # a number was read near the branch, and did not decide it
             suspect = replace(suspect, operation=suspect.lacking, frame=None)
         explained = share_explained(control)
-        trial = SuspectTrial(Cause(suspect, control, (), explained), probe, tuple(failures))
+        trial = SuspectTrial(Cause(suspect, control, (), explained), neutral, tuple(failures))
         helps = control.rounding or (explained > 1.0 - HELPS and not all_of_it)
         if control.rounding and not control.has_power:
-            powerless = powerless or replace(trial, probe=None, helps=False)
+            powerless = powerless or replace(trial, intervention=None, helps=False)
             continue
         if helps and control.has_power:
-            remedies = tuple(_run_remedies(bench, suspect, probe)) if control.rounding else ()
+            remedies = tuple(_run_remedies(bench, suspect, control, neutral)) if control.rounding else ()
             trial = replace(trial, cause=replace(trial.cause, remedies=remedies))
             is_region = control.kind is ControlKind.CACHED_GRADIENTS
             return _put_on_probation(bench, trial, left) or trial if is_region else trial
         # Layers of another class that still mix samples are the rest of the cause, or may hide that this control helps.
         # Only evaluation mode leaves the loss running as it is. A pinned result cuts off what is counted before it.
-        if isinstance(probe, EvaluationMode):
-            evaluation_bench = bench.without(probe)
+        if control.kind is ControlKind.EVALUATION_MODE:
+            evaluation_bench = bench.neutralise(*control.interventions)
             live = [len(find_live_statistics(each.experiment)) for each in (evaluation_bench, bench)]
             if (not all_of_it and 0 < live[0] < live[1]) or counted(evaluation_bench):
                 return trial
         # These layers stay the best guess: they are a repair, and other suspects can be tried behind them.
-        is_best_repair = best is not None and isinstance(best.probe, EvaluationMode)
-        if probe is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
+        is_best_repair = best is not None and best.kind is ControlKind.EVALUATION_MODE
+        if neutral is not None and (best is None or (explained > best.cause.explained and not is_best_repair)):
             best = replace(trial, helps=False)
     if best is not None and best.cause.control is not None and powerless is not None:
         changes = abs(best.cause.control.left - left) > SAME_IN_FLOAT32 * left
@@ -125,123 +128,97 @@ def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> Suspect
     """
     suspect = trial.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
-    probe = PinnedResults(bench.experiment, functions, suspect.order)
-    what = f"the result of `{suspect.culprit.name}` kept constant"
-    run = bench.possible(lambda: bench.run(what, probe)) if functions else None
-    if run is None or abs(run.left - left) > SAME_IN_FLOAT32 * left:
+    pinned = pin_results(functions, f"the result of `{suspect.culprit.name}` kept constant", suspect.order)
+    tried = bench.possible(lambda: _run_control(bench, pinned)) if functions else None
+    if tried is None or abs(tried[0].left - left) > SAME_IN_FLOAT32 * left:
         return None
-    return SuspectTrial(Cause(suspect, run, (), 0.0), probe, trial.failures, helps=False, region=trial)
+    return SuspectTrial(Cause(suspect, tried[0], (), 0.0), tried[1], trial.failures, helps=False, region=trial)
 
 
 def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs a control of a cause's kind, and its repairs, on another bench; None where that is impossible."""
+    """Runs a cause's own control, and its repairs, on another bench; None where it has none."""
     if cause.control is None:
         return None
-    tries = list[tuple[ControlRun, PassProbe | None]]()
-    # several controls have this kind: one that is impossible, or shows nothing, leaves it to the next
-    helps = attrgetter("rounding")
-    for each in _run_controls(bench, cause.suspect, [], helps, fit=False, kind=cause.control.kind):
-        tries.append(each)
-        if each[0].proves:
-            break
-    if not tries:
-        return None
-    control, probe = tries[-1]
-    remedies = tuple(_run_remedies(bench, cause.suspect, probe)) if control.rounding else ()
+    control, neutral = _run_control(bench, *cause.control.interventions)
+    remedies = tuple(_run_remedies(bench, cause.suspect, control, neutral)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, difference_alone=bench.total)
 
 
-def put_causes_in_evaluation_mode(bench: Bench, causes: Sequence[Cause]) -> Bench:
-    """The bench with the layers of some causes in evaluation mode."""
-    paths = [cause.suspect.operation.module for cause in causes]
-    layers = [layer for path in paths if path is not None for layer in _find_layers_of_class(bench, path)]
-    return bench.without(EvaluationMode(layers)) if layers else bench
-
-
-def rerun_replacement(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs the repair that replaces a cause by other layers, on another bench; None where it leaves a difference.
+def rerun_replacement(bench: Bench, cause: Cause) -> ControlRun | None:
+    """Runs the repair that replaces a cause by other layers, on another bench; None where there is none.
 
     It shows what the control would show there: without these layers no difference is left.
     """
-    remedies = tuple(_run_remedies(bench, cause.suspect, None))
-    if [(run.kind, run.rounding) for run in remedies] != [(ControlKind.REPLACED, True)]:
-        return None
-    return replace(
-        cause, remedies=remedies, explained=1.0 - remedies[0].left / bench.total, difference_alone=bench.total
-    )
+    replacement = _replace_layers(bench, cause.suspect)
+    return bench.possible(lambda: bench.run(replacement)) if replacement is not None else None
+
+
+_Tried = tuple[ControlRun, Intervention | None]
+"""A control run, and what keeps its suspect neutralised beside other controls; None where nothing can."""
+
+
+def _run_control(bench: Bench, intervention: Intervention, *, fit: bool = False) -> _Tried:
+    """Runs a control with a probe that its repairs and later controls share."""
+    shared = intervention.share_probe(bench.experiment)
+    return bench.run(shared, fit=fit), shared if shared.shared is not None else None
 
 
 def _run_controls(
-    bench: Bench,
-    suspect: Suspect,
-    failures: list[str],
-    helps: Callable[[ControlRun], bool],
-    *,
-    fit: bool = True,
-    kind: ControlKind | None = None,
-) -> Iterator[tuple[ControlRun, PassProbe | None]]:
-    """Yields what the controls of a suspect leave, each with its probe; notes why others were impossible.
+    bench: Bench, suspect: Suspect, failures: list[str], helps: Callable[[ControlRun], bool]
+) -> Iterator[_Tried]:
+    """Yields what the controls of a suspect leave; notes why others were impossible.
 
     Args:
         bench: Where to run.
         suspect: The operation to neutralise.
         failures: Takes the reasons.
         helps: Whether a control explains enough.
-        fit: Whether to fit weights.
-        kind: The only kind that is run; None runs all.
     """
-    for each_kind, make in _list_controls(bench, suspect, fit=fit):
-        # a value is pinned before it is pinned with its gradients
-        wanted_kind = ControlKind.RESULT_PINNED if kind is ControlKind.FULL_BATCH else kind
-        if wanted_kind not in (None, each_kind):
-            continue
+    for make in _list_controls(bench, suspect):
         try:
-            control, probe = make()
+            control, neutral = make()
         except FORESEEN as error:
             failures.append(failure_sentence(error))
             continue
+        probe = neutral.shared if neutral is not None else None
         if not (isinstance(probe, PinnedCode) and helps(control) and (control.cut_off or probe.may_hide_backward)):
-            yield control, probe
+            yield control, neutral
             continue
         # A constant cuts what was computed before it off the loss. With the gradients that its code sends back, what
         # is wrong before it shows again: a layer, a hook, a function with a backward of its own.
-        what, connected = f"{control.what}, and the gradients of its inputs,", probe.with_gradients()
         try:
-            run = bench.run(what, connected, fit=fit, kind=ControlKind.FULL_BATCH)
+            connected = _run_control(bench, _pin_gradients(*control.interventions), fit=True)
         except FORESEEN as error:
             failures.append(failure_sentence(error))
         else:
-            yield run, connected
+            yield connected
         if control.cut_off:
-            yield control, probe
+            yield control, neutral
 
 
-_Control = tuple[ControlKind, Callable[[], tuple[ControlRun, PassProbe | None]]]
+def _list_controls(bench: Bench, suspect: Suspect) -> Iterator[Callable[[], _Tried]]:
+    """Yields the controls in the order of how much of the model they leave running."""
+    path = suspect.operation.module
 
-
-def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Iterator[_Control]:
-    """Yields the controls, each with its kind, in the order of how much of the model they leave running."""
-    path, experiment = suspect.operation.module, bench.experiment
-
-    def run(what: str, probe: PassProbe, kind: ControlKind = ControlKind.RESULT_PINNED) -> _Control:
-        return kind, lambda: (bench.run(what, probe, fit=fit, kind=kind), probe)
+    def run(intervention: Intervention) -> Callable[[], _Tried]:
+        return partial(_run_control, bench, intervention, fit=True)
 
     if suspect.statistics and path is not None:
-        yield ControlKind.EVALUATION_MODE, lambda: _run_in_evaluation_mode(bench, path, fit=fit)
+        yield partial(_run_in_evaluation_mode, bench, path)
     in_loss = suspect.kind in ("matrix", "non-additive") or (suspect.kind != "random" and not suspect.in_model)
     # Cached gradients leave whole every module that mixes samples. If the model mixes samples itself, they would repair
     # the model too, and prove nothing about the loss.
     if in_loss and not suspect.model_mixes:
-        yield ControlKind.CACHED_GRADIENTS, lambda: (cached_gradients(bench, frozenset(suspect.calls)), None)
+        yield partial(_run_control, bench, cached_gradients(frozenset(suspect.calls)))
     if suspect.frame is not None:
         what, decisions = (
             "the full batch's decisions taken by every micro-batch",
-            PinnedDecisions(experiment, suspect.frame),
+            partial(PinnedDecisions, frame=suspect.frame),
         )
-        yield run(what, decisions, ControlKind.DECISIONS)
+        yield run(Intervention(what, ControlKind.DECISIONS, decisions))
     if suspect.lacking is not None and suspect.in_model:
-        yield ControlKind.LARGER_MICRO_BATCHES, lambda: (run_larger_micro_batches(bench), None)
+        yield lambda: (_run_larger_micro_batches(bench), None)
     reduced = (suspect.source_functions, "the reduction over the batch kept constant")
     # With equal calls in modules of the same class; without any there is no such control.
     everywhere = (*suspect.functions, *suspect.functions_on_equal_lines) if suspect.functions_on_equal_lines else ()
@@ -254,24 +231,37 @@ def _list_controls(bench: Bench, suspect: Suspect, *, fit: bool = True) -> Itera
     )
     for functions, what in constant_results:
         if functions and not (functions is suspect.functions and suspect.kind == "matrix" and suspect.in_model):
-            yield run(what, PinnedResults(experiment, functions, suspect.order))
-    module = dict(experiment.named_modules()).get(path) if path else None
-    if suspect.in_model and module is not None:
-        yield run(f"the output of `{path}` kept constant", PinnedOutputs(experiment, module, suspect.outputs))
+            yield run(pin_results(functions, what, suspect.order))
+    if suspect.in_model and path and path in dict(bench.experiment.named_modules()):
+        outputs = partial(PinnedOutputs, path=path, positions=suspect.outputs)
+        yield run(Intervention(f"the output of `{path}` kept constant", probe=outputs))
 
 
-def run_larger_micro_batches(bench: Bench) -> ControlRun:
+def pin_results(functions: Sequence[FunctionKey], what: str, order: int | None) -> Intervention:
+    """The results of some torch calls kept constant."""
+    return Intervention(what, probe=partial(PinnedResults, functions=functions, order=order))
+
+
+def _pin_gradients(pinned: Intervention) -> Intervention:
+    """The same values kept constant, and the gradients that their code sends back."""
+    assert isinstance(pinned.probe, partial)
+    probe = partial(pinned.probe, with_gradients=True)
+    return Intervention(f"{pinned.what}, and the gradients of its inputs,", ControlKind.FULL_BATCH, probe)
+
+
+def _run_larger_micro_batches(bench: Bench) -> ControlRun:
     """Runs neighbouring micro-batches as one, until all forwards run the operations of the full batch.
 
     Raises:
         ControlFailed: There are too few micro-batches, their weights are a function, or more than rounding is left.
     """
-    experiment, count = bench.experiment, 1
-    while (count := 2 * count) <= experiment.steps // 2:
-        merged_bench = replace(bench, experiment=_merge_micro_batches(experiment, count), reference=None)
+    count = 1
+    while (count := 2 * count) <= bench.experiment.steps // 2:
+        merge = partial(_merge_micro_batches, count=count)
+        merged_bench = replace(bench, experiment=merge(bench.experiment), reference=None)
         if find_one_sided_branch(merged_bench) is None:
             what = f"micro-batches of at least {min(merged_bench.experiment.sizes)} samples"
-            run = merged_bench.run(what, kind=ControlKind.LARGER_MICRO_BATCHES)
+            run = bench.run(Intervention(what, ControlKind.LARGER_MICRO_BATCHES, change=merge))
             if run.rounding:
                 return run
     raise ControlFailed("no larger micro-batches run the operations of the full batch")
@@ -293,21 +283,28 @@ def _merge_micro_batches(experiment: Experiment, count: int) -> Experiment:
     return replace(experiment, sizes=tuple(sum(experiment.sizes[group]) for group in groups), weighting=weighting)
 
 
-def _run_in_evaluation_mode(bench: Bench, path: str, *, fit: bool) -> tuple[ControlRun, PassProbe]:
+def _run_in_evaluation_mode(bench: Bench, path: str) -> _Tried:
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
-    modules = _find_layers_of_class(bench, path)
-    several = "both" if len(modules) == 2 else f"all {len(modules)}"
-    kind = type(modules[0]).__name__
-    names = f"layer `{path}` ({kind})" if len(modules) == 1 else f"{several} {kind} layers"
-    active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in modules)
-    what, probe = f"{names} in evaluation mode", EvaluationMode(modules)
-    if _is_run_on_all(bench, probe):
+    layers = find_layers_of_class(bench.experiment, path)
+    several = "both" if len(layers) == 2 else f"all {len(layers)}"
+    kind = type(layers[0]).__name__
+    names = f"layer `{path}` ({kind})" if len(layers) == 1 else f"{several} {kind} layers"
+    active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in layers)
+    evaluate = Intervention(
+        f"{names} in evaluation mode", ControlKind.EVALUATION_MODE, partial(_evaluate_layers, path), modules=active
+    )
+    if _is_run_on_all(bench, evaluate, layers):
         # Presumed: the control of all of the batch decides, and where it leaves something all of that is searched.
-        return ControlRun(what, 0.0, True, kind=ControlKind.EVALUATION_MODE, modules=active), probe
-    return replace(bench.run(what, probe, fit=fit, kind=ControlKind.EVALUATION_MODE), modules=active), probe
+        presumed = ControlRun(evaluate.what, 0.0, True, kind=evaluate.kind, modules=active, interventions=(evaluate,))
+        return presumed, evaluate
+    return _run_control(bench, evaluate, fit=True)
 
 
-def _is_run_on_all(bench: Bench, probe: EvaluationMode) -> bool:
+def _evaluate_layers(path: str, experiment: Experiment) -> PassProbe:
+    return EvaluationMode(find_layers_of_class(experiment, path))
+
+
+def _is_run_on_all(bench: Bench, evaluate: Intervention, layers: Sequence[nn.Module]) -> bool:
     """Whether some layers are all that normalise the first samples of a batch, and nothing replaces them.
 
     Their control then runs on all of the batch. Where GroupNorm replaces them that repair runs there instead, and the
@@ -315,8 +312,9 @@ def _is_run_on_all(bench: Bench, probe: EvaluationMode) -> bool:
     """
     if not bench.in_part or bench.experiment.probes:
         return False
-    is_live, stays_live = (bool(find_live_statistics(each.experiment)) for each in (bench, bench.without(probe)))
-    return is_live and not stays_live and not _are_replaceable(probe.modules)
+    benches = bench, bench.neutralise(evaluate)
+    is_live, stays_live = (bool(find_live_statistics(each.experiment)) for each in benches)
+    return is_live and not stays_live and not _are_replaceable(layers)
 
 
 def _are_replaceable(layers: Sequence[nn.Module]) -> bool:
@@ -329,49 +327,58 @@ def _describe_lines(functions: Sequence[FunctionKey]) -> str:
     return ", ".join(f"`{name}` at line {line}" for name, line in places)
 
 
-def _find_layers_of_class(bench: Bench, path: str) -> list[nn.Module]:
-    """The suspect's module and every other module of its class: they are repaired together."""
-    modules = dict(bench.experiment.named_modules())
+def find_layers_of_class(experiment: Experiment, path: str) -> list[nn.Module]:
+    """A module and every other one of its class: they are repaired together."""
+    modules = dict(experiment.named_modules())
     kind = type(modules[path])
     return [module for module in modules.values() if type(module) is kind]
 
 
-def _run_remedies(bench: Bench, suspect: Suspect, probe: PassProbe | None) -> Iterator[ControlRun]:
-    """Runs the repairs that can be made without the user's code."""
-    path = suspect.operation.module
+def _run_remedies(
+    bench: Bench, suspect: Suspect, control: ControlRun, neutral: Intervention | None
+) -> Iterator[ControlRun]:
+    """Runs the repairs that can be made without the user's code.
+
+    Args:
+        bench: Where the control ran.
+        suspect: It neutralised this.
+        control: The run that neutralised it.
+        neutral: Its intervention, with a probe that keeps the values of the full batch.
+    """
     # A value that cuts divergent parameters off the loss is no repair: they would get no gradient.
-    if isinstance(probe, PinnedResults) and not probe.pins_gradients:
+    probe = neutral.shared if neutral is not None else None
+    if neutral is not None and isinstance(probe, PinnedResults) and not probe.pins_gradients:
         # The control pinned the value in both runs. As a repair of the micro-batches alone it is right only if no
         # gradient of the full batch flows through the value, which this run shows.
-        what, kind = "the full batch's value as a constant in every micro-batch", ControlKind.FULL_BATCH_VALUE
+        what = "the full batch's value as a constant in every micro-batch"
+        repair = replace(neutral, what=what, kind=ControlKind.FULL_BATCH_VALUE, in_reference=False)
         # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves a full batch.
-        in_the_window = bench.possible(lambda: bench.run_repair(what, probe, kind=kind, exactly=False))
+        in_the_window = bench.possible(lambda: bench.run(repair, exactly=False))
         if in_the_window is None:
             return
         yield in_the_window
     # a replacement for layers in evaluation mode runs once, on all of the batch
-    if not suspect.statistics or path is None or (bench.in_part and isinstance(probe, EvaluationMode)):
-        return
-    layers = [m for m in _find_layers_of_class(bench, path) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not layers or not _are_replaceable(layers):
-        return
+    if not (bench.in_part and control.kind is ControlKind.EVALUATION_MODE):
+        replacement = _replace_layers(bench, suspect)
+        run = bench.possible(lambda: bench.run(replacement)) if replacement is not None else None
+        if run is not None:
+            yield run
+
+
+def _replace_layers(bench: Bench, suspect: Suspect) -> Intervention | None:
+    """GroupNorm in the place of a suspect's layers; None where that would be another layer than they are."""
+    path = suspect.operation.module
+    if not suspect.statistics or path is None:
+        return None
+    layers = find_layers_of_class(bench.experiment, path)
+    if not _are_replaceable(layers):
+        return None
     try:
-        with _with_group_norms(bench, layers) as name:
-            yield bench.run(name, kind=ControlKind.REPLACED)
-    except (*FORESEEN, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
-        return
+        name = GroupNorms(bench.experiment, layers).name
+    except (ControlFailed, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
+        return None
+    return Intervention(name, ControlKind.REPLACED, partial(_make_group_norms, path))
 
 
-@contextmanager
-def _with_group_norms(bench: Bench, layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[str]:
-    """Replaces BatchNorm layers by GroupNorm with the same scale and shift while the context is open."""
-    names = set()
-    with mode_set(bench.experiment.modules, None):
-        for _, parent in list(bench.experiment.named_modules()):
-            for name, child in list(submodules_of(parent).items()):
-                if isinstance(child, nn.modules.batchnorm._BatchNorm) and any(child is layer for layer in layers):
-                    norm = submodules_of(parent)[name] = group_norm_for(child)
-                    names.add(f"GroupNorm({norm.num_groups}, {norm.num_channels})")
-        if not names:
-            raise ValueError("the layer is the model itself")
-        yield names.pop() if len(names) == 1 else "GroupNorm"
+def _make_group_norms(path: str, experiment: Experiment) -> PassProbe:
+    return GroupNorms(experiment, find_layers_of_class(experiment, path))

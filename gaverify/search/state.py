@@ -23,7 +23,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, Operation
 from gaverify.records.facts import Facts, NextUpdate, State, StateChange
 from gaverify.rules.rule import quote_names
 from gaverify.search import weights
-from gaverify.search.bench import Bench, find_needed
+from gaverify.search.bench import Bench, Intervention, find_needed
 from gaverify.search.neutral import LeftState, PinnedState, PrimedState, RestoredState
 from gaverify.search.trace.state import StateWatch, find_state, take_digests
 from gaverify.search.trace.traces import Frame
@@ -70,13 +70,6 @@ class _LineWatch(PassProbe):
         return len(self.found) == len(self._named) or self._looks > _MOST_LOOKS
 
 
-_WORDS = {
-    ControlKind.STATE_PINNED: "state kept fixed",
-    ControlKind.STATE_PRIMED: "one forward of the full batch first",
-    ControlKind.STATE_PRIMED_AND_PINNED: (
-        "one forward of the full batch first, and the state kept fixed from then on,"
-    ),
-}
 UNNAMED = StateChange("state", "unnamed")
 _FARTHEST = 5  # forwards between the two farthest ones of the same batch that are compared
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
@@ -111,8 +104,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     state = replace(state, control=control, blamed=blamed, together=together, remedies=remedies)
     if control.kind is ControlKind.STATE_PINNED:
         # An update of the state once per window changes the reference as well: by how much is part of the answer.
-        state_probe = PinnedState(bench.experiment, [change.name for change in changes])
-        pinned_run = bench.possible(lambda: bench.run_repair(_WORDS[ControlKind.STATE_PINNED], state_probe))
+        pinned_run = bench.possible(lambda: bench.run(replace(pin(changes), in_reference=False)))
         state = replace(state, new_state_difference=math.nan if pinned_run is None else pinned_run.left)
     return replace(facts, state=state, left=control.left, cleared=True)
 
@@ -121,7 +113,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     """Restores everything before each micro-batch: state may have no name, or change in a backward."""
     if not facts.forward.shows_nothing:
         return facts
-    restored = bench.attempt("state restored", lambda: run_control(bench, ControlKind.STATE_RESTORED, fit=True))
+    restored = bench.attempt("state restored", lambda: bench.run(restore(), fit=True))
     if restored is None:
         return facts
     unnamed_state = State((UNNAMED,), restored, (UNNAMED,), (restored,))
@@ -130,7 +122,7 @@ def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
         return replace(facts, forward=forward, state=unnamed_state, left=restored.left, cleared=True)
     # Restoring that changes the difference shows that there is state; what it leaves may be wrong weights beside it.
     if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
-        restored_bench = bench.without(RestoredState(bench.experiment))
+        restored_bench = bench.neutralise(restore())
         fit = weights.choose_fit(restored_bench, facts, restored.fit)
         if fit is not None:
             return replace(
@@ -181,48 +173,33 @@ def measure_repetition(bench: Bench, facts: Facts) -> float:
     return 0.0
 
 
-def run_control(
-    bench: Bench,
-    kind: ControlKind,
-    changes: Sequence[StateChange] = (),
-    watch: PassProbe | None = None,
-    *,
-    fit: bool = False,
-) -> ControlRun:
-    """Runs a control of state.
-
-    Args:
-        bench: Where to run.
-        kind: The state restored before each micro-batch, writes to it without effect, one forward of the full batch
-            before both runs, or the last two together.
-        changes: The state that is restored, or to which writes have no effect; empty: all of it is restored.
-        watch: Another probe for the same run.
-        fit: Whether to fit weights.
-    """
-    probes = [watch] if watch is not None else []
-    if kind in (ControlKind.STATE_PRIMED, ControlKind.STATE_PRIMED_AND_PINNED):
-        probes.insert(0, PrimedState(bench.experiment))
-    if kind is ControlKind.STATE_RESTORED:  # the full batch starts from the restored state anyway
-        names = [change.name for change in changes]
-        restored = RestoredState(bench.experiment, names or None)
-        return bench.run_repair(_word_restored(names), restored, kind=kind, fit=fit)
-    if kind in (ControlKind.STATE_PINNED, ControlKind.STATE_PRIMED_AND_PINNED):
-        # entered after the priming forward, whose writes have to stay
-        probes.append(PinnedState(bench.experiment, [change.name for change in changes]))
-    return bench.without(*probes).run(_WORDS[kind], fit=fit, kind=kind)
+def restore(changes: Sequence[StateChange] = ()) -> Intervention:
+    """Some values restored before each micro-batch; without any, all of the state."""
+    names = [change.name for change in changes]
+    which = f" of {quote_names(names)}" if names else ""
+    # the full batch starts from the restored state anyway
+    return Intervention(
+        f"state{which} restored before each micro-batch",
+        ControlKind.STATE_RESTORED,
+        partial(RestoredState, names=names or None),
+        in_reference=False,
+    )
 
 
-def rerun_control(bench: Bench, state_facts: State) -> ControlRun | None:
-    """Runs the control of some state on another bench; None where what is blamed of it does not explain it there."""
-    assert state_facts.control is not None
-    kind, changes = state_facts.control.kind, read_changes(state_facts.changes)
-    if kind is ControlKind.STATE_RESTORED:
-        return run_control(bench, kind, () if UNNAMED in state_facts.blamed else state_facts.blamed)
-    run = run_control(bench, kind, changes)
-    # Pinning state that must be set once would keep it uninitialised; pinning all of it is the control that was run.
-    if not run.rounding or kind is ControlKind.STATE_PRIMED or len(state_facts.blamed) >= len(changes):
-        return run
-    return run if _is_enough(_run_some(bench, state_facts.blamed, ControlKind.STATE_PINNED)) else None
+def pin(changes: Sequence[StateChange], what: str = "state kept fixed") -> Intervention:
+    """Writes to some values without effect."""
+    names = [change.name for change in changes]
+    return Intervention(what, ControlKind.STATE_PINNED, partial(PinnedState, names=names))
+
+
+_PRIMED = Intervention("one forward of the full batch first", ControlKind.STATE_PRIMED, PrimedState)
+
+
+def _prime_and_pin(changes: Sequence[StateChange]) -> tuple[Intervention, Intervention]:
+    """One forward of the full batch, and writes without effect after it."""
+    # pinned after the priming forward, whose writes have to stay
+    pinned = pin(changes, f"{_PRIMED.what}, and the state kept fixed from then on,")
+    return _PRIMED, replace(pinned, kind=ControlKind.STATE_PRIMED_AND_PINNED)
 
 
 @contextmanager
@@ -283,13 +260,13 @@ def _without_gradients(experiment: Experiment) -> Experiment:
     return replace(experiment, problem=replace(experiment.problem, loss=run_loss))
 
 
-def make_state_probe(bench: Bench, facts: Facts) -> PassProbe | None:
-    """The probe that neutralises the state in the later questions; None where no control run neutralised it."""
+def neutralise_state(facts: Facts) -> tuple[Intervention, ...]:
+    """What neutralises the state in the later questions; nothing where no control run neutralised it."""
     if facts.state is None or facts.state.control is None:
-        return None
+        return ()
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
-        return RestoredState(bench.experiment)
-    return PinnedState(bench.experiment, [change.name for change in read_changes(facts.state.changes)])
+        return (restore(),)
+    return (pin(read_changes(facts.state.changes)),)
 
 
 def blame_beside_control(bench: Bench, state_facts: State) -> State:
@@ -387,10 +364,10 @@ def _run_nearest_control(
     primed, set_once = _run_primed(bench, changes)
     if primed is not None and primed.rounding and set_once:
         return primed, set_once
-    restored = run_control(bench, ControlKind.STATE_RESTORED, fit=True)
+    restored = bench.run(restore(), fit=True)
     if restored.rounding:
         return restored, ()
-    pinned_run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PINNED, changes, fit=True))
+    pinned_run = bench.possible(lambda: bench.run(pin(changes), fit=True))
     if pinned_run is None:  # constant state may stop a model: a counter that stays at zero
         return restored, ()
     # Weights may remain as a second cause after either control; those with a meaning show the right one.
@@ -414,9 +391,10 @@ def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
         return tuple(change for change in changes if change.name not in changed_again)
 
     # one forward more is cheap, and mostly all state changes again in it: then both runs can be saved
-    bench.possible(lambda: bench.without(PrimedState(bench.experiment)).experiment.forward(None, watch))
-    run = bench.possible(lambda: run_control(bench, ControlKind.STATE_PRIMED, watch=watch)) if find_set_once() else None
-    return run, find_set_once()
+    bench.possible(lambda: bench.neutralise(_PRIMED).experiment.forward(None, watch))
+    watched = replace(_PRIMED, probe=lambda _: watch)
+    run = bench.possible(lambda: bench.run(_PRIMED, watched)) if find_set_once() else None
+    return run and replace(run, interventions=(_PRIMED,)), find_set_once()
 
 
 def _run_primed_and_pinned(
@@ -442,9 +420,9 @@ def _run_primed_and_pinned(
     # State that is constant from the beginning is never initialised: a codebook that k-means sets from the first batch,
     # and a moving average changes later, would stay the zeros that it begins as. Writes that only happen in a first
     # forward show such state.
-    if not writes(bench) - writes(bench.without(PrimedState(bench.experiment))):
+    if not writes(bench) - writes(bench.neutralise(_PRIMED)):
         return None
-    run = run_control(bench, ControlKind.STATE_PRIMED_AND_PINNED, changes)
+    run = bench.run(*_prime_and_pin(changes))
     return run if run.rounding else None
 
 
@@ -462,13 +440,6 @@ def _run_some(bench: Bench, changes: Sequence[StateChange], kind: ControlKind) -
     if not changes:
         return None
     if kind is ControlKind.STATE_RESTORED:
-        return bench.possible(lambda: run_control(bench, kind, changes))
-    names = [change.name for change in changes]
-    what = f"{quote_names(names)} kept fixed"
-    return bench.possible(lambda: bench.run(what, PinnedState(bench.experiment, names), kind=kind))
-
-
-def _word_restored(names: Sequence[str]) -> str:
-    """Says what is restored: some values, or everything."""
-    which = f" of {quote_names(names)}" if names else ""
-    return f"state{which} restored before each micro-batch"
+        return bench.possible(lambda: bench.run(restore(changes)))
+    pinned = pin(changes, f"{quote_names([change.name for change in changes])} kept fixed")
+    return bench.possible(lambda: bench.run(replace(pinned, kind=kind)))

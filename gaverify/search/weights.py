@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, is_constant
 from gaverify.records.facts import Facts, Repeatability, State
 from gaverify.records.windows import AccumulationWindow
-from gaverify.search.bench import Bench
+from gaverify.search.bench import Bench, Intervention
 from gaverify.search.counts import find_terms_beside_constants
 from gaverify.search.neutral import RestoredGradients, find_live_statistics
 from gaverify.search.trace.first_divergence import find_reweighted_operation, has_diverging_branch
@@ -42,9 +44,9 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 def _restore_gradients(bench: Bench, facts: Facts) -> Facts:
     """Runs both strategies with the gradients put back that a forward clears."""
-    probe = RestoredGradients(bench.experiment.parameters)
     what = "the gradients that the forward clears put back"
-    control = bench.attempt("gradients kept", lambda: bench.run(what, probe, kind=ControlKind.GRADIENTS_KEPT))
+    keep = Intervention(what, ControlKind.GRADIENTS_KEPT, RestoredGradients)
+    control = bench.attempt("gradients kept", lambda: bench.run(keep))
     if control is None:
         return facts
     facts = replace(facts, backward=replace(facts.backward, kept=control))
@@ -99,7 +101,8 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
 
 def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
-    return bench.with_weights(fit.weights).run_repair("with these weights", kind=ControlKind.WEIGHTS)
+    weigh = partial(Experiment.with_weights, weights=fit.weights)
+    return bench.run(Intervention("with these weights", ControlKind.WEIGHTS, change=weigh, in_reference=False))
 
 
 def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +34,10 @@ from gaverify.passes.layouts import SampleDimension, SampleLayout
 from gaverify.passes.randomness import DealingReport, DrawLedger, Reading
 from gaverify.records.comparison import NotCompared
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.facts import Facts, Repeatability, StateChange
+from gaverify.records.facts import Facts, Repeatability
 from gaverify.records.windows import AccumulationWindow
-from gaverify.search import confirming, investigation, operations, proof, state, weights
-from gaverify.search.bench import Bench, find_needed
+from gaverify.search import confirming, investigation, operations, proof, weights
+from gaverify.search.bench import Bench, Intervention, find_needed
 from gaverify.search.trace import traces
 from gaverify.search.trace.traces import GroupedFingerprints, Result
 from gaverify.thresholds import (
@@ -588,7 +588,8 @@ EXACT = SimpleNamespace(is_float64=True)
 
 def confirms(confirm: Any, found: Facts, **bench: Any) -> bool:
     """Whether one of the ways to confirm something tells more than was known of the whole batch."""
-    known: Any = SimpleNamespace(**{"rounding": 1e-6, "floor": 0.0, "experiment": EXACT, "reference": None, **bench})
+    defaults = {"rounding": 1e-6, "floor": 0.0, "experiment": EXACT, "reference": None, "total": 1.0}
+    known: Any = SimpleNamespace(**{**defaults, **bench})
     return confirm(known, FACTS, found) is not FACTS
 
 
@@ -641,26 +642,15 @@ def test_layers_that_others_replace_are_confirmed_by_that_repair(
 ) -> None:
     run = replace(measured.HELPED, kind=ControlKind.REPLACED)
     before = measured.cause(remedies=(run,))
-    replaced = None if leaves is None else replace(before, remedies=(replace(run, left=leaves),))
+    replaced = None if leaves is None else replace(run, left=leaves)
     monkeypatch.setattr(proof, "rerun_replacement", lambda *_: replaced)
     monkeypatch.setattr(proof, "rerun_cause", lambda *_: None)
     part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)), batch_size=4)
     assert confirms(confirming._confirm_cause, part) is told
     if told:
-        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, experiment=EXACT)
+        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, experiment=EXACT, total=0.5)
         (shown,) = confirming._confirm_cause(bench, FACTS, part).forward.causes
         assert shown.control is not None and shown.control.what.endswith("on the first 4 samples"), "it ran there alone"
-
-
-@pytest.mark.parametrize(("rounding", "told"), [(True, True), (False, False), (None, False)])
-def test_a_repair_stands_for_the_control_where_it_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, rounding: bool | None, told: bool
-) -> None:
-    run = replace(measured.HELPED, kind=ControlKind.REPLACED, rounding=rounding is True)
-    monkeypatch.setattr(proof, "_run_remedies", lambda *_: iter([] if rounding is None else [run]))
-    bench: Any = SimpleNamespace(total=0.5)
-    found = proof.rerun_replacement(bench, measured.cause())
-    assert (found.remedies if found is not None else None) == ((run,) if told else None)
 
 
 def test_the_noise_of_a_part_is_that_of_the_whole_to_scale() -> None:
@@ -690,30 +680,24 @@ def test_a_first_micro_batch_without_a_gradient_does_not_tell_that_it_repeats(
     assert (twice.forward, twice.backward) == (apart if apart == math.inf else 0.0, apart)
 
 
-@pytest.mark.parametrize(
-    ("kind", "blamed", "asked"),
-    [
-        (ControlKind.STATE_PINNED, "mean", ["1.mean 1.count", "1.mean"]),
-        (ControlKind.STATE_RESTORED, "mean", ["1.mean"]),
-        (ControlKind.STATE_RESTORED, "unnamed", [""]),
-    ],
-)
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_state_is_confirmed_where_what_was_blamed_is_enough(
-    monkeypatch: pytest.MonkeyPatch, kind: ControlKind, blamed: str, asked: list[str], fails_at: int
-) -> None:
-    def run(_: Bench, kind: ControlKind, changes: Sequence[StateChange]) -> ControlRun:
-        runs.append(" ".join(change.name for change in changes))
-        return replace(measured.HELPED, kind=kind, rounding=len(runs) != fails_at)
-
+@pytest.mark.parametrize("kind", [ControlKind.STATE_PINNED, ControlKind.STATE_RESTORED])
+@pytest.mark.parametrize("leaves", [(), ("all",), ("some",)])
+def test_state_is_confirmed_where_what_was_blamed_is_enough(kind: ControlKind, leaves: tuple[str, ...]) -> None:
+    """Of pinned state the control pins all of it, and what is blamed has to be enough as well."""
     runs: list[str] = []
-    monkeypatch.setattr(state, "run_control", run)
-    monkeypatch.setattr(state, "_run_some", lambda bench, changes, kind: run(bench, kind, changes))
-    found = measured.changed("mean", "count", control=replace(measured.HELPED, kind=kind))
-    found = replace(found, blamed=found.changes[:1] if blamed == "mean" else (state.UNNAMED,))
-    # what a first control leaves is told; of pinned state, what is blamed has to be enough as well
-    assert confirms(confirming._confirm_state, replace(FOUND, state=found)) is not (fails_at == 2 == len(asked))
-    assert runs == asked[: fails_at or len(asked)]
+
+    def run(intervention: Intervention) -> ControlRun:
+        runs.append("all" if intervention is control else "some")
+        return replace(measured.HELPED, kind=intervention.kind, rounding=runs[-1] not in leaves)
+
+    control = Intervention("all of it", kind)
+    found = measured.changed("mean", "count", control=replace(measured.HELPED, kind=kind, interventions=(control,)))
+    found = replace(found, blamed=found.changes[:1])
+    is_pinned = kind is ControlKind.STATE_PINNED
+    # what a first control leaves is told
+    told = confirms(confirming._confirm_state, replace(FOUND, state=found), run=run)
+    assert told is not (is_pinned and leaves == ("some",))
+    assert runs == (["all", "some"] if is_pinned and leaves != ("all",) else ["all"])
 
 
 @pytest.mark.parametrize(

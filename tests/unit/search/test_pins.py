@@ -12,11 +12,10 @@ import torch
 
 import gaverify
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.search import operations, proof
-from gaverify.search.bench import ControlFailed, take_rows
-from gaverify.search.neutral import EvaluationMode, PinnedOutputs, PinnedResults
+from gaverify.search.bench import ControlFailed, Intervention, take_rows
+from gaverify.search.neutral import PinnedOutputs, PinnedResults
 from gaverify.search.trace.first_divergence import per_channel_affine
 
 # --- Which rows of a full-batch value a micro-batch is given ---------------------------------------------------------
@@ -33,9 +32,11 @@ def test_a_known_order_decides_and_not_the_nearer_values(order: int, expected: l
 # A call that writes in place is held constant in the tensor that it wrote to, since other code may hold that tensor.
 
 
-_HALVES = SimpleNamespace(
-    bounds=lambda: [(0, 2), (2, 4)], batch_size=4, is_float64=False, parameters={}, named_modules=dict
-)
+def halves(**modules: torch.nn.Module) -> Experiment:
+    """An experiment with two micro-batches of two samples."""
+    halves = SimpleNamespace(bounds=lambda: [(0, 2), (2, 4)], batch_size=4, is_float64=False, parameters={})
+    halves.named_modules = modules.items
+    return cast(Experiment, halves)
 
 
 def held(run: Any, *names: str) -> list[torch.Tensor]:
@@ -43,7 +44,7 @@ def held(run: Any, *names: str) -> list[torch.Tensor]:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     first = run.__code__.co_firstlineno
     places = [(name, (__file__, line), 0) for name in names for line in range(first, first + 6)]
-    probe = PinnedResults(cast(Experiment, _HALVES), places)
+    probe = PinnedResults(halves(), places)
     found = []
     for k, part in ((None, samples), (0, samples[:2]), (1, samples[2:])):
         with probe.around(k):
@@ -84,7 +85,7 @@ class _Centred(torch.nn.Module):
 def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
     module = _Centred()
-    probe = PinnedOutputs(cast(Experiment, _HALVES), module, positions=(0,))
+    probe = PinnedOutputs(halves(layer=module), "layer", positions=(0,))
     whole = (samples - samples.mean(0)).detach()
     for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
         with probe.around(k):
@@ -112,7 +113,7 @@ def test_inputs_get_the_full_batch_s_gradients_without_padding_that_none_came_ba
     full = torch.arange(12.0, device="cpu").reshape(4, 3).requires_grad_()
     part = full[:2, :2].detach().clone().requires_grad_()
     module = _Sums(counted)
-    probe = PinnedOutputs(cast(Experiment, _HALVES), module, with_gradients=True)
+    probe = PinnedOutputs(halves(layer=module), "layer", with_gradients=True)
     with probe.around(None):
         module(full).square().sum().backward()
     with probe.around(0):
@@ -197,7 +198,8 @@ def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torc
 # --- Which of several controls of a suspect counts -------------------------------------------------------------------
 
 
-FROZEN, HELD = EvaluationMode([]), PassProbe()
+FROZEN = Intervention("in evaluation mode", ControlKind.EVALUATION_MODE)
+HELD = Intervention("held")
 
 
 @pytest.mark.parametrize(
@@ -212,17 +214,15 @@ FROZEN, HELD = EvaluationMode([]), PassProbe()
     ids=["helps", "all of it", "better", "worse", "others are tried behind a frozen layer"],
 )
 def test_the_control_that_counts(
-    monkeypatch: pytest.MonkeyPatch, tried: list[tuple[float, bool, PassProbe]], all_of_it: bool, chosen: int
+    monkeypatch: pytest.MonkeyPatch, tried: list[tuple[float, bool, Intervention]], all_of_it: bool, chosen: int
 ) -> None:
     """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
-    runs = [(ControlRun("held", left, rounding), probe) for left, rounding, probe in tried]
-    monkeypatch.setattr(
-        proof, "_list_controls", lambda *_, **__: [(ControlKind.RESULT_PINNED, lambda run=run: run) for run in runs]
-    )
+    runs = [(ControlRun("held", left, rounding, kind=neutral.kind), neutral) for left, rounding, neutral in tried]
+    monkeypatch.setattr(proof, "_list_controls", lambda *_, **__: [lambda run=run: run for run in runs])
     monkeypatch.setattr(proof, "find_live_statistics", lambda _: [])
-    bench: Any = SimpleNamespace(experiment=None, without=lambda _: bench)
+    bench: Any = SimpleNamespace(experiment=None, in_part=False, neutralise=lambda *_: bench)
     found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
-    assert found is not None and (found.cause.control, found.probe) == runs[chosen]
+    assert found is not None and (found.cause.control, found.intervention) == runs[chosen]
 
 
 @pytest.mark.parametrize(("left", "told"), [(0.5, [True, False, True]), (0.0, [True, True, True])])

@@ -393,7 +393,7 @@ def test_state_that_only_micro_batches_change_is_heard() -> None:
 def test_statistics_that_are_only_kept_for_evaluation_are_no_state_that_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(state, "run_control", lambda *_, **__: pytest.fail("tried"))
+    monkeypatch.setattr(state, "_run_nearest_control", lambda *_: pytest.fail("tried"))
     assert fault_codes(gaverify.verify(problems_coupling.batch_norm(), steps=4)) == {"GAV101"}
 
 
