@@ -169,13 +169,10 @@ def _try_hooks(
     owners = {each: each.rpartition(".")[0] if place is BackwardPlace.PARAMETER_HOOK else each for each in hooked}
 
     def control(some: Sequence[str]) -> ControlRun | None:
-        def remove(experiment: Experiment) -> PassProbe:
-            hooks = list_hooks(experiment)
-            return WithoutHooks([registry for each in some for registry in hooks[each]])
-
         some_hooks = f"the {name}s on {', '.join(f'`{owners[each]}`' for each in some)}"
         what = some_hooks if len(some) < len(hooked) else f"{name}s on {on}"
-        return trial.run(Intervention(f"{what} removed", probe=remove)) if some else None
+        remove = Intervention(f"{what} removed", probe=partial(_remove_hooks, list_hooks, some))
+        return trial.run(remove) if some else None
 
     needed = trial.find_needed(hooked, control)
     if needed is None:
@@ -184,6 +181,13 @@ def _try_hooks(
     module = dict(trial.bench.experiment.named_modules()).get(path)
     kind = type(module).__name__ if module is not None else ""
     return BackwardCulprit(place, Operation(name, path, kind), run)
+
+
+def _remove_hooks(
+    list_hooks: Callable[[Experiment], dict[str, list[Registry]]], owners: Sequence[str], experiment: Experiment
+) -> PassProbe:
+    hooks = list_hooks(experiment)
+    return WithoutHooks([registry for owner in owners for registry in hooks[owner]])
 
 
 def _try_tensor_hooks(trial: _Trial) -> BackwardCulprit | None:

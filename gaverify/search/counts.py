@@ -129,12 +129,8 @@ def _use_counts(
     factors: Mapping[FunctionKey, Sequence[float]], weigh: Callable[[Experiment], Experiment] | None
 ) -> Intervention:
     """The results of some calls multiplied in each micro-batch, so that they divide by the window's count."""
-
-    def rescale(_: Experiment) -> PassProbe:
-        return _Rescaled(factors)
-
     what = "the window's counts in every micro-batch"
-    return Intervention(what, ControlKind.COUNTS, rescale, weigh, in_reference=False)
+    return Intervention(what, ControlKind.COUNTS, partial(_Rescaled, factors), weigh, in_reference=False)
 
 
 @dataclass
@@ -397,7 +393,7 @@ class SearchWatch(StateWatch):
 class _Rescaled(PassProbe):
     """Multiplies the results of some calls, each by a number per micro-batch."""
 
-    def __init__(self, factors: Mapping[FunctionKey, Sequence[float]]) -> None:
+    def __init__(self, factors: Mapping[FunctionKey, Sequence[float]], _: Experiment) -> None:
         self._factors = factors
 
     def around(self, k: int | None) -> AbstractContextManager[Any]:

@@ -285,7 +285,7 @@ def _merge_micro_batches(experiment: Experiment, count: int) -> Experiment:
 
 def _run_in_evaluation_mode(bench: Bench, path: str) -> _Tried:
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
-    layers = find_layers_of_class(bench.experiment, path)
+    layers = _find_layers_of_class(bench.experiment, path)
     several = "both" if len(layers) == 2 else f"all {len(layers)}"
     kind = type(layers[0]).__name__
     names = f"layer `{path}` ({kind})" if len(layers) == 1 else f"{several} {kind} layers"
@@ -301,7 +301,7 @@ def _run_in_evaluation_mode(bench: Bench, path: str) -> _Tried:
 
 
 def _evaluate_layers(path: str, experiment: Experiment) -> PassProbe:
-    return EvaluationMode(find_layers_of_class(experiment, path))
+    return EvaluationMode(_find_layers_of_class(experiment, path))
 
 
 def _is_run_on_all(bench: Bench, evaluate: Intervention, layers: Sequence[nn.Module]) -> bool:
@@ -327,7 +327,7 @@ def _describe_lines(functions: Sequence[FunctionKey]) -> str:
     return ", ".join(f"`{name}` at line {line}" for name, line in places)
 
 
-def find_layers_of_class(experiment: Experiment, path: str) -> list[nn.Module]:
+def _find_layers_of_class(experiment: Experiment, path: str) -> list[nn.Module]:
     """A module and every other one of its class: they are repaired together."""
     modules = dict(experiment.named_modules())
     kind = type(modules[path])
@@ -370,7 +370,7 @@ def _replace_layers(bench: Bench, suspect: Suspect) -> Intervention | None:
     path = suspect.operation.module
     if not suspect.statistics or path is None:
         return None
-    layers = find_layers_of_class(bench.experiment, path)
+    layers = _find_layers_of_class(bench.experiment, path)
     if not _are_replaceable(layers):
         return None
     try:
@@ -381,4 +381,4 @@ def _replace_layers(bench: Bench, suspect: Suspect) -> Intervention | None:
 
 
 def _make_group_norms(path: str, experiment: Experiment) -> PassProbe:
-    return GroupNorms(experiment, find_layers_of_class(experiment, path))
+    return GroupNorms(experiment, _find_layers_of_class(experiment, path))
