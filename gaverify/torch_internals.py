@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload as DispatcherOperation
 from torch.nn.modules.loss import _Loss as CriterionModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
@@ -22,6 +24,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 __all__ = [
     # The base class of torch's criteria. Without it gaverify does not start.
     "CriterionModule",
+    # What modes of the dispatcher are told of. Without it gaverify does not start: traces would hold their own calls.
+    "DispatcherOperation",
     # Modes of the dispatcher. Without them gaverify does not start, because no random draw could be recorded.
     "TorchDispatchMode",
     # Nested containers. Without them gaverify does not start: users register containers with this tree alone.
@@ -111,6 +115,20 @@ def version_of(tensor: torch.Tensor) -> int:
 def flatten_tensors(tensors: Any) -> torch.Tensor:
     """Returns tensors laid end to end; one call in C++, because thousands from Python cost more than the copy."""
     return torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[no-any-return, attr-defined]
+
+
+def surround_engine(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Runs the engine of every backward pass inside a context; without the name it runs outside, and hooks with it."""
+    name = "_engine_run_backward"
+    original = getattr(torch.autograd, name, None)
+    if original is not None:
+
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return original(*args, **kwargs)
+
+        setattr(torch.autograd, name, run)
 
 
 # Modules

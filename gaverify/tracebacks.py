@@ -97,6 +97,11 @@ def is_own_fault(error: BaseException) -> bool:
     return bool(own_code) and own_code[-1] not in _handing_over
 
 
+def ends_in_call(error: BaseException) -> bool:
+    """Whether a kernel raised an exception that gaverify handed a call over to; it has no frame of its own."""
+    return any(code in _handing_over for code in list(_codes(error))[-1:])
+
+
 def _codes(error: BaseException) -> Iterator[CodeType]:
     """The functions in an exception's traceback, the innermost last."""
     step = error.__traceback__

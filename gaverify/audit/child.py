@@ -114,12 +114,14 @@ def _write_error(folder: Path, text: str) -> None:
 
 def _write_failure(error: BaseException, folder: Path) -> None:
     """Writes why the script failed; ends this process if the recorder failed."""
+    from gaverify.tracebacks import ends_in_call
+
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     # The last frame tells who raised: torch and the script, called by the recorder, have frames of their own. A source
     # with wrong syntax has none, and is compiled in this file.
     last = frames[-1].filename if frames and not isinstance(error, SyntaxError) else ""
-    if last.startswith(package) and last != __file__:
+    if last.startswith(package) and last != __file__ and not ends_in_call(error):
         _give_up(error, folder)
     _write_error(folder, f"{cause_of(error)}\n{_format_traceback(error)}")
 

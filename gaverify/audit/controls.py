@@ -22,6 +22,7 @@ from gaverify.audit.code_controls import (
     find_transformed_gradients,
 )
 from gaverify.audit.coupling_controls import find_coupling
+from gaverify.audit.first_difference import find_first_difference
 from gaverify.audit.job import (
     Change,
     ClearGradients,
@@ -371,7 +372,9 @@ def explain_difference(trial: Trial, record: Record) -> Record:
     )
     for_one_process = () if trial.runner.request.has_ranks else for_weights
     return _run_controls(
-        trial, record, (control_ranks, *for_one_process, control_carried_state, find_coupling, control_state)
+        trial,
+        record,
+        (control_ranks, *for_one_process, control_carried_state, find_coupling, control_state, find_first_difference),
     )
 
 

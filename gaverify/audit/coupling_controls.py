@@ -440,6 +440,21 @@ class CouplingBench:
             accumulated = self._run_accumulated(full, pins, first, *changes)
         return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
 
+    def run_script(self, *changes: Change) -> tuple[RecordedRun, RecordedRun]:
+        """Makes both runs with changes, and without looking at modules."""
+        number, pins = self.update.number, Pins()
+        every_change = DisableCompilation(), *changes
+
+        def plan(role: Role, source: RecordedRun | None = None) -> Run:
+            return self._trial.control(role, *every_change, source=source, updates=number, shown_as="trace")
+
+        if self._can_run_side_by_side(pins, changes):
+            full, accumulated = self._trial.runner.record(plan("full"), plan("accumulated", self._trial.full))
+        else:
+            full = self._trial.run(plan("full"))
+            accumulated = self._trial.run(plan("accumulated", full))
+        return full, accumulated
+
     def _can_run_side_by_side(self, pins: Pins, changes: Sequence[Change]) -> bool:
         """Whether the accumulated run may follow the trial's full-batch run, and need not wait for another one."""
         closing = self._trial.full.closing

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,6 +20,7 @@ import torch
 
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.script_calls import (
+    PARAMETER,
     CallKey,
     Description,
     PinnedCall,
@@ -30,7 +31,7 @@ from gaverify.audit.recording.script_calls import (
 )
 from gaverify.passes.calls import walk_from
 from gaverify.records.experiment import DifferingNumber, LossValue, Operation, Suspect
-from gaverify.thresholds import TINY
+from gaverify.thresholds import COMPUTED_FLOAT32, TINY
 from gaverify.tracebacks import display_path
 
 Node = int
@@ -62,6 +63,8 @@ class Partners:
 
     calls: tuple[int, ...]
     """Their positions."""
+    parts: tuple[int, ...]
+    """The micro-batch of each; not all of them where a branch leaves the call out."""
     is_split: bool
     """Whether there is one for each micro-batch; else it is made once per update in both runs."""
     in_full: int
@@ -93,15 +96,17 @@ class TraceComparison:
     """
 
     def __init__(self, full: Trace, accumulated: Trace, parts: Sequence[PlacesOfPart], allowed: float) -> None:
-        self.full, self._micro, self.parts, self.allowed = full["calls"], accumulated["calls"], tuple(parts), allowed
-        self._roots = full["roots"], accumulated["roots"]
+        self.full, self.micro, self.parts, self.allowed = full["calls"], accumulated["calls"], tuple(parts), allowed
+        self.roots = full["roots"], accumulated["roots"]
+        self._passes = accumulated["passes"]
         self.partners = dict(self._align())
         self._nodes = {micro: at for at, partners in self.partners.items() for micro in partners.calls}
+        self._parts_compared: dict[tuple[Node, int], Agreement] = {}
         self._agreements: dict[Node, Agreement] = {}
 
     def _align(self) -> Iterator[tuple[int, Partners]]:
         places: list[dict[CallKey, list[int]]] = [{}, {}]
-        for by_key, calls in zip(places, (self.full, self._micro), strict=True):
+        for by_key, calls in zip(places, (self.full, self.micro), strict=True):
             for at, call in enumerate(calls):
                 by_key.setdefault(key_of(call), []).append(at)
         count = len(self.parts)
@@ -109,17 +114,29 @@ class TraceComparison:
             in_micro = places[1].get(key, [])
             for position, at in enumerate(in_full):
                 if len(in_micro) == count * len(in_full):
-                    yield at, Partners(tuple(in_micro[position :: len(in_full)]), True, len(in_full))
-                elif len(in_micro) == len(in_full):
-                    yield at, Partners((in_micro[position],), False, len(in_full))
+                    yield (
+                        at,
+                        Partners(tuple(in_micro[position :: len(in_full)]), tuple(range(count)), True, len(in_full)),
+                    )
+                elif len(in_micro) == len(in_full) and (
+                    self._passes != count or _has_as_many(self.full[at], self.micro[in_micro[position]])
+                ):
+                    yield at, Partners((in_micro[position],), (), False, len(in_full))
+                elif self._passes == count:
+                    by_pass = [
+                        [each for each in in_micro if self.micro[each]["passes"] == part] for part in range(count)
+                    ]
+                    parts = tuple(part for part, each in enumerate(by_pass) if len(each) == len(in_full))
+                    if parts:
+                        yield at, Partners(tuple(by_pass[part][position] for part in parts), parts, True, len(in_full))
 
     def call(self, node: Node) -> TracedCall:
         """Returns the call of a node."""
-        return self.full[node] if node >= 0 else self._micro[-1 - node]
+        return self.full[node] if node >= 0 else self.micro[-1 - node]
 
     def micro_calls(self, node: Node) -> list[TracedCall]:
         """Returns the calls of the accumulated run that correspond to a node."""
-        return [self._micro[at] for at in self.partners[node].calls] if node in self.partners else []
+        return [self.micro[at] for at in self.partners[node].calls] if node in self.partners else []
 
     def inputs(self, node: Node) -> set[Node]:
         """Returns the calls that a call reads in either run."""
@@ -135,7 +152,7 @@ class TraceComparison:
     @cached_property
     def reached(self) -> list[Node]:
         """The calls that what is differentiated depends on, back to the nearest that agree, in the script's order."""
-        roots = [*self._roots[0], *map(self._node_of, self._roots[1])]
+        roots = [*self.roots[0], *map(self._node_of, self.roots[1])]
 
         def onwards(node: Node) -> set[Node]:
             is_end = self.agreement(node) is Agreement.AGREES and node not in roots
@@ -254,7 +271,9 @@ class TraceComparison:
         calls = []
         for reader, arguments in paths.items():
             call, partners = self.full[reader], self.partners[reader]
-            calls.append(PinnedCall(call["name"], *call["place"], partners.in_full, call["number"], tuple(arguments)))
+            where, number = call["place"], call["number"]
+            pin = PinnedCall(call["name"], *where, partners.in_full, number, tuple(arguments), call["module"])
+            calls.append(pin)
         return tuple(calls)
 
     def rows_of(self, node: Node) -> list[RowPair]:
@@ -265,8 +284,9 @@ class TraceComparison:
             known = [[each for each in side if each is not None] for side in sides]
             rows = _rows_of_lists(*known) if len(known) > 1 else None
             return [rows] if rows else []
+        parts = self._parts_of(node)
         for position, result in enumerate(self.full[node]["results"]):
-            pairs = [_rows(result, _result(call, position), part) for call, part in zip(calls, self.parts, strict=True)]
+            pairs = [_rows(result, _result(call, position), part) for call, part in zip(calls, parts, strict=True)]
             if all(pair is not None for pair in pairs):
                 return [pair for pair in pairs if pair is not None]
         return []
@@ -277,44 +297,92 @@ class TraceComparison:
             self._agreements[node] = self._compare(node)
         return self._agreements[node]
 
+    def agreement_of_part(self, node: Node, part: int) -> Agreement:
+        """Returns how the results of a call for one micro-batch are related to the full batch's."""
+        agreement = self.agreement(node)
+        if agreement not in (Agreement.DIFFERS, Agreement.ADDS_UP) or not self.partners[node].is_split:
+            return agreement
+        if (node, part) not in self._parts_compared:
+            partners = self.partners[node]
+            call, places = self.micro[partners.calls[partners.parts.index(part)]], self.parts[part]
+            full_value, value = self.full[node]["value"], call["value"]
+            found = {
+                self._compare_alone(result, _result(call, position), places)
+                for position, result in enumerate(self.full[node]["results"])
+            }
+            if full_value is not None and value is not None:
+                found = {Agreement.AGREES if _is_same_number(full_value, value) else Agreement.DIFFERS}
+            is_same = _worst(found) is Agreement.AGREES
+            self._parts_compared[node, part] = Agreement.AGREES if is_same else agreement
+        return self._parts_compared[node, part]
+
+    def _compare_alone(self, full: Description | None, micro: Description | None, part: PlacesOfPart) -> Agreement:
+        if full is None or micro is None:
+            return Agreement.UNKNOWN
+        if full["shape"] == micro["shape"]:
+            return self._judge(full["whole"][None], micro["whole"][None])
+        rows = _rows(full, micro, part)
+        return Agreement.UNKNOWN if rows is None else self._judge(*rows)
+
     def _compare(self, node: Node) -> Agreement:
         calls = self.micro_calls(node)
+        if self.call(node)["name"] == PARAMETER:
+            return Agreement.AGREES
         if not calls:
             return Agreement.UNKNOWN
         results = self.full[node]["results"]
+        values = [call["value"] for call in (self.full[node], *calls)]
+        if not results and all(value is not None for value in values):
+            return self._compare_values([value for value in values if value is not None], self._parts_of(node))
         if not self.partners[node].is_split:
             return self._compare_once(results, calls[0]["results"])
         found = {
-            self._compare_parts(result, [_result(call, position) for call in calls])
+            self._compare_parts(result, [_result(call, position) for call in calls], self._parts_of(node))
             for position, result in enumerate(results)
         }
-        order = (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.ADDS_UP, Agreement.AGREES)
-        return next((each for each in order if each in found), Agreement.UNKNOWN)
+        return _worst(found)
 
-    def _compare_parts(self, full: Description | None, micro: Sequence[Description | None]) -> Agreement:
+    def _parts_of(self, node: Node) -> list[PlacesOfPart]:
+        return [self.parts[part] for part in self.partners[node].parts]
+
+    def _compare_parts(
+        self, full: Description | None, micro: Sequence[Description | None], parts: Sequence[PlacesOfPart]
+    ) -> Agreement:
         descriptions = [each for each in micro if each is not None]
         if full is None or len(descriptions) < len(micro):
             return Agreement.UNKNOWN
         if all(each["shape"] == full["shape"] for each in descriptions):
-            return self._compare_numbers(full["whole"], torch.stack([each["whole"] for each in descriptions]))
-        pairs = [_rows(full, each, part) for each, part in zip(descriptions, self.parts, strict=True)]
+            return self._compare_numbers(full["whole"], torch.stack([each["whole"] for each in descriptions]), parts)
+        pairs = [_rows(full, each, part) for each, part in zip(descriptions, parts, strict=True)]
         rows = [pair for pair in pairs if pair is not None]
         if len(rows) < len(pairs):
             return Agreement.UNKNOWN
         return self._judge(torch.cat([a for a, _ in rows]), torch.cat([b for _, b in rows]))
 
-    def _compare_numbers(self, full: torch.Tensor, micro: torch.Tensor) -> Agreement:
+    def _compare_numbers(self, full: torch.Tensor, micro: torch.Tensor, parts: Sequence[PlacesOfPart]) -> Agreement:
         """Compares results of one shape in both runs, micro of shape (K, 3)."""
         agreement = self._judge(full.expand_as(micro), micro)
         if agreement is not Agreement.DIFFERS:
             return agreement
-        sizes = torch.tensor([len(places) / rows for rows, places in self.parts], dtype=torch.float64, device="cpu")
+        if len(parts) < len(self.parts):  # some micro-batches have none: nothing tells whether they would add up
+            return Agreement.UNKNOWN
+        sizes = torch.tensor([len(places) / rows for rows, places in parts], dtype=torch.float64, device="cpu")
         scale = micro[:, 2].max().clamp_min(TINY)
         # Only the two projections are linear in the values; the norm of a sum is no sum of norms.
         for weights in (torch.ones_like(sizes), torch.full_like(sizes, 1 / len(sizes)), sizes):
             if float(((weights @ micro)[:2] - full[:2]).abs().max() / scale) <= self.allowed:
                 return Agreement.ADDS_UP
         return Agreement.DIFFERS
+
+    def _compare_values(self, values: Sequence[float], parts: Sequence[PlacesOfPart]) -> Agreement:
+        """Compares Python numbers that a call reads out of tensors: the full batch's, then the micro-batches'."""
+        full, *micro = values
+        if all(_is_same_number(full, each) for each in micro):
+            return Agreement.AGREES
+        shares = [len(places) / rows for rows, places in parts]
+        sums = sum(micro), sum(micro) / len(micro), sum(a * b for a, b in zip(shares, micro, strict=False))
+        adds_up = len(micro) == len(self.parts) > 1 and any(_is_same_number(full, each) for each in sums)
+        return Agreement.ADDS_UP if adds_up else Agreement.DIFFERS
 
     def _compare_once(self, full: Sequence[Description | None], micro: Sequence[Description | None]) -> Agreement:
         """Compares what both runs make once per update, such as the whole batch, or its list of micro-batches."""
@@ -341,7 +409,16 @@ class TraceComparison:
 
 def key_of(call: TracedCall) -> CallKey:
     """Returns by what a call is found in another run."""
-    return CallKey(call["name"], call["place"])
+    return CallKey(call["name"], call["place"], call["module"])
+
+
+def _worst(found: Collection[Agreement]) -> Agreement:
+    order = (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.ADDS_UP, Agreement.AGREES)
+    return next((each for each in order if each in found), Agreement.UNKNOWN)
+
+
+def _is_same_number(full: float, micro: float) -> bool:
+    return full == micro or math.isclose(full, micro, rel_tol=COMPUTED_FLOAT32) or (full != full and micro != micro)
 
 
 def _result(call: TracedCall, position: int) -> Description | None:
@@ -354,6 +431,12 @@ def _rows_of_lists(full: Sequence[Description], micro: Sequence[Description]) ->
         return None
     rows = [torch.cat([each["along"][0] for each in side]) for side in (full, micro)]
     return (rows[0], rows[1]) if rows[0].shape == rows[1].shape else None
+
+
+def _has_as_many(call: TracedCall, other: TracedCall) -> bool:
+    """Whether the results of two calls hold as many numbers: both are of the whole batch then, or of no samples."""
+    counts = [sum(_count(result) for result in each["results"] if result is not None) for each in (call, other)]
+    return counts[0] == counts[1]
 
 
 def _count(described: Description) -> int:

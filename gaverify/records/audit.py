@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Forward, Ledger
-from gaverify.records.experiment import Cause, ControlRun, LossTerm, WeightFit
+from gaverify.records.experiment import Cause, ControlRun, FirstDifference, LossTerm, WeightFit
 from gaverify.records.numbers import Number
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow, E, Window
@@ -283,6 +283,8 @@ class ControlResults:
     """Accumulated run with its losses multiplied by the fitted weights; None if that control did not run."""
     loss_line: tuple[str, int] | None = None
     """File and line that computed the reweighted loss, where a framework's loop differentiates it; else None."""
+    first_difference: FirstDifference | None = None
+    """Where the two runs differ first; None where they were not traced, or nothing comparable differs."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ TITLES = {
     "ranks": "control runs of the ranks",
     "float32": "the same runs in float32",
     "coupling": "both runs with the outputs of each module recorded",
+    "trace": "both runs with every call of torch traced",
     "transformed": "accumulated runs with some losses multiplied by -0.5",
     "state": "accumulated run with state restored before each micro-batch",
     "events": "run",

@@ -358,3 +358,45 @@ class Cause:
     def lacks_power(self) -> bool:
         """Whether its control leaves nothing and shows nothing: then other causes are looked for, too."""
         return self.control is not None and self.control.rounding and not self.control.has_power
+
+
+class DifferenceKind(Enum):
+    """How two traced runs differ first."""
+
+    VALUES = "other values for the same samples"
+    STATE = "what an earlier micro-batch has left"
+    BRANCH = "calls that one run alone makes"
+    BACKWARD = "gradients that code during a backward pass changes"
+    BETWEEN_PASSES = "gradients that change between two backward passes"
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first place where a script's two runs differ for the same samples, found by tracing both; no proof."""
+
+    kind: DifferenceKind
+    """How they differ there."""
+    operation: Operation
+    """The call; of a branch the line that decides; of state the one that leaves it."""
+    reader: Operation | None = None
+    """The call that reads the state; None elsewhere."""
+    name: str = ""
+    """What holds the state there; empty where that is not known."""
+    in_model: bool = False
+    """Whether a module of the model makes the call."""
+    sources: tuple[Operation, ...] = ()
+    """Calls whose results it reads, and which have no row for each sample: sums, means, matrices of samples."""
+    difference: float = math.nan
+    """Largest relative difference of a row or of a number; NaN where nothing was compared."""
+    samples: int = 0
+    """Samples whose rows differ; 0 where the result has no rows."""
+    ratios: tuple[float, ...] = ()
+    """Norm of each micro-batch's rows over that of the same rows in the full batch; empty without rows."""
+    micro_batches: tuple[int, ...] = ()
+    """The micro-batches that differ, from 0."""
+    number: DifferingNumber | None = None
+    """A Python number that it is given, and that differs; None where there is none."""
+    assigned: Operation | None = None
+    """The only line that assigns the variable which holds the number; None where not known."""
+    control: ControlRun | None = None
+    """Both runs with the full batch's value in every micro-batch; None where that was not possible."""

@@ -26,7 +26,7 @@ _STAGES = {
     Stage.UNCLIPPED: "with losses too small to be clipped",
     Stage.CHANGE: "weight change by the optimizers, both given the full batch's gradient",
 }
-_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling", "state")
+_CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "float32", "coupling", "state", "trace")
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 

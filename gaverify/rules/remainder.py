@@ -8,19 +8,32 @@ from collections.abc import Iterator
 from gaverify.records.audit import Record
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Backward
+from gaverify.records.experiment import DifferenceKind, FirstDifference
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
-from gaverify.rules.rule import difference, finding_of, join_texts, measured_evidence, quote_names, rule
+from gaverify.rules.rule import (
+    difference,
+    finding_of,
+    join_texts,
+    measured_evidence,
+    quote_names,
+    rule,
+    weights_text,
+    word_control,
+)
 from gaverify.rules.wrong_shares import empty_micro_batches
-from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
+from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE, COMPUTED_FLOAT32
 
 
 @rule("GAV000")
 def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
+    faults = [finding for finding in findings if finding.severity == "fault"]
+    first = facts.loop.controls.first_difference if facts.loop is not None else None
+    # what is suspected may be innocent: beside it stands what was seen
+    explained = any(fault.proven for fault in faults) if first is not None else bool(faults)
     # a search that ran out of time may have found one cause of several
-    explained = any(finding.severity == "fault" for finding in findings)
     if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
     if facts.undecided:
@@ -29,7 +42,14 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     evidence = [Evidence("all", "ruled out", "; ".join(_list_ruled_out(facts)) or "nothing")]
     summary = "the divergence is real; no rule explains it"
     remedy = f"{_advice(facts)}; please report a small example"
-    if update is not None:
+    if update is not None and first is not None:
+        summary = f"update {update.number} differs, and nothing proves why; {_word_first_difference(first)}"
+        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
+        evidence.insert(1, _trace_evidence(first))
+        run = first.control
+        evidence += [] if run is None else [word_control("trace", f"with {run.what} the difference", run.left, False)]
+        remedy = _remedy_of(first)
+    elif update is not None:
         summary = f"the difference in update {update.number} is real; no rule of the audit explains it"
         evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
         remedy = (
@@ -39,7 +59,64 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     elif facts.stopped_after is not None:
         summary = f"the time limit of {facts.stopped_after:g} s ended the search for the cause"
         remedy = "give the search more time (`--time-limit`), or fewer samples"
-    yield finding_of(summary, *evidence, remedy=remedy, severity="note", proven=False)
+    location = first.operation.location if update is not None and first is not None else None
+    yield finding_of(summary, *evidence, remedy=remedy, severity="note", proven=False, location=location)
+
+
+_WHERE_FIRST = {
+    DifferenceKind.VALUES: "the two runs first compute other values for the same samples here",
+    DifferenceKind.STATE: "this line leaves a value that a later micro-batch reads and the full batch does not",
+    DifferenceKind.BRANCH: "the two runs first take another branch here",
+    DifferenceKind.BACKWARD: "all values of the forward pass agree, and a backward pass first differs in this code",
+    DifferenceKind.BETWEEN_PASSES: "all traced values agree, and this line changes gradients between backward passes",
+}
+
+
+def _word_first_difference(first: FirstDifference) -> str:
+    where = _WHERE_FIRST[first.kind]
+    return f"{where}: `{first.operation.source}`" if first.operation.source else where
+
+
+def _trace_evidence(first: FirstDifference) -> Evidence:
+    """How large the first difference is, in which micro-batches, and what the line reads."""
+    texts = []
+    if first.micro_batches:
+        numbers = join_texts([str(at + 1) for at in first.micro_batches], 8)
+        texts.append(f"{'micro-batch' if len(first.micro_batches) == 1 else 'micro-batches'} {numbers} differ")
+    if first.samples:
+        texts.append(f"{count_text(first.samples, 'sample')} by up to {first.difference:.1e}")
+    if first.ratios and not math.isnan(first.difference):
+        alike = max(first.ratios) - min(first.ratios) <= COMPUTED_FLOAT32 * max(first.ratios)
+        ratios = ", ".join(f"{ratio:.3g}" for ratio in first.ratios[:8])
+        meaning = " (one factor)" if alike and first.ratios[0] != 1 else ""
+        texts.append(f"norms of the micro-batches' rows over the full batch's: {ratios}{meaning}")
+    if first.number is not None:
+        name = f"`{first.number.name}`" if first.number.name else "a number"
+        micro_batches = weights_text(first.number.micro_batches)
+        texts.append(f"{name} is {first.number.full:.4g} in the full batch and {micro_batches} in the micro-batches")
+    if first.assigned is not None:
+        texts.append(f"assigned at {first.assigned.file}:{first.assigned.line}")
+    if first.reader is not None:
+        texts.append(f"{f'`{first.name}`' if first.name else 'it'} is read at {first.reader.file}:{first.reader.line}")
+    for source in first.sources[:_MOST_SOURCES]:
+        texts.append(f"it reads `{source.source}` ({source.file}:{source.line}), which all samples of a batch share")
+    statement = "; ".join(texts) or "what this line reads agrees"
+    return measured_evidence("trace", statement, ratios=list(first.ratios), samples=first.samples)
+
+
+_MOST_SOURCES = 3  # that are written out
+
+
+def _remedy_of(first: FirstDifference) -> str:
+    if first.kind is DifferenceKind.BETWEEN_PASSES:
+        return "change gradients once per update, after the last backward pass"
+    if first.kind is DifferenceKind.BACKWARD:
+        return "make this code treat each sample separately: it gets the micro-batch's gradient, not the full batch's"
+    if first.kind is DifferenceKind.STATE:
+        return "change the state once per update, after the last backward pass"
+    if first.kind is DifferenceKind.BRANCH:
+        return "let the branch not depend on the micro-batch, nor on how many came before"
+    return "let this line compute the same for a sample in every micro-batch: what else it reads must not depend on it"
 
 
 def _was_searched(facts: Facts) -> bool:

@@ -73,10 +73,13 @@ CLIPPING, DRAWING, UNUSUAL = "loops_clipping.py", "train_drawing.py", "loops_unu
 STATE, CARRIED = "loops_state.py", "loops_carried.py"
 SCALE, STEPS, EXTRAS = "loops_scale.py", "loops_steps.py", "loops_extras.py"
 RARE, WORDS, COUPLED = "loops_rare.py", "train_language_model.py", "loops_coupled.py"
-HANDED, HIDDEN = "loops_handed.py", "loops_hidden.py"
+HANDED, HIDDEN, DIFFERING = "loops_handed.py", "loops_hidden.py", "loops_differing.py"
 UNCOMPARED = "its inputs may differ before it: padded to other lengths or without rows, they cannot be compared"
 BACKWARD, MAIN = "loops_backward.py", "loops_main_gradients.py"
 DRAWN = "diffusion mixed crops one_by_one ahead shuffled augmented stream sharded bucketed"
+DIFFERENT = (
+    "cooled widened focused alternating branched switched centred limited averaged hooked clamped banked hardest"
+)
 JOINED = "because that one is skipped and the step with it"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's (= K)"
 CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`): tested"
@@ -316,6 +319,16 @@ ROWS = [
     looped(HIDDEN, "centred", "GAV102", mark="reporting", proven=True),
     looped(HIDDEN, "centred_inside", "GAV102", mark="padded", proven=True),
     *(looped(HIDDEN, loop) for loop in ("plain", "padded")),
+    # what both runs, traced call by call, first compute otherwise, proven by the full batch's value there; and twins
+    looped(DIFFERING, "cooled", "GAV610", "--wrong", proven=True, words="`warmth` is 1.5"),
+    looped(DIFFERING, "widened", "GAV403", "--wrong", proven=True, words="changes `settings.slope`"),
+    looped(DIFFERING, "focused", "GAV403", "--wrong", proven=True, words="changes `self.average`"),
+    looped(DIFFERING, "alternating", "GAV403", "--wrong", proven=True),
+    looped(DIFFERING, "branched", "GAV103", "--wrong", proven=True, quick=True, words="takes a branch"),
+    looped(DIFFERING, "switched", "GAV102", "--wrong", proven=True, words="takes a branch"),
+    looped(DIFFERING, "centred", "GAV103", "--wrong", proven=True),
+    looped(DIFFERING, "limited", "GAV606", "--wrong", proven=True),
+    *(looped(DIFFERING, loop) for loop in (*DIFFERENT.split(), "mined", "queued", "whitened")),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
     Row(STATE, "--kind centre", "GAV401", "centre", "buffer `Centred.centre`,", proven=True, notes=""),
     Row(STATE, "--kind centre", "GAV401", "centre", "repairs one update, and leaves a difference in the", quick=True),
@@ -432,6 +445,23 @@ def test_micro_batches_that_are_skipped_leave_the_question_open(script: str, com
     assert (result.code, result.faults) == (3, {"GAV203"}), str(result)
     assert words in result.text("GAV203") and not result.finding("GAV203")["proven"]
     assert "the loop skips a micro-batch" in result.document["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("hooked", "a backward pass first differs in this code"),
+        ("clamped", "a backward pass first differs in this code"),
+        ("banked", "the two runs first compute other values for the same samples here"),
+        ("mined", "a number is 8 in the full batch and 2 each in the micro-batches"),
+    ],
+)
+def test_what_nothing_proves_is_told_by_the_line_where_the_runs_differ_first(loop: str, words: str) -> None:
+    result = audit(DIFFERING, common=f"--loop {loop} --wrong")
+    assert (result.code, result.line("GAV000")) == (1, marked(DIFFERING, loop)), str(result)
+    assert words in result.text("GAV000")
+    assert not any(finding["proven"] for finding in result.document["findings"]), str(result)
 
 
 EVENTS = [

@@ -188,7 +188,7 @@ class Recorder:
         bus.after(ForwardCall, calls.note_forward)
         bus.before(BackwardCall, calls.note_loss)
         for kind in (BackwardCall, GradCall):
-            bus.around(kind, calls.pause)
+            bus.around(kind, calls.differentiate)
         bus.before(StepCall, calls.begin_step)
         bus.after(StepCall, calls.end_step)
 

@@ -1,8 +1,12 @@
-"""Calls of torch that a script's own code makes outside of its models: traced one by one, or given other arguments.
+"""Calls of torch that a script makes: traced one by one, or given other arguments.
 
-A model is one call: what happens inside is not looked at, but for modules that are named, such as one that returns a
-loss. `TracedCalls` notes each call with what it reads and fingerprints of its results. `PinnedArguments` replaces some
-arguments by those of the full-batch run, above autograd, so that the gradient is that of the replaced values.
+Calls are followed as functions and not as operations of the dispatcher: a function is called by a line, with numbers
+that variables hold, and what it is given can be replaced above autograd. A model is one call, and what happens inside
+is not looked at but for modules that are named, such as one that returns a loss; or everything is followed, also
+inside models and in the hooks that a backward pass runs.
+
+`TracedCalls` notes each call with what it reads and fingerprints of its results. `PinnedArguments` replaces some
+arguments by those of the full-batch run, so that the gradient is that of the replaced values.
 
 Shapes: n rows of a micro-batch lie at n places among the N rows of the full batch.
 """
@@ -10,29 +14,45 @@ Shapes: n rows of a micro-batch lie at n places among the N rows of the full bat
 from __future__ import annotations
 
 import os
+import sys
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import resolve_name
 
+import gaverify
 from gaverify.audit.recording.bus import replace_function
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, StepCall
 from gaverify.audit.recording.outputs import SCRIPT
 from gaverify.audit.recording.values import paths_in, plain, tensors_in
+from gaverify.passes import calls
 from gaverify.passes.calls import Call, FunctionMode, listening
 from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, summaries
-from gaverify.tracebacks import Place, running_frame
+from gaverify.torch_internals import DispatcherOperation, surround_engine, version_of
+from gaverify.tracebacks import Owner, Place, hands_over, owner_of, running_frame
 
 _LARGEST = 1 << 24  # elements of a tensor that is described; comparing goes on behind a larger one
+_MOST_ENTRIES = 1 << 14  # of a dimension that are described one by one: 400 kB for a result
+_MOST_CALLS = 200_000  # of an update: about 1 kB each; behind them nothing is noted, and nothing compared
+_MOST_VARIABLES = 64  # of a function, or entries of a value, that are looked at for the name of an argument
+_MOST_NAMES = 8  # of one argument
+_DEEPEST = 3  # levels of names: `scale`, `self.scale`, `self.scales[0]`
 _NAN, _INFINITE = 0.7368, 1e9  # stand for these in fingerprints
+_READS = frozenset({"__bool__", "__int__", "__index__", "item", "is_nonzero", "equal", "allclose"})
 INPUT = "input"
 """Name of a call that stands for a tensor which no call made: it comes from a loader, a file or NumPy."""
+PARAMETER = "parameter"
+"""Name of a call that stands for what is trained: both runs begin an update with the same weights."""
+EVERYWHERE = "*"
+"""Stands for all modules among the paths of those whose own code counts as the script's."""
 
 
 class Description(TypedDict):
@@ -51,12 +71,24 @@ class TracedCall(TypedDict):
     name: str
     place: Place
     """The line that makes it: the user's, or a library's."""
+    lines: list[Place]
+    """The user's lines that lead to it, innermost first."""
+    module: str
+    """Path of the innermost module around it, where modules are followed; empty outside of all, or in the outermost."""
+    passes: int
+    """How many backward passes of the update came before."""
+    in_backward: bool
+    """Whether a hook or a function with a backward of its own makes it during a backward pass."""
+    changes_gradient: bool
+    """Whether it writes to the gradient of a parameter."""
     number: int
     """How many calls of this name and line came before in the update."""
     arguments: dict[str, int]
     """Tensors among the arguments, by their path → position of the call that made them."""
     numbers: dict[str, float]
     """Python numbers among the arguments, by their path."""
+    value: float | None
+    """The number that it read out of a tensor; None where its result is no number."""
     read: list[int]
     """Positions of the calls that read such a number out of a tensor."""
     names: dict[str, list[str]]
@@ -70,6 +102,9 @@ class TracedCall(TypedDict):
 class Trace(TypedDict):
     """The calls of one update, in order."""
 
+    passes: int
+    """How many backward passes it had."""
+
     calls: list[TracedCall]
     roots: list[int]
     """Positions of the calls that made what was differentiated."""
@@ -80,6 +115,7 @@ class CallKey(NamedTuple):
 
     name: str
     place: Place
+    module: str = ""
 
 
 class ScriptCalls:
@@ -87,18 +123,23 @@ class ScriptCalls:
 
     Args:
         recording: What listeners share.
-        inside: Paths of modules whose own code counts as the script's.
+        inside: Paths of modules whose own code counts as the script's; `EVERYWHERE` stands for all.
     """
 
     def __init__(self, recording: Recording, inside: Collection[str]) -> None:
         self._recording, self._guard, self._inside = recording, recording.guard, inside
         self._is_active = recording.is_last_update
         self._counts: Counter[CallKey] = Counter()
-        self._pauses = 0
+        self._pauses = self._passes = 0
+        self._is_in_backward = False
+        self._running: Sequence[Call] = ()  # the modules that run, where everything is followed
         self._process = os.getpid()
         # Below every mode of the script's, and never left: modes are taken off in the order of a stack.
         self.mode = FunctionMode(self._handle)
         self.mode.__enter__()
+        if self._follows_all:
+            # Torch takes a mode off while a function runs that it was told of, such as `backward`, which runs hooks.
+            surround_engine(lambda: FunctionMode(self._handle))
         # Modes do not see these.
         for name in ("from_numpy", "frombuffer"):
             replace_function(torch, name, lambda original, *args, **kwargs: self._handle(original, args, kwargs))
@@ -113,10 +154,35 @@ class ScriptCalls:
             self._pauses -= 1
 
     @contextmanager
+    def differentiate(self, call: Differentiation) -> Iterator[None]:
+        """Surrounds a backward pass, in which hooks may run that are followed where everything is."""
+        if self._follows_all:
+            before, self._is_in_backward = self._is_in_backward, True
+            try:
+                yield
+            finally:
+                self._is_in_backward = before
+        else:
+            with self.pause():
+                yield
+        self._passes += isinstance(call, BackwardCall)
+
+    @property
+    def _follows_all(self) -> bool:
+        return EVERYWHERE in self._inside
+
+    @contextmanager
     def run_forward(self, call: ForwardCall) -> Iterator[None]:
         """Surrounds a forward; a module without parameters is a part of the script's code, as a criterion is."""
         module = call.module
-        if next(module.parameters(), None) is None:
+        if self._follows_all:
+            before = self._running
+            try:
+                with listening(paths_in(module), outside=SCRIPT) as self._running:
+                    yield
+            finally:
+                self._running = before
+        elif next(module.parameters(), None) is None:
             yield
         elif "" not in self._inside:
             with self.pause():
@@ -141,6 +207,7 @@ class ScriptCalls:
 
     def _clear(self) -> None:
         self._counts.clear()
+        self._passes = 0
 
     def _end_update(self) -> None:
         """The last update has stepped, perhaps not for the last time."""
@@ -157,7 +224,8 @@ class ScriptCalls:
 
     def note_forward(self, call: ForwardCall) -> None:
         """Notes a model that was called as one call."""
-        if self._is_active and not self._pauses and next(call.module.parameters(), None) is not None:
+        is_one_call = not self._follows_all and next(call.module.parameters(), None) is not None
+        if self._is_active and not self._pauses and is_one_call:
             self.note_model(call.module, (call.args, dict(call.kwargs)), call.result)
 
     def note_loss(self, call: BackwardCall) -> None:
@@ -166,19 +234,24 @@ class ScriptCalls:
     def note_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Notes the call of a module whose own code was not looked at."""
 
+    @hands_over
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pauses or not self._is_active or os.getpid() != self._process or self._guard.off:
             return func(*args, **kwargs)
-        frame = running_frame()
+        # modes of the dispatcher, which deal draws out, call operations themselves
+        is_operation = isinstance(func, DispatcherOperation)
+        frame = None if is_operation else _frame_of_script(in_backward=self._is_in_backward)
         if frame is None:
             return func(*args, **kwargs)
-        key = CallKey(resolve_name(func) or getattr(func, "__name__", str(func)), _place_of(frame))
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        key = CallKey(name, _place_of(frame), self._running[-1].path if self._running else "")
         return self._run(key, self._count(key), frame, func, args, kwargs)
 
     def _count(self, key: CallKey) -> int:
         self._counts[key] += 1
         return self._counts[key] - 1
 
+    @hands_over
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -194,16 +267,19 @@ class TracedCalls(ScriptCalls):
         self._count_until_step: int | None = None
         self._roots: list[int] = []
         self._makers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._memory = _Memory()
+        self._gradients = _Memory()
         self._numbers: dict[float, int] = {}  # read out of tensors
+        self._is_full = False
         super().__init__(recording, inside)
 
     @property
     def trace(self) -> Trace:
-        """What was noted, on the host."""
-        calls = self._calls[: self._count_until_step]
+        """What was noted, on the host; nothing where that is too much."""
+        calls = self._calls[: self._count_until_step] if not self._is_full else []
         for call in calls:
             call["results"] = [described and _to_host(described) for described in call["results"]]
-        return {"calls": calls, "roots": self._roots}
+        return {"calls": calls, "roots": self._roots if calls else [], "passes": self._passes}
 
     def note_loss(self, call: BackwardCall) -> None:
         """Notes what a backward pass differentiates."""
@@ -215,77 +291,172 @@ class TracedCalls(ScriptCalls):
         frame = running_frame()
         if frame is not None:
             key = CallKey(type(module).__name__, _place_of(frame))
-            self._add(key, self._count(key), frame, arguments, output)
+            self._add(key, self._count(key), frame, arguments, output, [])
 
     def _clear(self) -> None:
         super()._clear()
-        self._calls, self._roots = [], []
-        self._makers.clear()
-        self._numbers.clear()
+        self._calls, self._roots, self._is_full = [], [], False
+        for known in (self._makers, self._numbers, self._memory, self._gradients):
+            known.clear()
 
     def _end_update(self) -> None:
         self._count_until_step = len(self._calls)
 
+    @hands_over
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        given = tensors_in((args, kwargs)) if not self._is_full else []
+        versions = [_count_writes(tensor) for tensor in given]
         result = func(*args, **kwargs)
+        if self._is_full:
+            return result
         with self._guard.work():
-            written = args[0] if result is None and key.name.endswith("__setitem__") else result
-            if isinstance(written, float) or tensors_in(written):
-                self._add(key, number, frame, (args, kwargs), written)
+            written = [
+                tensor for tensor, version in zip(given, versions, strict=True) if _count_writes(tensor) != version
+            ]
+            if key.name.endswith("_norm") and _moves_statistics(args, kwargs):
+                written += [tensor for tensor in given if not tensor.requires_grad and tensor.dim() == 1]
+            if key.name.endswith("grad.__set__"):
+                written += tensors_in(args[1:])
+            if key.name.endswith("grad.__get__") and isinstance(result, torch.Tensor):
+                # no call made it: the backward pass did, and what wrote to it since is known by its memory
+                self._gradients.note(result, 0)
+            elif isinstance(result, float) or _reads_number(key) or written or tensors_in(result):
+                self._add(key, number, frame, (args, kwargs), result, written)
         return result
 
-    def _add(self, key: CallKey, number: int, frame: FrameType, arguments: Any, written: Any) -> None:
+    def _add(
+        self,
+        key: CallKey,
+        number: int,
+        frame: FrameType,
+        arguments: Any,
+        result: Any,
+        written: Sequence[torch.Tensor],
+    ) -> None:
+        if len(self._calls) >= _MOST_CALLS:
+            self._is_full = True
+            return
         tensors, numbers = _arguments_of(arguments)
-        makers = {path: self._make_known(tensor, key.place) for path, tensor in tensors.items()}
-        results, at = tensors_in(written), len(self._calls)
+        makers = {path: self._make_known(tensor, key) for path, tensor in tensors.items()}
+        results = tensors_in(result)
+        results += [tensor for tensor in written if not any(tensor is each for each in results)]
+        value = float(result) if isinstance(result, float) or _reads_number(key) else None
+        at = len(self._calls)
         self._calls.append(
             {
-                "name": key.name,
-                "place": key.place,
-                "number": number,
+                **self._new_call(key, number, frame),
+                "changes_gradient": any(self._gradients.find(tensor) is not None for tensor in written),
                 "arguments": makers,
                 "numbers": numbers,
-                "read": [self._numbers[value] for value in numbers.values() if value in self._numbers],
+                "value": value,
+                "read": [self._numbers[number] for number in numbers.values() if number in self._numbers],
                 "names": _names_in(frame, tensors, numbers),
-                "graded": any(result.requires_grad for result in results),
-                "results": [_describe(result) for result in results],
+                "graded": any(each.requires_grad for each in results),
+                "results": [_describe(each) for each in results],
             }
         )
-        for result in results:
-            self._remember(result, at)
-        if isinstance(written, float):
-            self._numbers[written] = at
+        own = [each for each in results if not _shares_memory(each, tensors.values())]
+        for each in results:
+            self._makers[id(each)] = weakref.ref(each), at
+        # a view is made by its own call, and has the memory of another one's result
+        for each in (*own, *written):
+            self._memory.note(each, at)
+        if isinstance(result, float):
+            self._numbers[result] = at
 
-    def _make_known(self, tensor: torch.Tensor, place: Place) -> int:
+    def _new_call(self, key: CallKey, number: int, frame: FrameType | None) -> TracedCall:
+        return {
+            "name": key.name,
+            "place": key.place,
+            "lines": _lines_above(frame),
+            "module": key.module,
+            "passes": self._passes,
+            "in_backward": self._is_in_backward,
+            "changes_gradient": False,
+            "number": number,
+            "arguments": {},
+            "numbers": {},
+            "value": None,
+            "read": [],
+            "names": {},
+            "graded": False,
+            "results": [],
+        }
+
+    def _make_known(self, tensor: torch.Tensor, reader: CallKey) -> int:
         """Returns the call that made a tensor; one that no call made becomes a call of its own."""
         maker = self._maker_of(tensor)
         if maker is not None:
             return maker
-        key, at = CallKey(INPUT, place), len(self._calls)
+        is_trained = self._follows_all and tensor.is_leaf and tensor.requires_grad
+        key, at = reader._replace(name=PARAMETER if is_trained else INPUT), len(self._calls)
         self._calls.append(
             {
-                "name": INPUT,
-                "place": place,
-                "number": self._count(key),
-                "arguments": {},
-                "numbers": {},
-                "read": [],
-                "names": {},
+                **self._new_call(key, self._count(key), None),
                 "graded": tensor.requires_grad,
-                "results": [_describe(tensor)],
+                "results": [] if is_trained else [_describe(tensor)],
             }
         )
-        self._remember(tensor, at)
+        self._makers[id(tensor)] = weakref.ref(tensor), at
+        if self._memory.find(tensor) is None:
+            self._memory.note(tensor, at)
         return at
 
     def _maker_of(self, tensor: torch.Tensor) -> int | None:
-        reference, at = self._makers.get(id(tensor), (None, 0))
-        return at if reference is not None and reference() is tensor else None
+        """Returns the last call that made a tensor, or wrote to its memory."""
+        reference, at = self._makers.get(id(tensor), (None, -1))
+        if reference is None or reference() is not tensor:
+            at = -1
+        at = max(at, -1 if (writer := self._memory.find(tensor)) is None else writer)
+        return at if at >= 0 else None
 
-    def _remember(self, tensor: torch.Tensor, at: int) -> None:
-        self._makers[id(tensor)] = weakref.ref(tensor), at
+
+class _Memory:
+    """Numbers that are kept by the memory of tensors: views of one tensor have the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._known.clear()
+
+    def note(self, tensor: torch.Tensor, number: int) -> None:
+        """Keeps a number for the memory of a tensor."""
+        with suppress(NotImplementedError, RuntimeError):  # a sparse tensor, say, has none of its own
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage), number
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number; None where there is none."""
+        with suppress(NotImplementedError, RuntimeError):
+            reference, number = self._known.get(tensor.untyped_storage()._cdata, (None, None))
+            # the memory of a tensor that is gone may be given to another one
+            return number if reference is not None and not reference.expired() else None
+        return None
+
+
+def _reads_number(key: CallKey) -> bool:
+    """Whether a call reads a number out of a tensor, by which the script may decide what it does."""
+    return key.name.rpartition(".")[2] in _READS
+
+
+def _count_writes(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
+
+
+def _shares_memory(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    with suppress(NotImplementedError, RuntimeError):
+        own = tensor.untyped_storage()._cdata
+        return any(own == other.untyped_storage()._cdata for other in others)
+    return False
+
+
+def _moves_statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a normalisation may update running statistics: it does so without counting that as a write."""
+    return any(each is True for each in (*args, *kwargs.values()))
 
 
 class PinnedCall(NamedTuple):
@@ -299,13 +470,18 @@ class PinnedCall(NamedTuple):
     number: int
     """Which of these it is, from 0."""
     paths: tuple[str, ...]
-    """The arguments."""
+    """The arguments; `RESULT` stands for a number that it returns."""
+    module: str = ""
+    """The path of the module that makes it."""
 
     @property
     def key(self) -> CallKey:
-        """Its name and its line."""
-        return CallKey(self.name, (self.file, self.line))
+        """By what it is found."""
+        return CallKey(self.name, (self.file, self.line), self.module)
 
+
+RESULT = "result"
+"""Stands for the result of a call among the paths of its arguments."""
 
 PlacesOfPart = tuple[int, tuple[int, ...]]
 """N, and the places of the rows of a micro-batch."""
@@ -339,6 +515,7 @@ class PinnedArguments(ScriptCalls):
             self.take(torch.load(source / "arguments.pt", weights_only=True))
         super().__init__(recording, inside)
 
+    @hands_over
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -347,10 +524,9 @@ class PinnedArguments(ScriptCalls):
             part, position = (0, number) if self._is_full else divmod(number, in_full)
             found = self._pinned.get((key, position))
             if found is not None and part < max(len(self._parts), 1):
-                with self._guard.work():
-                    args, kwargs = map_leaves(
-                        (args, kwargs), lambda path, leaf: self._replace(*found, part, path, leaf)
-                    )
+                args, kwargs = map_leaves((args, kwargs), lambda path, leaf: self._replace(*found, part, path, leaf))
+                result = func(*args, **kwargs)
+                return result if isinstance(result, torch.Tensor) else self._replace(*found, part, RESULT, result)
         return func(*args, **kwargs)
 
     def take(self, kept: dict[str, Any]) -> None:
@@ -360,20 +536,21 @@ class PinnedArguments(ScriptCalls):
     def _replace(self, at: int, pinned: PinnedCall, part: int, path: str, leaf: Any) -> Any:
         if path not in pinned.paths:
             return leaf
-        name = f"{at} {path}"
-        if self._is_full:
-            self.kept[name] = leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
-            return leaf
-        stored = self.kept.get(name)
-        if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
-            return leaf if stored is None else stored
-        if stored.shape == leaf.shape:
-            return stored.to(leaf.device, leaf.dtype)
-        located = locate_rows(stored.shape, leaf.shape, self._parts[part])
-        if located is None:
-            return leaf
-        layout, (rows, places) = located
-        return layout.take(stored, places, rows).to(leaf.device, leaf.dtype)
+        with self._guard.work():
+            name = f"{at} {path}"
+            if self._is_full:
+                self.kept[name] = leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+                return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+            stored = self.kept.get(name)
+            if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
+                return leaf if stored is None else stored
+            if stored.shape == leaf.shape:
+                return stored.to(leaf.device, leaf.dtype)
+            located = locate_rows(stored.shape, leaf.shape, self._parts[part])
+            if located is None:
+                return leaf
+            layout, (rows, places) = located
+            return layout.take(stored, places, rows).to(leaf.device, leaf.dtype)
 
 
 def locate_rows(
@@ -418,13 +595,64 @@ def _arguments_of(arguments: Any) -> tuple[dict[str, torch.Tensor], dict[str, fl
 def _names_in(
     frame: FrameType, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
 ) -> dict[str, list[str]]:
-    """Returns all variables of a function that hold an argument, by the path of the argument."""
-    variables = dict(frame.f_locals)
-    names = {path: [name for name, value in variables.items() if value is each] for path, each in tensors.items()}
-    plain_numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
+    """Returns what holds an argument in a function, by the path of the argument.
+
+    A variable holds it, or an attribute or an entry of a variable's value: `scale`, `self.scale`, `running[0]`.
+    """
+    space = frame.f_globals
+    variables = {name: space[name] for name in frame.f_code.co_names if name in space} | dict(frame.f_locals)
+    held = list(_held_values(dict(islice(variables.items(), _MOST_VARIABLES))))
+    names = {path: [name for name, value in held if value is tensor] for path, tensor in tensors.items()}
     for path, number in numbers.items():
-        names[path] = [name for name, value in plain_numbers.items() if value == number]
-    return {path: found for path, found in names.items() if found}
+        names[path] = [name for name, value in held if type(value) in (int, float) and value == number]
+    return {path: found[:_MOST_NAMES] for path, found in names.items() if found}
+
+
+def _held_values(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields tensors and numbers with their names, those that variables hold first, then what their values hold."""
+    named = list(variables.items())
+    for _ in range(_DEEPEST):
+        yield from ((name, value) for name, value in named if isinstance(value, float | int | torch.Tensor))
+        named = [entry for name, value in named for entry in islice(_members(name, value), _MOST_VARIABLES)]
+
+
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple | deque):
+        yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items()))
+    elif not isinstance(value, type | ModuleType | FunctionType | torch.Tensor | str | float | int):
+        # a class may hold what its objects have not set yet
+        spaces = [*map(vars, reversed(type(value).__mro__[:-1])), getattr(value, "__dict__", {})]
+        members = {key: each for space in spaces if isinstance(space, Mapping) for key, each in list(space.items())}
+        yield from ((f"{name}.{key}", each) for key, each in members.items() if not key.startswith("__"))
+
+
+def _frame_of_script(*, in_backward: bool) -> FrameType | None:
+    """Returns the innermost frame of the user's or a library's code; None where gaverify's own code makes the call.
+
+    In a forward gaverify surrounds calls of modules, and in a backward pass only its own hooks call anything.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and owner_of(frame.f_code.co_filename) is Owner.MACHINERY:
+        if in_backward and frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _MODES:
+            return None
+        frame = frame.f_back
+    return frame
+
+
+_OWN = os.path.dirname(os.path.abspath(gaverify.__file__)) + os.sep
+_MODES = frozenset({__file__, calls.__file__})
+
+
+def _lines_above(frame: FrameType | None) -> list[Place]:
+    """Returns the user's lines that lead to a frame, innermost first."""
+    lines = []
+    while frame is not None:
+        if owner_of(frame.f_code.co_filename) is Owner.USER:
+            lines.append(_place_of(frame))
+        frame = frame.f_back
+    return lines
 
 
 def _place_of(frame: FrameType) -> Place:
@@ -440,7 +668,9 @@ def _describe(tensor: torch.Tensor) -> Description | None:
     along = [
         summaries(real.movedim(dimension, 0).reshape(values.shape[dimension], -1))
         for dimension in range(min(values.dim(), 2))
+        if values.shape[dimension] <= _MOST_ENTRIES
     ]
+    along = along if len(along) == min(values.dim(), 2) else []
     return {"shape": tuple(values.shape), "along": along, "whole": summaries(real.reshape(1, -1))[0]}
 
 

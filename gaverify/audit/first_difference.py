@@ -1,0 +1,433 @@
+"""Finds the first place where a script's two runs differ for the same samples, and tries whether that is the cause.
+
+It is asked where gradients differ and nothing proves why. Both runs are made once more and trace every call of torch.
+Walked back from what is differentiated, in both runs, and not behind calls that agree: the first call that differs, and
+reads nothing that differs, is where the runs part. Where no value differs, hooks and changes of gradients are left.
+
+What differs first is no proof. A control gives every micro-batch the full batch's value there, in both runs without
+its gradient: where only rounding is left then, and every parameter that differs can still be seen, that is the cause.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from gaverify.audit.coupling_controls import CouplingBench, difference_allowed
+from gaverify.audit.job import PinArguments, TraceScript
+from gaverify.audit.outcome import is_proven
+from gaverify.audit.ranks import gradient_difference
+from gaverify.audit.reading import RecordedRun, labels
+from gaverify.audit.recording.script_calls import EVERYWHERE, INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
+from gaverify.audit.running import Trial
+from gaverify.audit.same_data import Matcher
+from gaverify.audit.script_trace import Agreement, Node, TraceComparison, read_trace
+from gaverify.audit.source_lines import assignment_of, deciding_line, is_kept, test_lines
+from gaverify.errors import ProblemError
+from gaverify.passes.calls import walk_from
+from gaverify.records.audit import Record, Stage
+from gaverify.records.comparison import Outcome
+from gaverify.records.events import Forward
+from gaverify.records.experiment import (
+    Cause,
+    ControlKind,
+    ControlRun,
+    DifferenceKind,
+    DifferingNumber,
+    FirstDifference,
+    LossValue,
+    Operation,
+    Suspect,
+)
+from gaverify.records.facts import State, StateChange
+from gaverify.records.windows import rounds_of
+from gaverify.thresholds import MANY_UNITS, TINY
+from gaverify.tracebacks import Place, display_path
+from gaverify.verdict.criteria import floors_allowed
+
+_SCALING = frozenset({"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "mul_", "div_"})
+
+
+def find_first_difference(trial: Trial, record: Record) -> Record:
+    """Returns the record with the first difference of both runs, if nothing proves why an update differs.
+
+    Where its control proves it, it is a cause like those that other controls find, and replaces what they suspect.
+    """
+    update = record.divergent
+    if update is None or record.unaligned or record.ranks > 1 or is_proven(record):
+        return record
+    bench = CouplingBench(trial, record, update)
+    full, accumulated = bench.run_script(TraceScript((EVERYWHERE,)))
+    traces, parts = (read_trace(full), read_trace(accumulated)), parts_of(full, accumulated, update.number)
+    if traces[0] is None or traces[1] is None or len(parts) < 2:
+        return record
+    walk = Walk(TraceComparison(traces[0], traces[1], parts, difference_allowed(record.unit)))
+    found = walk.find()
+    if found is None:
+        return record
+    pins = walk.pins_of(found)
+    control = _control(bench, found.difference, pins, parts) if pins else None
+    difference = replace(found.difference, control=control)
+    record = replace(record, controls=replace(record.controls, first_difference=difference))
+    return _with_cause(record, difference, update.relative_difference) if control and control.proves else record
+
+
+def parts_of(full: RecordedRun, accumulated: RecordedRun, update: int) -> tuple[PlacesOfPart, ...]:
+    """Returns which rows of the full batch each micro-batch holds, by the forwards of the first model."""
+    sides = [
+        [event for event in run.events if isinstance(event, Forward) and event.update == update]
+        for run in (full, accumulated)
+    ]
+    rows_of_full, rows_of_micro = full.rows(update), accumulated.rows(update)
+    if not all(sides) or len(rows_of_full) != len(sides[0]) or len(rows_of_micro) != len(sides[1]):
+        return ()
+    matcher, first, parts = Matcher(rows_of_full), sides[1][0].model, list[PlacesOfPart]()
+    among = [at for at, event in enumerate(sides[0]) if event.model == sides[0][0].model]
+    for event, prints in zip(sides[1], rows_of_micro, strict=True):
+        if event.model != first:
+            continue
+        spot = matcher.find(among, prints) if prints else None
+        if spot is None:
+            return ()
+        if spot.forward == among[0]:
+            parts.append((sides[0][among[0]].rows or 0, tuple(spot.places)))
+    places = [place for _, part in parts for place in part]
+    # a model that is called twice for the same rows would count them twice
+    return tuple(parts) if sorted(places) == list(range(parts[0][0] if parts else 0)) else ()
+
+
+class Found(NamedTuple):
+    """The first difference, and the calls behind it."""
+
+    difference: FirstDifference
+    node: Node
+    """The call that differs; of a branch the one that reads the number by which it is decided."""
+    source: Node | None
+    """The call without a row for each sample that it reads."""
+
+
+class Walk:
+    """Walks back through both traces from what is differentiated.
+
+    A call of the full-batch run is a node by its position; one of the accumulated run by -1 - its position.
+    """
+
+    def __init__(self, comparison: TraceComparison) -> None:
+        self.comparison = comparison
+        self._tainted: dict[Node, bool] = {}
+        self._places = {
+            -1 - at: (node, part)
+            for node, partners in comparison.partners.items()
+            for at, part in zip(partners.calls, partners.parts or (0,), strict=True)
+        }
+
+    def inputs(self, node: Node) -> list[Node]:
+        """Returns the calls of the same run that a call reads."""
+        call = self.comparison.call(node)
+        positions = dict.fromkeys((*call["arguments"].values(), *call["read"]))
+        return [at if node >= 0 else -1 - at for at in positions]
+
+    def agreement(self, node: Node) -> Agreement:
+        """Returns how a call is related to the same call of the other run; for a micro-batch by its own rows."""
+        if self.comparison.call(node)["name"] == PARAMETER:
+            return Agreement.AGREES
+        if node >= 0:
+            return self.comparison.agreement(node)
+        full = self._places.get(node)
+        return Agreement.UNKNOWN if full is None else self.comparison.agreement_of_part(*full)
+
+    def is_alone(self, node: Node) -> bool:
+        """Whether one run alone makes a call, or some micro-batches do not."""
+        if self.comparison.call(node)["name"] in (INPUT, PARAMETER):
+            return False
+        if node < 0:
+            return node not in self._places
+        partners = self.comparison.partners.get(node)
+        return partners is None or (partners.is_split and len(partners.parts) < len(self.comparison.parts))
+
+    def reached(self, starts: Sequence[Node]) -> list[Node]:
+        """Returns the calls that some depend on, back to the nearest that agree, in the order of the run."""
+
+        def onwards(node: Node) -> list[Node]:
+            is_end = self.agreement(node) is Agreement.AGREES and node not in starts
+            return [] if is_end else self.inputs(node)
+
+        return sorted(walk_from(starts, onwards), key=abs)
+
+    def is_tainted(self, node: Node) -> bool:
+        """Whether a call reads what differs already, or what one run alone makes."""
+        for each in sorted(walk_from([node], lambda at: [] if at in self._tainted else self.inputs(at)), key=abs):
+            if each not in self._tainted:
+                self._tainted[each] = any(map(self._carries, self.inputs(each)))
+        return self._tainted[node]
+
+    def _carries(self, node: Node) -> bool:
+        agreement = self.agreement(node)
+        if agreement is Agreement.AGREES:
+            return False
+        return agreement is Agreement.DIFFERS or self.is_alone(node) or self._tainted.get(node, False)
+
+    def _is_origin(self, node: Node) -> bool:
+        """Whether a call of the accumulated run differs, and reads nothing that differs already."""
+        if self.agreement(node) is not Agreement.DIFFERS:
+            return False
+        full, _ = self._places[node]
+        # A number differs for all micro-batches together, whichever of them is at fault.
+        nodes = [node] if self.comparison.rows_of(full) else [-1 - at for at in self.comparison.partners[full].calls]
+        return not any(map(self.is_tainted, nodes))
+
+    def find(self) -> Found | None:
+        """Returns the first difference; None where nothing that can be compared differs."""
+        comparison = self.comparison
+        roots = list(comparison.roots[0]), [-1 - at for at in comparison.roots[1]]
+        in_micro = self.reached(roots[1])
+        origins = list(filter(self._is_origin, in_micro))
+        alone = [at for at in (*self.reached(roots[0]), *in_micro) if self.is_alone(at) and not self.is_tainted(at)]
+        alone = [at for at in alone if not self._only_scales(at)]
+        first_alone = min(alone, key=self._time_of, default=None)
+        if first_alone is not None and (not origins or self._time_of(first_alone) < self._time_of(origins[0])):
+            return self._branch(first_alone)
+        if origins:
+            return self._describe(origins[0], DifferenceKind.VALUES)
+        micro = [-1 - at for at in range(len(comparison.micro))]
+        hooks = [at for at in micro if comparison.call(at)["in_backward"] and comparison.call(at)["name"] != INPUT]
+        origin = next(filter(self._is_origin, hooks), None)
+        if origin is not None:
+            return self._describe(origin, DifferenceKind.BACKWARD)
+        return next(self._changes_between_passes(micro), None)
+
+    def _changes_between_passes(self, micro: Sequence[Node]) -> Iterator[Found]:
+        last = len(self.comparison.parts)
+        for node in micro:
+            call = self.comparison.call(node)
+            if call["changes_gradient"] and not call["in_backward"] and 0 < call["passes"] < last:
+                difference = FirstDifference(DifferenceKind.BETWEEN_PASSES, _operation_of(call["name"], call["place"]))
+                yield Found(difference, node, None)
+
+    def _only_scales(self, node: Node) -> bool:
+        """Whether a call multiplies a number, as the division of a loss by K does, which one run may leave out."""
+        call = self.comparison.call(node)
+        is_number = all(result is not None and math.prod(result["shape"]) == 1 for result in call["results"])
+        return is_number and call["name"].rpartition(".")[2] in _SCALING
+
+    def _time_of(self, node: Node) -> tuple[int, int]:
+        """When a call is made in the accumulated run; one of the full-batch run alone behind the call before it."""
+        if node < 0:
+            return -node, 0
+        for at in range(node, -1, -1):
+            partners = self.comparison.partners.get(at)
+            if partners is not None and at != node:
+                return partners.calls[0] + 1, 1
+        return 0, 1
+
+    def _branch(self, node: Node) -> Found | None:
+        """Returns the branch that decides whether a call is made; None where no line does."""
+        comparison = self.comparison
+        call = comparison.call(node)
+        line = next((found for place in call["lines"] if (found := deciding_line(place, self._lines_of_runs))), None)
+        if line is None:
+            return None
+        operation = _operation_of(call["name"], line)
+        decision = next(self._decisions(line), None)
+        difference = FirstDifference(DifferenceKind.BRANCH, operation, in_model=bool(call["module"]))
+        if decision is None:
+            return Found(difference, node, None)
+        own, micro = comparison.call(decision), comparison.micro_calls(decision)
+        values = [each["value"] for each in micro]
+        parts = tuple(part for part, value in enumerate(values) if value != own["value"])
+        return Found(replace(difference, micro_batches=parts), decision, None)
+
+    def _decisions(self, line: Place) -> Iterator[Node]:
+        """Yields the calls that read another number in some micro-batches, where a condition stands."""
+        lines = test_lines(line)
+        for node, partners in self.comparison.partners.items():
+            call = self.comparison.call(node)
+            value, (file, number) = call["value"], call["place"]
+            if value is None or file != line[0] or number not in lines or not partners.is_split:
+                continue
+            if any(each["value"] != value for each in self.comparison.micro_calls(node)):
+                yield node
+
+    @cached_property
+    def _lines_of_runs(self) -> list[frozenset[Place]]:
+        """The user's lines of the full-batch run, and of each backward pass of the accumulated run."""
+        full = frozenset(line for call in self.comparison.full for line in call["lines"])
+        by_pass: dict[int, set[Place]] = {}
+        for call in self.comparison.micro:
+            by_pass.setdefault(call["passes"], set()).update(call["lines"])
+        count = len(self.comparison.parts)
+        return [full, *(frozenset(lines) for at, lines in by_pass.items() if at < count)]
+
+    def _describe(self, node: Node, kind: DifferenceKind) -> Found:
+        comparison = self.comparison
+        full, _ = self._places[node]
+        call = comparison.call(full)
+        rows = comparison.rows_of(full)
+        differing = [part for part in comparison.partners[full].parts if self._differs(full, part)]
+        ratios: tuple[float, ...] = ()
+        difference, samples = math.nan, 0
+        if rows and len(rows) == len(comparison.partners[full].parts):
+            ratios = tuple(float(b[..., 2].norm() / a[..., 2].norm().clamp_min(TINY)) for a, b in rows)
+            a, b = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
+            each = (a - b).abs().amax(1) / a.abs().max().clamp_min(TINY)
+            difference, samples = float(each.max()), int((each > comparison.allowed).sum())
+        sources = [at for at in self._sources(node) if at >= 0]
+        number, assigned = self._number_of(full)
+        path, writer = next(self._left_behind(full), ("", None))
+        if writer is not None:
+            kind = DifferenceKind.STATE
+        found = FirstDifference(
+            kind,
+            self._operation(full if writer is None else writer),
+            None if writer is None else self._operation(full),
+            comparison.name_of(full, path),
+            in_model=bool(call["module"]),
+            sources=tuple(self._operation(at) for at in sources),
+            difference=difference,
+            samples=samples,
+            ratios=ratios,
+            micro_batches=tuple(differing),
+            number=number,
+            assigned=assigned,
+        )
+        return Found(found, full, next(iter(sources), None))
+
+    def _left_behind(self, full: Node) -> Iterator[tuple[str, Node]]:
+        """Yields arguments that a call of an earlier micro-batch made, and of the full-batch run none or another."""
+        comparison = self.comparison
+        for micro in comparison.micro_calls(full):
+            for path, at in micro["arguments"].items():
+                maker, in_full = comparison.micro[at], comparison.call(full)["arguments"].get(path)
+                is_earlier = maker["passes"] < micro["passes"] and maker["name"] not in (INPUT, PARAMETER)
+                if is_earlier and in_full is not None and self._places.get(-1 - at, (None,))[0] != in_full:
+                    yield path, -1 - at
+
+    def _differs(self, full: Node, part: int) -> bool:
+        return self.comparison.agreement_of_part(full, part) is Agreement.DIFFERS
+
+    def _operation(self, node: Node) -> Operation:
+        call = self.comparison.call(node)
+        return _operation_of(call["name"], call["place"], call["module"])
+
+    def _sources(self, node: Node) -> list[Node]:
+        """Returns the calls behind one that read what agrees, and that return other shapes, or sums."""
+        behind = self.reached(self.inputs(node))
+        found = []
+        for each in behind:
+            inputs = self.inputs(each)
+            is_first = bool(inputs) and all(self.agreement(at) is Agreement.AGREES for at in inputs)
+            if is_first and self.agreement(each) is not Agreement.AGREES and each in self._places:
+                found.append(self._places[each][0])
+        return list(dict.fromkeys(found))
+
+    def _number_of(self, full: Node) -> tuple[DifferingNumber | None, Operation | None]:
+        call = self.comparison.call(full)
+        for path, number, numbers in self.comparison.numbers(full):
+            name = self.comparison.name_of(full, path)
+            line = assignment_of(name, call["place"]) if name else None
+            assigned = _operation_of("assignment", line) if line is not None else None
+            return DifferingNumber(name, number, tuple(numbers)), assigned
+        return None, None
+
+    def pins_of(self, found: Found) -> tuple[PinnedCall, ...]:
+        """Returns the calls that a control gives the full batch's value; empty where there is no such control."""
+        comparison, kind = self.comparison, found.difference.kind
+        if kind is DifferenceKind.BRANCH:
+            return self._pin(found.node, [RESULT]) if comparison.call(found.node)["value"] is not None else ()
+        if kind is DifferenceKind.STATE:
+            return self._pin(found.node, list(dict.fromkeys(path for path, _ in self._left_behind(found.node))))
+        if kind is not DifferenceKind.VALUES:
+            return ()
+        if found.difference.number is not None:
+            return self._pin(found.node, [path for path, _, _ in comparison.numbers(found.node)])
+        maker = found.node if found.source is None else found.source
+        if maker in comparison.roots[0]:
+            return ()
+        pins: list[PinnedCall] = []
+        for node in range(maker + 1, len(comparison.full)):
+            call = comparison.full[node]
+            paths = [path for path, at in call["arguments"].items() if at == maker]
+            if paths:
+                pins += self._pin(node, paths)
+        return tuple(pins)
+
+    def _pin(self, node: Node, paths: Sequence[str]) -> tuple[PinnedCall, ...]:
+        call, partners = self.comparison.call(node), self.comparison.partners.get(node)
+        if partners is None or not partners.is_split or len(partners.parts) < len(self.comparison.parts):
+            return ()
+        return (
+            PinnedCall(call["name"], *call["place"], partners.in_full, call["number"], tuple(paths), call["module"]),
+        )
+
+
+def _operation_of(name: str, place: Place, module: str = "") -> Operation:
+    file, line = place
+    source = linecache.getline(file, line).strip()
+    return Operation(name.removeprefix("torch."), module or None, file=display_path(file), line=line, source=source)
+
+
+def _control(
+    bench: CouplingBench, difference: FirstDifference, pins: Sequence[PinnedCall], parts: Sequence[PlacesOfPart]
+) -> ControlRun | None:
+    """Makes both runs with the full batch's value at the first difference; None where a run fails with it."""
+    try:
+        full, accumulated = bench.run_script(PinArguments(tuple(pins), tuple(parts), (EVERYWHERE,)))
+    except ProblemError:  # other values may not fit there: then nothing is shown
+        return None
+    update, unit, number = bench.update, bench.record.unit, difference.number
+    summed = update.decided is Stage.SUMMED
+    left = gradient_difference(full, accumulated, summed=summed, update=update.number)
+    gradients = full.gradients(rounds_of(full.events)[update.number - 1], summed=summed)
+    names = labels(full, accumulated)
+    divergent = {row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT}
+    connected = {names[place] for place, gradient in gradients.items() if bool(gradient.any())}
+    what = f"the result of `{(difference.sources or (difference.operation,))[0].source}` replaced by the full batch's"
+    kind = ControlKind.RESULT_PINNED
+    if difference.kind is DifferenceKind.STATE or (number is not None and _is_kept(difference)):
+        name = difference.name or (number.name if number is not None else "")
+        what = f"value of {f'`{name}`' if name else 'that state'} taken from the full batch"
+    elif difference.kind is DifferenceKind.BRANCH:
+        what, kind = "the full batch's decision taken in every micro-batch", ControlKind.DECISIONS
+    elif number is not None:
+        what = f"{f'`{number.name}`' if number.name else 'that number'} replaced by the full batch's"
+    is_rounding = left <= max(MANY_UNITS * unit, floors_allowed(unit) * update.noise)
+    return ControlRun(what, left, is_rounding, None, kind, True, tuple(sorted(divergent - connected)))
+
+
+def _with_cause(record: Record, found: FirstDifference, difference: float) -> Record:
+    """Returns the record with a proven first difference as its cause, by what was replaced in the control."""
+    control, number, operation = found.control, found.number, found.operation
+    controls = replace(record.controls, coupling=())
+    if found.kind is DifferenceKind.STATE or _is_kept(found):
+        name = found.name or (number.name if number is not None else "") or operation.source
+        where = found.assigned or operation
+        change = StateChange(name, "attribute" if "." in name else "closure", replace(where, name=""))
+        return replace(record, controls=replace(controls, state=State((change,), control, (change,))))
+    source = next(iter(found.sources), None)
+    kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "values" if number is not None else "rows"
+    value = LossValue(number.name, operation, made_with=number) if number is not None else None
+    measured = 1.0 if math.isnan(found.difference) else found.difference
+    suspect = Suspect(
+        kind,  # type: ignore[arg-type]
+        operation,
+        source,
+        measured,
+        found.samples,
+        found.in_model,
+        False,
+        value=value,
+    )
+    cause = Cause(suspect, control, explained=1 - control.left / difference if control is not None else math.nan)
+    return replace(record, controls=replace(controls, coupling=(cause,)))
+
+
+def _is_kept(found: FirstDifference) -> bool:
+    """Whether the number that differs outlives the function that reads it."""
+    number, place = found.number, (found.operation.file or "", found.operation.line or 0)
+    return number is not None and bool(number.name) and is_kept(number.name, place)

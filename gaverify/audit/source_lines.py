@@ -1,0 +1,133 @@
+"""Reads the user's source: the statement that decides whether a line runs, and the line that assigns a variable."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+from gaverify.tracebacks import Place
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
+@cache
+def _tree_of(file: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _span(node: ast.AST) -> range:
+    return range(getattr(node, "lineno", 0), (getattr(node, "end_lineno", None) or 0) + 1)
+
+
+def _function_around(file: str, line: int) -> ast.AST | None:
+    """Returns the innermost function around a line, else the whole file; None where it cannot be read."""
+    tree = _tree_of(file)
+    functions = (
+        [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and line in _span(node)] if tree else []
+    )
+    return min(functions, key=lambda node: len(_span(node)), default=tree)
+
+
+def deciding_line(place: Place, lines_of_runs: Collection[frozenset[Place]]) -> Place | None:
+    """Returns the line that decides whether a call is made: the outermost that the runs take differently.
+
+    Args:
+        place: The line of the call that some runs do not make.
+        lines_of_runs: The lines that each run, or each micro-batch of a run, has come to.
+    """
+    file, line = place
+    function = _function_around(file, line)
+    if function is None:
+        return None
+    around, before = list[ast.stmt | ast.expr](), list[ast.stmt | ast.expr]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and line in _span(node):
+            around.append(node)
+        elif (
+            isinstance(node, ast.If)
+            and node.lineno < line
+            and any(isinstance(each, _LEAVES) for each in ast.walk(node))
+        ):
+            before.append(node)  # who takes it does not come to the line
+    differing = [node for node in around if _is_taken_differently(node, file, lines_of_runs)]
+    # Without calls inside, nothing shows which run has taken it: the nearest is the likeliest.
+    chosen = differing[:1] or [node for node in before if _is_taken_differently(node, file, lines_of_runs)][:1]
+    chosen = chosen or around[-1:] or before[-1:]
+    return (file, chosen[0].lineno) if chosen else None
+
+
+def _is_taken_differently(node: ast.AST, file: str, lines_of_runs: Collection[frozenset[Place]]) -> bool:
+    body = getattr(node, "body", [])
+    bodies = body if isinstance(body, list) else [body]
+    lines = {(file, line) for statement in bodies for line in _span(statement)} - {(file, getattr(node, "lineno", 0))}
+    return len({bool(lines & each) for each in lines_of_runs}) > 1
+
+
+def test_lines(place: Place) -> range:
+    """Returns the lines of the condition that begins at a line."""
+    function = _function_around(*place)
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and node.lineno == place[1]:
+            return _span(node.test)
+    return range(place[1], place[1] + 1)
+
+
+def assignment_of(name: str, place: Place) -> Place | None:
+    """Returns the line that assigns a variable, an attribute or an entry; None where several do, or none.
+
+    Args:
+        name: As it is written: `scale`, `self.average`, `running[0]`.
+        place: The line that reads it.
+    """
+    file, line = place
+    function, tree = _function_around(file, line), _tree_of(file)
+    if function is None or tree is None:
+        return None
+    is_variable = name.isidentifier()
+    inside = list(_assignments(function, name))
+    # A variable belongs to its function, unless an outer one has it; an attribute may be assigned anywhere.
+    everywhere = (
+        inside if is_variable and inside else [at for at in _assignments(tree, name) if not _is_first(tree, at)]
+    )
+    return (file, everywhere[0]) if len(set(everywhere)) == 1 else None
+
+
+def is_kept(name: str, place: Place) -> bool:
+    """Whether what a variable holds outlives the call of the function that reads it."""
+    function = _function_around(*place)
+    if not name.isidentifier() or not isinstance(function, _FUNCTIONS):
+        return not name.isidentifier()
+    shared = {each for node in ast.walk(function) if isinstance(node, ast.Nonlocal | ast.Global) for each in node.names}
+    arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    return name in shared or (name not in arguments and not any(_assignments(function, name)))
+
+
+def _assignments(scope: ast.AST, name: str) -> Iterator[int]:
+    for node in ast.walk(scope):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+            targets = [node.target]
+        if any(ast.unparse(part) == name for target in targets for part in _parts(target)):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    return list(target.elts) if isinstance(target, ast.Tuple | ast.List) else [target]
+
+
+def _is_first(tree: ast.AST, line: int) -> bool:
+    """Whether a line gives something its first value: in `__init__`, in a class or at the top of a file."""
+    function = min(
+        (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and line in _span(node)),
+        key=lambda node: len(_span(node)),
+        default=None,
+    )
+    return function is None or function.name == "__init__"

@@ -1,0 +1,257 @@
+"""Both runs of a loop traced in this process: where they differ first, and what a control gives every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gaverify.audit.first_difference import Found, Walk
+from gaverify.audit.recording.calls import BackwardCall
+from gaverify.audit.recording.script_calls import (
+    EVERYWHERE,
+    RESULT,
+    PinnedArguments,
+    PlacesOfPart,
+    Trace,
+    TracedCalls,
+)
+from gaverify.audit.script_trace import TraceComparison
+from gaverify.audit.source_lines import assignment_of, deciding_line, is_kept
+from gaverify.records.experiment import DifferenceKind
+from gaverify.thresholds import COMPUTED_FLOAT32
+
+N, COUNT = 12, 3
+"""Rows of the full batch, and micro-batches."""
+PARTS: list[PlacesOfPart] = [(N, tuple(range(at, at + N // COUNT))) for at in range(0, N, N // COUNT)]
+ROWS = torch.randn(N, 5, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 1.5, N)[:, None]
+WEIGHT = torch.randn(5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+Loss = Callable[[torch.Tensor, SimpleNamespace], torch.Tensor]
+"""A loss of some rows, and of an object that the loop keeps."""
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes what following a script's calls leaves in a process that is not a script's."""
+    for owner, name in ((torch, "from_numpy"), (torch, "frombuffer"), (torch.autograd, "_engine_run_backward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+@contextmanager
+def following(kind: Any, *args: Any) -> Iterator[Any]:
+    guard = SimpleNamespace(off=False, work=nullcontext)
+    job, journal = SimpleNamespace(updates=1, source=None), SimpleNamespace(update=1)
+    calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), (EVERYWHERE,), *args)
+    try:
+        yield calls
+    finally:
+        calls.mode.__exit__(None, None, None)
+
+
+def train(loss: Loss, count: int, calls: Any, between: Callable[[], None] = lambda: None) -> torch.Tensor:
+    WEIGHT.grad = None
+    kept = SimpleNamespace(asked=0, scale=1.0, bank=torch.ones(5), average=[1.0])
+    for part in ROWS.split(N // count):
+        root = loss(part, kept) / count
+        call = BackwardCall(roots=root, place=None)
+        calls.note_loss(call)
+        with calls.differentiate(call):
+            root.backward()  # type: ignore[no-untyped-call]
+        between()
+    assert WEIGHT.grad is not None
+    return WEIGHT.grad.clone()
+
+
+def walk_of(loss: Loss, between: Callable[[], None] = lambda: None) -> Walk:
+    traces: list[Trace] = []
+    for count in (1, COUNT):
+        with following(TracedCalls) as calls:
+            train(loss, count, calls, between)
+        traces.append(calls.trace)
+    return Walk(TraceComparison(*traces, PARTS, COMPUTED_FLOAT32))
+
+
+def found_in(loss: Loss, between: Callable[[], None] = lambda: None) -> Found:
+    found = walk_of(loss, between).find()
+    assert found is not None
+    return found
+
+
+def counted(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    kept.asked += 1
+    return ((rows @ WEIGHT) * kept.asked).exp().mean()
+
+
+def moved(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    kept.average[0] = 0.5 * kept.average[0] + 0.5 * rows.abs().mean().item()
+    return (rows @ WEIGHT / kept.average[0]).tanh().mean()
+
+
+def widest(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = (rows @ WEIGHT).tanh()
+    largest = outputs.abs().max()
+    return (outputs / largest).mean()
+
+
+def centred(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT
+    middle = outputs.mean()
+    return (outputs - middle).square().mean()
+
+
+def banked(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT + rows @ kept.bank
+    kept.bank[1:].mul_(2.0)
+    return outputs.exp().mean()
+
+
+def decided(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT
+    if outputs.mean() > 0.3:
+        return outputs.sin().mean()
+    return outputs.square().mean()
+
+
+def skipped(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    kept.asked += 1
+    outputs = rows @ WEIGHT
+    if kept.asked == 2:
+        return outputs.mean()
+    return outputs.square().mean() + outputs.mean()
+
+
+def hooked(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT
+    outputs.register_hook(lambda gradient: gradient / gradient.norm())
+    return outputs.exp().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "source"),
+    [
+        (counted, DifferenceKind.VALUES, "return ((rows @ WEIGHT) * kept.asked).exp().mean()"),
+        (moved, DifferenceKind.VALUES, "return (rows @ WEIGHT / kept.average[0]).tanh().mean()"),
+        (widest, DifferenceKind.VALUES, "largest = outputs.abs().max()"),
+        (centred, DifferenceKind.VALUES, "return (outputs - middle).square().mean()"),
+        (banked, DifferenceKind.STATE, "kept.bank[1:].mul_(2.0)"),
+        (decided, DifferenceKind.BRANCH, "if outputs.mean() > 0.3:"),
+        (skipped, DifferenceKind.BRANCH, "if kept.asked == 2:"),
+        (hooked, DifferenceKind.BACKWARD, "outputs.register_hook(lambda gradient: gradient / gradient.norm())"),
+    ],
+)
+def test_the_first_difference_is_found_by_its_line(loss: Loss, kind: DifferenceKind, source: str) -> None:
+    difference = found_in(loss).difference
+    assert (difference.kind, difference.operation.source) == (kind, source)
+
+
+def test_a_number_is_told_with_what_holds_it_and_the_line_that_assigns_it() -> None:
+    counter, average = found_in(counted).difference, found_in(moved).difference
+    assert counter.number is not None
+    assert average.number is not None
+    assert (counter.number.name, counter.number.micro_batches, counter.micro_batches) == (
+        "kept.asked",
+        (1.0, 2.0, 3.0),
+        (1, 2),
+    )
+    assert average.number.name == "kept.average[0]"
+    assert average.assigned is not None
+    assert average.assigned.source.startswith("kept.average[0] = 0.5")
+    assert counter.assigned is None, "two functions assign it"
+    assert counter.ratios[0] == pytest.approx(1)
+    assert counter.ratios[2] == pytest.approx(3)
+
+
+def test_what_all_samples_share_is_told_as_what_the_line_reads() -> None:
+    (source,) = found_in(centred).difference.sources
+    assert source.source == "middle = outputs.mean()"
+
+
+def halve() -> None:
+    assert WEIGHT.grad is not None
+    WEIGHT.grad.clamp_(-0.1, 0.1)
+
+
+def right(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT
+    outputs.register_hook(lambda gradient: gradient * 0.5)
+    if outputs.mean() > -100:
+        kept.asked += 1
+    return (outputs * kept.scale - outputs.detach()).exp().mean() + (rows @ kept.bank).mean()
+
+
+def test_where_everything_agrees_only_changes_of_gradients_between_passes_are_left() -> None:
+    assert walk_of(right).find() is None
+    difference = found_in(right, halve).difference
+    assert (difference.kind, difference.operation.source) == (
+        DifferenceKind.BETWEEN_PASSES,
+        "WEIGHT.grad.clamp_(-0.1, 0.1)",
+    )
+
+
+@pytest.mark.parametrize("loss", [counted, moved, widest, centred, decided])
+def test_the_full_batch_s_value_at_the_first_difference_repairs_the_gradient(loss: Loss) -> None:
+    walk = walk_of(loss)
+    found = walk.find()
+    assert found is not None
+    pins = walk.pins_of(found)
+    assert pins
+    with following(PinnedArguments, pins, PARTS) as full:
+        reference = train(loss, 1, full)
+    with following(PinnedArguments, pins, PARTS) as calls:
+        calls.take(full.kept)
+        torch.testing.assert_close(train(loss, COUNT, calls), reference)
+
+
+def test_the_decision_that_is_replaced_is_the_number_that_the_condition_reads() -> None:
+    walk = walk_of(decided)
+    found = walk.find()
+    assert found is not None
+    (pin,) = walk.pins_of(found)
+    assert (pin.name, pin.paths) == ("torch.Tensor.__bool__", (RESULT,))
+    counter = walk_of(skipped)
+    without_number = counter.find()
+    assert without_number is not None
+    assert not counter.pins_of(without_number), "no call of torch decides"
+
+
+SOURCE = """
+class Loss:
+    average = 1.0
+
+    def __call__(self, errors, scale):
+        part = scale * 2
+        if part > 1:
+            errors = errors * 2
+        if errors.mean() > 3:
+            return errors
+        self.average = 0.5 * self.average
+        total = 0.0
+        def inner():
+            nonlocal total
+            total = total + 1
+            return errors / total
+        return inner()
+"""
+
+
+def test_lines_of_the_source_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "loss.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    file = str(path)
+    line = {text.strip(): at for at, text in enumerate(SOURCE.splitlines(), 1)}
+    inside, behind = (file, line["errors = errors * 2"]), (file, line["return errors / total"])
+    assert deciding_line(inside, []) == (file, line["if part > 1:"])
+    ran = frozenset({(file, line["return errors"])}), frozenset({behind})
+    assert deciding_line((file, line["return inner()"]), ran) == (file, line["if errors.mean() > 3:"])
+    assert assignment_of("self.average", behind) == (file, line["self.average = 0.5 * self.average"])
+    assert assignment_of("part", inside) == (file, line["part = scale * 2"])
+    assert assignment_of("scale", inside) is None
+    assert [is_kept(name, behind) for name in ("total", "self.average", "file")] == [True, True, True]
+    assert [is_kept(name, inside) for name in ("part", "scale", "self.average")] == [False, False, True]
+    assert deciding_line((str(tmp_path / "missing.py"), 3), []) is None
