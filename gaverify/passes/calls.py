@@ -98,6 +98,7 @@ _VIEWS = (
     "ExpandBackward0",
     "UnsqueezeBackward0",
     "ToCopyBackward0",
+    "_LiftBackward",  # of `passes/lifting`
 )
 
 

@@ -20,6 +20,7 @@ from gaverify.passes.batching import Problem, draw_batch, fresh, micro_batch_siz
 from gaverify.passes.gradients import (
     AfterBackward,
     Fitting,
+    GradientStore,
     PassProbe,
     PassResult,
     accumulated_gradients,
@@ -103,6 +104,8 @@ class Experiment:
     """How the micro-batches' draws are matched with these."""
     ranks: RankSum | None = None
     """What makes norms and sketches those of all ranks; None: they are this process's own."""
+    store: GradientStore | None = None
+    """What keeps the gradients of a pass; None: `.grad` does."""
     probes: tuple[PassProbe, ...] = ()
     """What looks on at every pass, or changes it."""
     fitting: Fitting = field(default_factory=Fitting)
@@ -185,7 +188,8 @@ class Experiment:
 
     def full_batch(self, *probes: PassProbe) -> PassResult:
         """Runs the full batch with the recorded draws."""
-        return full_batch_gradients(self, self._combine(probes))
+        with self._holding_weights(probes) as ready:
+            return full_batch_gradients(ready, ready._combine(probes))
 
     def micro_batches(
         self,
@@ -202,7 +206,9 @@ class Experiment:
             after_backward: Called with k after each backward pass.
             own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
         """
-        return accumulated_gradients(self, full, after_backward=after_backward, probe=self._combine(probes), own=own)
+        with self._holding_weights(probes) as ready:
+            probe = ready._combine(probes)
+            return accumulated_gradients(ready, full, after_backward=after_backward, probe=probe, own=own)
 
     def forward(self, k: int | None, *probes: PassProbe, dealing: Dealing | None = None) -> torch.Tensor:
         """Runs one forward without a backward, of the full batch where `k` is None, and returns its loss.
@@ -222,8 +228,18 @@ class Experiment:
         """
         return Dealing(self.draws, self.reading, full.draws.prints if full is not None else None)
 
+    @contextmanager
+    def _holding_weights(self, probes: Sequence[PassProbe]) -> Iterator[Experiment]:
+        """The experiment; with its weights converted where they are lifted and a probe needs them."""
+        if self.store is None or not any(probe.needs_weights for probe in (*self.probes, *probes)):
+            yield self
+            return
+        with convert_weights(self.modules, dtype=self.lift):
+            yield replace(self, store=None).with_current_state()
+
     def _combine(self, probes: Sequence[PassProbe]) -> PassProbe | None:
-        return combine_probes((*self.probes, *probes))
+        store = () if self.store is None else (self.store,)
+        return combine_probes((*store, *self.probes, *probes))
 
     # Its variants.
 

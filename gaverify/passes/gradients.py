@@ -11,6 +11,7 @@ Both start from the same state (`ModelState`) and use the same random draws, dea
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ class PassProbe:
 
     values_differed: bool | None = None
     """Whether values that it replaced in the micro-batches were others before; None: it replaces none."""
+    needs_weights = False
+    """Whether it listens to gradients of weights, or forms them, so that these cannot be lifted as they are used."""
 
     def around(self, k: int | None) -> AbstractContextManager[Any]:
         """Entered after gaverify's own mode: sees every operation before it does, and its result after it."""
@@ -142,6 +145,18 @@ class PassProbe:
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Puts the gradients of `weight` · `loss` into `.grad`."""
         (loss * weight if weight != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+
+
+class GradientStore(PassProbe):
+    """A probe that keeps the gradients of a pass itself, in place of `.grad`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Lets go of them."""
+
+    @abstractmethod
+    def take(self) -> Gradients:
+        """Returns what has accumulated so far, by parameter name."""
 
 
 @dataclass
@@ -241,8 +256,8 @@ def _fit_full_batch(
         try:
             return _run_full_batch(experiment, make_draws(), probe or PassProbe())
         except NoMemory as error:
-            # a probe has seen a part of the pass already
-            if probe is not None or not experiment.fitting.falls_through(experiment.device):
+            # a probe has seen a part of the pass already; a store is emptied when the next pass begins
+            if probe not in (None, experiment.store) or not experiment.fitting.falls_through(experiment.device):
                 # Offloading needs less memory where it was not tried yet, on a device with memory of its own.
                 has_other_way = experiment.fitting.way is not Reference.OFFLOAD and experiment.device.type != "cpu"
                 hint = "; `--reference offload` needs less" if has_other_way else ""
@@ -394,12 +409,10 @@ def one_pass(experiment: Experiment) -> Iterator[None]:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         try:
-            for parameter in experiment.parameters.values():
-                parameter.grad = None
+            _clear_gradients(experiment)
             yield
         finally:
-            for parameter in experiment.parameters.values():
-                parameter.grad = None
+            _clear_gradients(experiment)
             if experiment.ranks is not None:
                 settle(experiment.modules)
             experiment.state.restore()
@@ -407,8 +420,17 @@ def one_pass(experiment: Experiment) -> Iterator[None]:
             restore()
 
 
+def _clear_gradients(experiment: Experiment) -> None:
+    for parameter in experiment.parameters.values():
+        parameter.grad = None
+    if experiment.store is not None:
+        experiment.store.clear()
+
+
 def take_gradients(experiment: Experiment) -> Gradients:
-    """Takes the gradients over without a copy: the parameters let go of them right after."""
+    """Returns what has accumulated so far, without a copy: after a pass nothing else holds it."""
+    if experiment.store is not None:
+        return experiment.store.take()
     return {name: parameter.grad for name, parameter in experiment.parameters.items()}
 
 

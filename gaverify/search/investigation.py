@@ -29,7 +29,7 @@ from gaverify.search.bench import Bench, Intervention
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_TIMES, FEW_UNITS, MANY_UNITS, SAME_ORDER, SHOWS_UNITS, TINY, U32
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import MakeWatch, run_in_float64
+from gaverify.verdict.control import MakeWatch, enter_float64, run_in_float64
 from gaverify.verdict.criteria import Difference, record, zero_in_float64
 from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
 from gaverify.verdict.measurement import Measurement, is_large
@@ -89,7 +89,7 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
     control, experiment, reference = decision.float64, measurement.experiment, None
     with ExitStack() as stack:
         if control is not None:
-            experiment = stack.enter_context(experiment.in_float64())
+            experiment = stack.enter_context(enter_float64(experiment, lifted=control.lifted))
             reference = keep_sketch(experiment, control.full)
             if control.watched is not None:
                 used = control.accumulated.weights

@@ -535,6 +535,7 @@ class PinnedCode(PinnedValues):
         self.may_hide_backward = any(any(registries) for registries in hooks)
         """Whether the user's code changes gradients somewhere, by a hook or a function with a backward of its own."""
         self._sent_back = _KeptGradients(experiment, order) if with_gradients else None
+        self.needs_weights = with_gradients
         self._has_shared = False  # whether the parameters got their share in this pass
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from gaverify.errors import GaverifyError, ProblemError
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.isolation import generator_states
-from gaverify.passes.lifting import LiftedWeights
+from gaverify.passes.lifting import LiftedWeights, lift_weights
 from gaverify.passes.precision import coarsest_unit, move_weights, return_freed, rounding_share, short_name
 from gaverify.passes.sketches import SINGULAR_FLOAT32, SINGULAR_FLOAT64, fit_weights
 from gaverify.passes.user_code import valid_targets
@@ -305,6 +305,8 @@ def _share(experiment: Experiment, accumulated: PassResult) -> float | None:
 
 
 _PERTURBED_RUNS = 3
+_LIFTED = 1 << 22
+"""Elements of all weights from which on float64 lifts them as they are used: a copy would take 32 MB."""
 
 MakeWatch = Callable[[Experiment], PassProbe]
 """Makes a probe that looks on at the passes of an experiment."""
@@ -332,6 +334,8 @@ class Float64Run:
     """The micro-batches' pass; its gradients are None unless they were asked for."""
     watched: Watched | None = None
     """What looked on at the passes; None: nothing did, or they ran only without it."""
+    lifted: bool = False
+    """Whether weights were lifted as they were used; else they were converted."""
 
     def check_losses(self, full: PassResult, accumulated: PassResult) -> None:
         """Refuses a control whose losses are no numbers, although those in working precision are.
@@ -362,14 +366,29 @@ def run_in_float64(
     Raises:
         Exception: Whatever a kernel without float64 raises; the caller then falls back to the noise floor.
     """
-    with experiment.in_float64() as exact:
+    # Fewer weights cost less as a copy than by being lifted for every operation.
+    if sum(weight.numel() for weight in experiment.parameters.values()) >= _LIFTED:
+        with suppress(ProblemError):  # what does not go with lifted weights goes with converted ones
+            return _compare_in_float64(experiment, make_watch, keep_gradients, lifted=True)
+    return _compare_in_float64(experiment, make_watch, keep_gradients, lifted=False)
+
+
+def enter_float64(experiment: Experiment, *, lifted: bool) -> AbstractContextManager[Experiment]:
+    """Gives the experiment in float64, with weights that are lifted as they are used, or converted."""
+    return lift_weights(experiment, torch.float64) if lifted else experiment.in_float64()
+
+
+def _compare_in_float64(
+    experiment: Experiment, make_watch: MakeWatch | None, keep_gradients: bool, lifted: bool
+) -> Float64Run:
+    with enter_float64(experiment, lifted=lifted) as exact:
         exact.progress("float64 control: the full batch")
         full, accumulated, watched = _run_watched(exact, make_watch)
         rows = {row.name: row for row in measure(accumulated.gradients, full.gradients, exact.ranks)}
         # The full batch keeps its gradients: the noise floor and the repairs are compared with them.
         if not keep_gradients:
             accumulated.gradients = dict.fromkeys(accumulated.gradients)  # measured; a diagnosis needs the memory
-    return Float64Run(rows, full, accumulated, watched)
+    return Float64Run(rows, full, accumulated, watched, lifted)
 
 
 def _run_watched(exact: Experiment, make_watch: MakeWatch | None) -> tuple[PassResult, PassResult, Watched | None]:

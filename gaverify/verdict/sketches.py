@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import Gradients, PassProbe, PassResult
+from gaverify.passes.gradients import Gradients, PassProbe, PassResult, take_gradients
 from gaverify.passes.sketches import SINGULAR_FLOAT64, SketchSum, fit_weights, gradient_noise, sketch
 from gaverify.passes.wrappers import RankSum
 from gaverify.records.experiment import WeightFit
@@ -193,18 +193,18 @@ def _divide_by_weights(columns: torch.Tensor, used: torch.Tensor) -> torch.Tenso
 
 
 class Sums:
-    """Keeps a sketch of what has accumulated in `.grad`, after each backward pass of one run.
+    """Keeps a sketch of what has accumulated, after each backward pass of one run.
 
     The sketch is linear, so the difference of two is the sketch of one micro-batch's share.
     """
 
     def __init__(self, experiment: Experiment) -> None:
-        self._parameters, self._ranks = list(experiment.parameters.values()), experiment.ranks
+        self._experiment = experiment
         self._sums: list[torch.Tensor] = []
 
     def note(self, _: int) -> None:
         """Takes the sketch."""
-        self._sums.append(sketch((parameter.grad for parameter in self._parameters), self._ranks))
+        self._sums.append(sketch(take_gradients(self._experiment).values(), self._experiment.ranks))
 
     def shares(self, target: torch.Tensor, used: Sequence[float]) -> Sketches:
         """Returns the micro-batches' own gradients, by the weights that were used.

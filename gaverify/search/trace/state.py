@@ -39,7 +39,12 @@ from gaverify.records.experiment import Operation
 from gaverify.records.facts import StateChange
 from gaverify.search.trace.operations import address, watch_writes
 from gaverify.search.trace.traces import Frame, locate_operation
-from gaverify.torch_internals import no_dispatch_modes, version_of, without_torch_function
+from gaverify.torch_internals import (
+    no_dispatch_modes,
+    version_of,
+    without_subclass_function,
+    without_torch_function,
+)
 from gaverify.tracebacks import calling_frame, hands_over
 
 _MOST = 1_000  # entries of one container that are looked at
@@ -229,7 +234,7 @@ class StateWatch(PassProbe):
             if issubclass(type(value := place.get()), torch.Tensor)
         }
         self._gradients = self._stamp_gradients()
-        gradients = {address(g): _GRADIENT for p in self._trained if (g := p.grad) is not None}
+        gradients = {address(g): _GRADIENT for g in self._read_gradients() if g is not None}
         with (
             watch_assignments(self._note_assignment),
             watch_writes(names | self._parameters | gradients, self._note_write, names, self._reads.add),
@@ -250,8 +255,12 @@ class StateWatch(PassProbe):
 
     def _stamp_gradients(self) -> list[tuple[int, int]]:
         """Which gradient every parameter has, and how often it was written to."""
-        gradients = [parameter.grad for parameter in self._trained]
-        return [(id(g), version_of(g)) if g is not None else (0, 0) for g in gradients]
+        return [(id(g), version_of(g)) if g is not None else (0, 0) for g in self._read_gradients()]
+
+    def _read_gradients(self) -> list[torch.Tensor | None]:
+        # a weight that is lifted takes a look at its gradient for one of the user's
+        with without_subclass_function():
+            return [parameter.grad for parameter in self._trained]
 
     def changes(self) -> tuple[StateChange, ...]:
         """Returns what the passes changed so far."""
@@ -295,7 +304,7 @@ class StateWatch(PassProbe):
 
     def _note_clearing(self, operation: str, frame: Frame) -> None:
         """Notes the first line that changes the gradients of earlier micro-batches."""
-        if self.clearing is None and frame is not None and any(p.grad is not None for p in self._trained):
+        if self.clearing is None and frame is not None and any(g is not None for g in self._read_gradients()):
             self.clearing = locate_operation(operation, frame)
 
     def _locate_writer(self, name: str) -> Operation | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, exact_products
 from gaverify.passes.isolation.globals import PRECISION, flag_states
-from gaverify.passes.lifting import LiftedWeights
+from gaverify.passes.lifting import LiftedWeights, lift_weights
 from gaverify.passes.precision import (
     buffers_differ,
     convert_weights,
@@ -333,8 +334,11 @@ KINDS = {
 
 def experiment_of(kind: type[nn.Module]) -> Experiment:
     torch.manual_seed(0)
-    model = kind() if kind is Spectral else kind().to(torch.bfloat16)
-    problem = Problem(model, lambda model, x: model(x).square().mean(), KINDS[kind]())
+    return squares(kind() if kind is Spectral else kind().to(torch.bfloat16), KINDS[kind]())
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> Experiment:
+    problem = Problem(model, lambda model, x: model(x).square().mean(), x)
     return Experiment(
         problem=problem,
         batch_size=4,
@@ -397,3 +401,69 @@ def test_weights_that_are_more_than_parameters_are_refused(how: str) -> None:
         experiment.problem.model.scale = Own(experiment.problem.model.scale.data)
     with pytest.raises(ProblemError, match="a weight"):
         LiftedWeights(experiment, lambda *_: None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lifted_weights_leave_one_set_of_gradients_as_converted_ones_do(kind: type[nn.Module]) -> None:
+    experiment = experiment_of(kind)
+    copied = gradients(experiment, True, lambda _: None)
+    recorded, full = experiment.record()
+    with lift_weights(recorded, torch.float64) as lifted:
+        collected = lifted.micro_batches(full).gradients
+        assert not any(gradient is not None for gradient in lifted.store.take().values()), "the pass holds no other"
+    assert collected.keys() == copied.keys()
+    for name, gradient in copied.items():
+        torch.testing.assert_close(collected[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+class Own(nn.Module):
+    """A weight that the forward does something to, beside using it."""
+
+    def __init__(self, does: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.weight, self.does = nn.Parameter(torch.rand(6, 4)), does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.does(self.weight)
+        return x @ self.weight
+
+
+def write(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def lifted_pass(does: Callable[[nn.Parameter], Any]) -> None:
+    recorded, full = squares(Own(does), torch.randn(4, 6)).record()
+    with lift_weights(recorded, torch.float64) as lifted:
+        lifted.micro_batches(full)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        write,
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: weight.detach().mul_(0.5),
+        lambda weight: nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.1),
+        lambda weight: setattr(weight, "grad", None),
+        lambda weight: weight.grad,
+    ],
+)
+def test_a_forward_that_would_see_other_weights_or_gradients_is_refused(does: Callable[[nn.Parameter], Any]) -> None:
+    with pytest.raises(ProblemError, match="writes to a weight, looks at its gradient"):
+        lifted_pass(does)
+
+
+@pytest.mark.parametrize("does", [lambda weight: weight.detach() * 0.5, lambda weight: weight.numel(), lambda _: None])
+def test_a_forward_that_only_reads_its_weights_is_not_refused(does: Callable[[nn.Parameter], Any]) -> None:
+    lifted_pass(does)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
+    """A node that saves its own result would keep itself alive, and all results before it."""
+    recorded, _ = squares(nn.Sequential(nn.Linear(6, 13), nn.Softmax(-1)), torch.randn(4, 6)).record()
+    with lift_weights(recorded, torch.float64) as lifted:
+        lifted.forward(None).detach()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        assert not [each for each in tensors if each.shape == (4, 13) and each.dtype is torch.float64]
