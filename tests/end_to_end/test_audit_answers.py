@@ -401,6 +401,8 @@ ROWS = [
     styled("own --late step", words="the step undoes this factor"),
     styled("own --late edit", words="4 of 4 gradients agree"),
     styled("own --late edit --rule adam", words="4 of 4 gradients agree"),
+    styled("each --late edit --rule adam", words="4 of 4 gradients agree", quick=True),
+    styled("each --rule adam --undivided", "GAV201", "each", TIMES_4),
     styled("own --rule adam --clip 0.5", words="4 of 4 gradients agree"),
     styled("own --rule adam --middle batch-norm", "GAV101", proven=True),
     styled("own --middle batch-norm --undivided", "GAV201 GAV101", words="4 times the full batch's (= K)", proven=True),

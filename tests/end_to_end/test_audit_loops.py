@@ -211,6 +211,20 @@ def test_gradients_that_are_only_looked_at(tmp_path: Path) -> None:
     assert {(count["backward"], count["step"]) for count in counts} == {(4, 1)}
 
 
+UNKEPT = """
+for x, y in batches * 2:
+    (gradient,) = torch.autograd.grad(mse_loss(model(x), y), [model.weight])
+    model.weight.data -= 0.1 * gradient
+raise RuntimeError("it went on")
+"""
+
+
+@slow
+def test_a_script_that_keeps_no_gradients_ends_after_two_updates(tmp_path: Path) -> None:
+    result = audited(tmp_path / "train.py", UNKEPT)
+    assert (result.code, result.outcome) == (3, "inconclusive"), str(result)
+
+
 @slow
 def test_a_script_that_moves_what_its_optimizer_never_steps(tmp_path: Path) -> None:
     body = TRAIN.replace("optimizer.step()", "model.weight.data -= 0.1 * model.weight.grad")

@@ -95,6 +95,21 @@ def own(args, model, batches):
             optimizer.zero_grad()
 
 
+@torch.no_grad()
+def each(args, model, batches):
+    """Divides, uses and clears the gradient of one parameter after the other."""
+    optimizer = Own(model.parameters(), args.rule)
+    for i, (x, y) in enumerate(batches):
+        with torch.enable_grad():
+            (nn.functional.mse_loss(model(x), y) / args.share).backward()  # here: each
+        if (i + 1) % args.accum == 0:
+            for parameter, state in zip(optimizer.parameters, optimizer.state, strict=True):
+                if args.late == "edit":
+                    parameter.grad /= args.accum
+                parameter.sub_(RATE * optimizer.rule(state, parameter.grad, parameter))
+                parameter.grad = None
+
+
 def assigned(args, model, batches):
     """Gradients of `autograd.grad` that an optimizer of torch's uses."""
     optimizer, parameters = torch.optim.SGD(model.parameters(), lr=RATE), list(model.parameters())
@@ -161,7 +176,7 @@ def captured(args, model, batches):
             optimizer.zero_grad(set_to_none=False)
 
 
-STYLES = {style.__name__: style for style in (plain, gradients, own, assigned, functional, compiled, captured)}
+STYLES = {style.__name__: style for style in (plain, gradients, own, each, assigned, functional, compiled, captured)}
 
 MIDDLES = {"tanh": nn.Tanh, "batch-norm": lambda: nn.BatchNorm1d(8), "layer-norm": lambda: nn.LayerNorm(8)}
 

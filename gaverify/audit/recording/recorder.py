@@ -197,7 +197,7 @@ class Recorder:
         listeners = (
             self.targets,
             ZeroGradListener(self.recording, self.changes.settle),
-            ClippingListener(self.recording, self.changes.keep_used),
+            ClippingListener(self.recording, self.changes.hunt),
             ScalerListener(self.recording, lambda: self.windows.steps),
             SchedulerListener(self.recording),
             AverageListener(self.recording),

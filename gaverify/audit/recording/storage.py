@@ -119,7 +119,7 @@ class Update:
             entry: The optimizer.
             forwards: Those that its window's passes reached.
             moved: The sampled weights before a step that the script has made itself, which may have cleared what it
-                used: then that is taken as it was when it was seen last.
+                used: then each gradient is taken as it was when its weights moved.
 
         Returns:
             The gradients to store; where they are no longer what the window's last backward pass left, those as well.
@@ -127,9 +127,10 @@ class Update:
         scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         divisor = 1.0 if scale is None else float(scale)
         before = entry.weights if moved is None else moved
-        summed, last_seen = entry.summed, entry.used or entry.summed
-        if moved is not None and last_seen is not None and entry.is_cleared:
-            gradients, sampled = last_seen.gradients, last_seen.sampled
+        summed = entry.summed
+        if moved is not None and summed is not None and entry.is_cleared:
+            gradients = [entry.used.get(at, gradient) for at, gradient in enumerate(summed.gradients)]
+            sampled = entry.sample.read(gradients)
         else:
             grads = [parameter.grad for parameter in entry.sample.parameters]
             gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients

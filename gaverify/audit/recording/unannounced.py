@@ -34,11 +34,8 @@ class UnannouncedChanges:
         self._what: What | None = None  # that was done by the line that the hunt has found
         self._places: dict[What, Place] = {}
         self._settings: dict[int, list[dict[str, float]]] = {}
-
-    @property
-    def moving_line(self) -> Place | None:
-        """The line that changes the weights; None until it is known."""
-        return self._places.get("moved")
+        self.moving_line: Place | None = None
+        """The first line of the script's own steps; None until it is known."""
 
     def note(self, look: Look, where: Literal["between", "forward", "backward"]) -> None:
         """Records cleared gradients, and changed weights of optimizers whose window is open.

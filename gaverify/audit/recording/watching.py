@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import KeptGradients, Sample, plain, same
+from gaverify.audit.recording.values import KeptGradients, Sample, copy_values, plain, same
 from gaverify.torch_internals import has_post_accumulate_hooks
 
 
@@ -39,7 +39,7 @@ class Watched:
         steps: How many steps it has made.
         summed: Its gradients as its last backward pass left them; replaced before the first clipping, and after
             a `GradScaler` took its scale out, by what they were then.
-        used: The same when they were seen last before the script moved its weights itself.
+        used: By position, the gradients of parameters that the script has moved itself, as it used them.
         clipped: Whether clipping has changed them since.
     """
 
@@ -53,7 +53,7 @@ class Watched:
     forwards: set[int] = field(default_factory=set)
     steps: int = 0
     summed: KeptGradients | None = None
-    used: KeptGradients | None = None
+    used: dict[int, torch.Tensor | None] = field(default_factory=dict)
     clipped: bool = False
 
     @property
@@ -68,13 +68,17 @@ class Watched:
 
     def keep(self) -> None:
         """Keeps the gradients as they are now."""
-        self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), None
+        self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), {}
 
-    def keep_used(self) -> None:
-        """Keeps the gradients that the script's own step is about to use, unless it has removed them."""
-        sampled = self.sample.gradients()
-        if self.summed is not None and bool(sampled.any()):
-            self.used = KeptGradients(self.sample.parameters, sampled)
+    def keep_used(self) -> bool:
+        """Keeps the gradients of parameters that have just moved, unless they are gone; returns whether any moved."""
+        sizes = self.sample.sizes
+        pairs = zip(self.weights.split(sizes), self.sample.weights().split(sizes), strict=True)
+        moved = [at for at, pair in enumerate(pairs) if at not in self.used and not same(*pair)]
+        gradients = {at: self.sample.parameters[at].grad for at in moved}
+        left = {at: gradient for at, gradient in gradients.items() if gradient is not None and bool(gradient.any())}
+        self.used |= {at: copy_values(gradient) for at, gradient in left.items()}
+        return bool(moved)
 
 
 @dataclass
@@ -161,7 +165,7 @@ class Watch:
     def let_go(self) -> None:
         """Drops the gradients that were kept, before a backward pass makes others: only one copy is in memory."""
         for entry in self._watched.values():
-            entry.summed = entry.used = None
+            entry.summed, entry.used = None, {}
 
     def clear(self) -> bool:
         """Makes all gradients zero; returns whether any was not."""
@@ -206,7 +210,7 @@ class Watch:
         """Notes that the gradients of these optimizers are gone."""
         for index in indices:
             entry = self.of(index)
-            entry.pending, entry.summed, entry.used = 0, None, None
+            entry.pending, entry.summed, entry.used = 0, None, {}
             for part in entry.increments:  # kept: another optimizer's step may still use the same passes
                 part.cleared = True
 

@@ -128,8 +128,8 @@ class TestListeners:
     @pytest.mark.parametrize(("clipped", "active"), [((3.0, 4.0), False), ((0.6, 0.8), True)])
     def test_clipping(self, clipped: tuple[float, float], active: bool, tmp_path: Path) -> None:
         events: list[Event] = []
-        shared, used = recording(tmp_path, events), list[bool]()
-        listener = ClippingListener(shared, lambda: used.append(True))
+        shared, calls = recording(tmp_path, events), list[ClipCall]()
+        listener = ClippingListener(shared, calls.append)
         set_gradient(shared, 3.0, 4.0)
         call = ClipCall(name="clip_grad_norm_", limit=1.0)
         listener.look(call)
@@ -138,7 +138,7 @@ class TestListeners:
         (event,) = events
         assert isinstance(event, Clipping)
         assert (event.active, event.optimizers, event.norm, event.limit) == (active, (0,) * active, 5.0, 1.0)
-        assert used == [True]
+        assert len(calls) == 1
 
     @pytest.mark.parametrize(("steps", "skipped"), [((3, 3), True), ((3, 4), False)])
     def test_a_scaler_that_skips_a_step(self, steps: tuple[int, int], skipped: bool, tmp_path: Path) -> None:
@@ -168,6 +168,29 @@ class TestListeners:
         assert listener.read() == ()
 
 
+def announce_passes(recorder: Recorder, model: torch.nn.Module, rows: int) -> None:
+    """Announces a forward and a backward pass, and makes both."""
+    inputs = torch.ones(rows, 3, device="cpu")
+    call = ForwardCall(module=model, args=(inputs,), kwargs={}, is_graded=True)
+    with recorder.bus.announce(call):
+        call.result = model(inputs)
+    loss = call.result.sum()
+    with recorder.bus.announce(BackwardCall(roots=loss, place=("train.py", 7))):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_stands_for_an_optimizer_goes_where_one_is_made(is_late: bool, tmp_path: Path) -> None:
+    recorder = Recorder(Job(Command(""), "full", 0, folder=str(tmp_path)), Storage(tmp_path))
+    model = torch.nn.Linear(3, 1, device="cpu")
+    announce_passes(recorder, model, 2)
+    if is_late:
+        recorder.steps.note_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    recorder.close(Ending.SCRIPT)
+    closing = read_closing_record((tmp_path / "meta.json").read_text(encoding="utf-8"))
+    assert closing.steps_itself is not is_late and (closing.optimizers == ("SGD",)) is is_late
+
+
 def test_a_loop_that_is_announced_by_hand(tmp_path: Path) -> None:
     """Two micro-batches and a step, without a patch of torch: what a recorder writes depends on the calls alone."""
     recorder = Recorder(Job(Command(""), "accumulated", 0, folder=str(tmp_path)), Storage(tmp_path))
@@ -175,13 +198,7 @@ def test_a_loop_that_is_announced_by_hand(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder.steps.note_optimizer(optimizer)
     for rows in (2, 1):
-        inputs = torch.ones(rows, 3, device="cpu")
-        call = ForwardCall(module=model, args=(inputs,), kwargs={}, is_graded=True)
-        with recorder.bus.announce(call):
-            call.result = model(inputs)
-        loss = call.result.sum()
-        with recorder.bus.announce(BackwardCall(roots=loss, place=("train.py", 7))):
-            loss.backward()
+        announce_passes(recorder, model, rows)
     recorder.steps.begin(optimizer, None)
     optimizer.step()
     recorder.steps.end(optimizer)

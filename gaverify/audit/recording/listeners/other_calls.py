@@ -82,11 +82,11 @@ class ClippingListener:
 
     Args:
         recording: What listeners share.
-        keep_used: Keeps the gradients that a step of the script's is about to use.
+        hunt: Goes on to look for the lines of changes, which the call has ended.
     """
 
-    def __init__(self, recording: Recording, keep_used: Callable[[], None]) -> None:
-        self._recording, self._keep_used = recording, keep_used
+    def __init__(self, recording: Recording, hunt: Callable[[ClipCall], None]) -> None:
+        self._recording, self._hunt = recording, hunt
 
     def listen(self, bus: Bus) -> None:
         """Patches torch and subscribes."""
@@ -118,7 +118,7 @@ class ClippingListener:
             *journal.stamp(), tuple(sorted(changed)), call.name, active=bool(changed), norm=norm, limit=call.limit
         )
         journal.add(event)
-        self._keep_used()
+        self._hunt(call)
 
 
 def _describe_clipping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClipCall:

@@ -11,6 +11,7 @@ import torch
 from gaverify.audit.recording.bus import Bus
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, StepCall, UpdateEnd
 from gaverify.audit.recording.listeners.gradients import GradientListener
+from gaverify.audit.recording.listeners.other_calls import ClipCall
 from gaverify.audit.recording.storage import Update, addends_of, shards_alone
 from gaverify.audit.recording.values import out_of_sight, place_in_group
 from gaverify.audit.recording.watching import StandIn, Watched
@@ -147,7 +148,7 @@ class WindowListener:
         if self.stores_gradients and update.number <= max(job.updates, 1):
             self._write(entry, tensors, max(job.updates, 1) - update.number + 1)
         entry.pending, entry.increments, entry.forwards = 0, [], set()
-        entry.summed = entry.used = None
+        entry.summed, entry.used = None, {}
 
     def _write(self, entry: Watched, tensors: dict[str, dict[int, torch.Tensor]], updates_left: int) -> None:
         # Every rank writes its shards, on what may be the same disk.
@@ -239,25 +240,23 @@ class ChangeListener:
             self._recording.unannounced.note(look, "between")
             self._recording.unannounced.note_edits(look)
 
-    def hunt(self, call: Differentiation) -> None:
+    def hunt(self, call: Differentiation | ClipCall) -> None:
         """Looks for the lines of further changes, until the next call."""
         if not isinstance(call, BackwardCall) or call.is_counted:
             self._recording.unannounced.hunt(self._has_changes)
 
-    def keep_used(self) -> None:
-        """Keeps the gradients that a step of the script's is about to use."""
-        for entry in self._recording.watch if self._recording.watch.has_stand_ins else ():
-            entry.keep_used()
-
-    def _has_changes(self, _: Place) -> bool:
-        """Whether a line has changed something; it finds the gradients as the step uses them."""
+    def _has_changes(self, place: Place) -> bool:
+        """Whether a line has changed something, and no later line is of interest."""
         if out_of_sight():
             return False
+        watch, unannounced = self._recording.watch, self._recording.unannounced
         with self._recording.guard.work():
-            has_changes = self._recording.unannounced.has_changes()
-            if has_changes:
-                self.keep_used()
-            return has_changes
+            if not watch.has_stand_ins:
+                return unannounced.has_changes()
+            # Each line may move one parameter, whose gradient the next line clears.
+            if any([entry.keep_used() for entry in watch]):
+                unannounced.moving_line = unannounced.moving_line or place
+            return False
 
     def _record_step(self, entry: Watched, before: torch.Tensor) -> None:
         journal, windows, updates = self._recording.journal, self._windows, self._updates
