@@ -98,6 +98,22 @@ LITTLE, MOSTLY = 0.5, 0.9
 """Shares of a squared difference that other weights explain: at most the first of rounding, at least the second of a
 fault of the weights."""
 
+# -- where the host is the limit --------------------------------------------------------------------------------------
+
+FEWEST_MULTIPLICATIONS = 64
+"""Multiplications that take as long as to read and write an element of their result.
+
+An A100 makes 9.7e12 of them in IEEE float32 a second, and moves 1.6e12 bytes.
+Source: NVIDIA A100 Tensor Core GPU Architecture, 2020."""
+HOST_BOUND, HOST_BOUND_CPU = 1 << 26, 1 << 18
+"""Multiplications of an operation in float32, on average, that take no longer than the host needs to launch it.
+
+An A100 makes 1e8 in the 10 µs of a launch, one core of a CPU 4e5."""
+LARGEST_COPY = 1 << 26
+"""Elements of half a precision that are copied in float32 with two gradients: 0.8 GB."""
+BACKWARD_TOO = 3
+"""Times the work of a forward that it takes with its backward, where each product is followed by two."""
+
 # -- weights of micro-batches -----------------------------------------------------------------------------------------
 
 FIT_FLOAT64, FIT_FLOAT32 = 1e-6, 1e-3

@@ -1,8 +1,9 @@
 """Verifies a problem. What `verify` runs, in this order:
 
 prepare    `prepare_experiment`: the problem on its device and seeded; every pass starts from the same state
-measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision; again
-           without rounded products where float32 with these (TF32) leaves parameters open
+measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision
+           `measure_again`: the same in float32 where rounded products (TF32) leave parameters open, and below float32
+           where the host is the limit, so that it costs less than a few samples; the rest then happens in float32
 decide     `decide`: equivalent is what that precision's rounding explains. Where it leaves a few parameters open,
            or is below float32, two to four samples are run in float64 as well, together and one by one
 float64    `examine_first_samples`: a difference that is clearly more than rounding is measured, decided and searched
@@ -49,6 +50,8 @@ from gaverify.search.investigation import (
     search_causes,
     watch_passes,
 )
+from gaverify.thresholds import U32
+from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.decision import (
     Decision,
     decide,
@@ -58,7 +61,7 @@ from gaverify.verdict.decision import (
     needs_gradients,
     rounded_products_leave_rows_open,
 )
-from gaverify.verdict.measurement import Measurement, measure_strategies, trace_passes
+from gaverify.verdict.measurement import Measurement, measure_again, measure_strategies, trace_passes
 from gaverify.verdict.settings import Settings, Weighting, run_info
 
 if TYPE_CHECKING:
@@ -68,6 +71,8 @@ if TYPE_CHECKING:
 
 
 TellEnd = Callable[[str], None]
+_Decided = tuple[Measurement, Decision, FirstSamplesAnswer]
+"""What was measured, what was decided, and what the first samples showed."""
 
 
 def verify(
@@ -215,14 +220,15 @@ def _verify_here(problem: Problem, settings: Settings, progress: Progress | None
 
 
 def _measure_and_decide(
-    experiment: Experiment, settings: Settings, stack: ExitStack
-) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
-    """Runs both strategies and decides every parameter: in the user's precision, or in float64 where that cannot tell.
+    experiment: Experiment, settings: Settings, stack: ExitStack, *, in_float32: bool = True
+) -> _Decided:
+    """Runs both strategies and decides every parameter: in the user's precision, or in a finer one.
 
     Args:
         experiment: What to run.
         settings: What was asked for.
         stack: Closed behind the search, which has to run in the arithmetic that decided.
+        in_float32: Whether both may run in float32 once more.
 
     Returns:
         What was measured, what was decided, and what the first samples showed, if they were looked into.
@@ -234,9 +240,19 @@ def _measure_and_decide(
         if not settings.trace:
             measurement.free_gradients()
         return measurement, decision, FirstSamplesAnswer(decision)
-    measurement = measure_strategies(experiment, with_sketch=not settings.exact)
-    if not settings.exact and rounded_products_leave_rows_open(measurement):
-        return _measure_without_rounded_products(measurement, settings, stack)
+    # what `trace` shows are the user's own runs
+    repeats = in_float32 and not settings.trace
+    measurement = measure_strategies(experiment, with_sketch=not settings.exact, repeats=repeats)
+    if measurement.decides_in_float32 or (
+        in_float32 and not settings.exact and rounded_products_leave_rows_open(measurement)
+    ):
+        decided = _decide_in_float32(measurement, settings, stack)
+        return decided or _measure_and_decide(measurement.experiment, settings, stack, in_float32=False)
+    return _decide(measurement, settings, stack)
+
+
+def _decide(measurement: Measurement, settings: Settings, stack: ExitStack) -> _Decided:
+    """Decides what was measured, by float64 where its own precision cannot tell."""
     measured_at = time.perf_counter()
     decision = decide(measurement, exact=settings.exact)
     first_samples = FirstSamplesAnswer(decision)  # not examined yet
@@ -255,6 +271,7 @@ def _measure_and_decide(
     if settings.exact and decision.float64_failure:
         # A kernel has no float64: the answer is what it would have been without `exact`, and says so.
         failure = decision.float64_failure
+        experiment = measurement.experiment
         del measurement, decision, first_samples  # their gradients take the memory of the next passes
         measurement, decision, first_samples = _measure_and_decide(experiment, replace(settings, exact=False), stack)
         decision = replace(decision, float64_failure=decision.float64_failure or failure)
@@ -263,24 +280,35 @@ def _measure_and_decide(
     return measurement, decision, first_samples
 
 
-def _measure_without_rounded_products(
-    rounded: Measurement, settings: Settings, stack: ExitStack
-) -> tuple[Measurement, Decision, FirstSamplesAnswer]:
-    """As `_measure_and_decide`, in float32 whose products are not rounded, which stays so until the stack closes.
+def _decide_in_float32(measurement: Measurement, settings: Settings, stack: ExitStack) -> _Decided | None:
+    """Runs both strategies once more in float32 without rounded products, which stays so until the stack closes.
 
     Args:
-        rounded: What was measured with rounded products; its gradients are freed.
+        measurement: In the user's precision; its gradients are freed.
         settings: What was asked for.
         stack: As there.
+
+    Returns:
+        As `_measure_and_decide`; None where float32 does not fit into memory, or some kernel has none.
     """
-    rounded.free_gradients()
-    stack.enter_context(exact_products())
-    # The state from before the switch would put the rounding back after every pass.
-    experiment = rounded.experiment.with_current_state()
-    measurement, decision, first_samples = _measure_and_decide(experiment, settings, stack)
-    measurement.rounded_before = rounded.rounded_products
-    measurement.seconds["control"] += sum(rounded.seconds.values())
-    return measurement, name_float32_runs(decision), first_samples
+    first_runs, seconds = measurement.leave_to_float32(), sum(measurement.seconds.values())
+    with ExitStack() as switches:
+        try:
+            if measurement.unit > U32:
+                experiment = switches.enter_context(measurement.experiment.in_precision(torch.float32))
+            else:
+                switches.enter_context(exact_products())
+                # The state from before the switch would put the rounding back after every pass.
+                experiment = measurement.experiment.with_current_state()
+            again = measure_again(first_runs, experiment)
+        except Exception as error:
+            if is_own_fault(error):
+                raise
+            return None
+        again, decision, first_samples = _decide(again, settings, switches)
+        again.seconds["control"] += seconds
+        stack.push(switches.pop_all())
+    return again, name_float32_runs(decision, again), first_samples
 
 
 def _find_causes(

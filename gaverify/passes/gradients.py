@@ -267,7 +267,9 @@ def _fit_full_batch(
 
 
 def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:
-    mode = PassMode(experiment.state, random_draws, lift=experiment.lift, observe_terms=experiment.lift is None)
+    mode = PassMode(
+        experiment.state, random_draws, lift=experiment.lift, observe_terms=experiment.lift is not torch.float64
+    )
     with one_pass(experiment):
         # A lazy layer or a cache may register parameters in its first forward.
         known = set(named_parameters(experiment.problem))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from operator import floordiv
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from gaverify.errors import ProblemError
 from gaverify.passes.wrappers import renew_reducers, shards_in
-from gaverify.thresholds import MANY_UNITS
+from gaverify.thresholds import FEWEST_MULTIPLICATIONS, MANY_UNITS
 from gaverify.torch_internals import buffers_of, fp32_precision_accessors, is_in_backward, parameters_of
 from gaverify.tracebacks import hands_over
 
@@ -232,15 +234,45 @@ class Arithmetic:
 
     products: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    operations: int = 0
+    """How many operations ran."""
+    work: int = 0
+    """Multiplications of the forward's products, and at least those that take as long as to write the result."""
 
     def note(self, product: str, args: tuple[Any, ...]) -> None:
         """Notes an operation, given what `product_of` says about it; one without gradients takes no part in them."""
+        self.operations += 1
         backward = bool(product) and is_in_backward()
         # The backward's type, not the forward's: autocast and wrappers choose it there.
         if backward:
             self.dtypes.add(args[0].dtype)
         if backward or (product and torch.is_grad_enabled()):
             self.products.add(product)
+        if product and not backward:
+            self.work += _count_work(product, args)
+
+
+def _count_work(product: str, args: tuple[Any, ...]) -> int:
+    """The multiplications of a product, by its arguments' shapes; 0 where its samples have different ones."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    if any(each.is_nested for each in tensors):
+        return 0
+    elements: int
+    inner: int
+    if product == "rnn":
+        elements, inner = math.prod(tensors[0].shape[:-1]), sum(math.prod(weight.shape) for weight in args[1])
+    elif product == "conv":
+        images, weight = tensors[:2]
+        stride, is_transposed = args[3], args[6]
+        inner = math.prod(weight.shape[1:])
+        if is_transposed:
+            return math.prod(images.shape) * inner
+        elements = len(images) * len(weight) * math.prod(map(floordiv, images.shape[2:], stride))
+    else:
+        first, second = tensors[-2:]
+        inner = first.shape[-1]
+        elements = math.prod(first.shape[:-1]) * second.shape[-1]
+    return elements * max(inner, FEWEST_MULTIPLICATIONS)
 
 
 def rounded_products(device: torch.device, products: Collection[str]) -> dict[str, str]:

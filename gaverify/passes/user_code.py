@@ -6,7 +6,7 @@ Whatever these raise becomes a sentence that names the samples and the line.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +70,16 @@ def largest_mean(observed: Observed) -> TargetCount | None:
     return max(means, key=lambda count: count.total, default=None)
 
 
-def valid_targets(observed: Observed) -> float | None:
-    """The divisor that a negative log-likelihood mean used; with several, that of the one with the most targets."""
-    mean = largest_mean(observed)
-    return float(mean.divisor) if mean is not None else None
+def valid_targets(micro_batches: Sequence[Observed]) -> list[float | None]:
+    """The divisor that each one's negative log-likelihood mean used; with several, that of the one with most targets.
+
+    None for one that had no such mean.
+    """
+    means = [largest_mean(observed) for observed in micro_batches]
+    divisors = [mean.divisor.double() for mean in means if mean is not None]
+    # fetched at once: each number for itself would wait for the device
+    numbers = iter(torch.stack(divisors).tolist() if divisors else ())
+    return [None if mean is None else next(numbers) for mean in means]
 
 
 def targets_of(batch: Any) -> torch.Tensor | None:

@@ -226,7 +226,7 @@ def _unravel_index(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def measure(
-    accumulated: Gradients, reference: Gradients, ranks: RankSum | None = None, *, find_worst: bool = False
+    accumulated: Gradients, reference: Gradients, ranks: RankSum | None = None, *, find_worst: bool | None = None
 ) -> list[Difference]:
     """Returns the norms of both gradients and of their difference for every parameter, in the order of `reference`.
 
@@ -235,7 +235,8 @@ def measure(
         reference: The full-batch gradients (`expected`), under the same names.
         ranks: Measures what all of them hold together, in one collective for all parameters; each rank has to call
             this. None: what this process holds.
-        find_worst: Look for the worst element wherever there is a difference; else where it may be no rounding.
+        find_worst: Look for the worst element wherever there is a difference, or nowhere; None: where it may be no
+            rounding.
 
     A gradient of None is not a zero: a parameter that has one on one side only gets a NaN difference and a reason.
     Sparse gradients are coalesced; complex ones are measured by modulus.
@@ -250,7 +251,7 @@ def left_between(gradients: Gradients, reference: Gradients, ranks: RankSum | No
     return relative_total((row.difference, row.reference) for row in measure(gradients, reference, ranks))
 
 
-def _measure_pairs(accumulated: Gradients, reference: Gradients, find_worst: bool) -> list[Difference]:
+def _measure_pairs(accumulated: Gradients, reference: Gradients, find_worst: bool | None) -> list[Difference]:
     rows: dict[str, Difference] = {}
     alike: dict[tuple[Any, ...], Alike] = {}
     for name, expected in reference.items():
@@ -282,7 +283,7 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, find_worst: boo
             # as `Difference(…)`, without its function in Python
             rows[name] = tuple.__new__(Difference, (name, shape, e, a, d, None, None))
             # The worst element takes another pass over the gradients: only where the difference may be no rounding.
-            if d > units * (e if e > a else a):
+            if find_worst is not False and d > units * (e if e > a else a):
                 unsure[name] = group.expected[at], group.actual[at]
     places = worst_elements(list(unsure.values()), [rows[name].shape for name in unsure])
     for name, element in zip(unsure, places, strict=True):
@@ -293,7 +294,7 @@ def _measure_pairs(accumulated: Gradients, reference: Gradients, find_worst: boo
 def _measure_all_ranks(accumulated: Gradients, reference: Gradients, ranks: RankSum) -> list[Difference]:
     """Measures what this rank holds and adds up all ranks' squares: every rank gets the same numbers."""
     shards = [{name: None if g is None else local(g) for name, g in side.items()} for side in (accumulated, reference)]
-    rows = _measure_pairs(shards[0], shards[1], False)
+    rows = _measure_pairs(shards[0], shards[1], None)
     table = []
     for row in rows:
         sides = (reference[row.name], accumulated[row.name])

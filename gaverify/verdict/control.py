@@ -17,7 +17,6 @@ from gaverify.passes.isolation import generator_states
 from gaverify.passes.lifting import LiftedWeights, lift_weights
 from gaverify.passes.precision import coarsest_unit, move_weights, return_freed, rounding_share, short_name
 from gaverify.passes.sketches import SINGULAR_FLOAT32, SINGULAR_FLOAT64, fit_weights
-from gaverify.passes.user_code import valid_targets
 from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison, PrecisionLoss
 from gaverify.thresholds import (
     BITS_WORTH_A_NOTE,
@@ -26,7 +25,6 @@ from gaverify.thresholds import (
     FEW_UNITS,
     GROUPINGS,
     LOST_UNITS,
-    SAME_NUMBER,
     SHOWS_GROUPINGS,
     SHOWS_UNITS,
     U32,
@@ -35,7 +33,7 @@ from gaverify.thresholds import (
 from gaverify.tracebacks import hands_over, is_own_fault
 from gaverify.verdict.comparison import left_between, measure
 from gaverify.verdict.criteria import Difference, Grounds, decide, fine, zero_in_float64
-from gaverify.verdict.measurement import Measurement
+from gaverify.verdict.measurement import Measurement, count_few, weight_among_two
 from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
 
 # Decides without a float64 control of the whole batch: a window by sketches of gradients, or by a few samples.
@@ -55,11 +53,6 @@ from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
 # together settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there
 # (what shifts the logits of a softmax: the bias of attention's keys). What they leave goes to the float64 control
 # of the whole batch.
-
-
-# Samples that are looked into: an eighth of the batch, four at most and two at least. Two show a fault of structure as
-# well as any number does; four still do where two of them are alike.
-_SAMPLES, _SHARE, _LEAST = 4, 8, 2
 
 
 def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | None:
@@ -107,7 +100,7 @@ def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
     None where they have no gradient; where it is not the same one, their error stands for their rounding.
     """
     experiment = measurement.experiment
-    count = max(_LEAST, min(_SAMPLES, experiment.batch_size // _SHARE))
+    count = count_few(experiment)
     experiment.progress(f"{count} samples")
     # Where they are the first micro-batch, their gradient at once was sketched when that was run.
     at_once = _first_column(measurement, count)
@@ -259,7 +252,7 @@ def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) 
     """
     experiment, unit = measurement.experiment, measurement.coarse_unit
     norms = [row.reference for row in measurement.differences.values()]
-    share = _share(experiment, measurement.accumulated)
+    share = weight_among_two(experiment, measurement.accumulated)
     small = math.sqrt(unit) * max(filter(math.isfinite, norms), default=0.0)  # what may be rounding of nothing
     if share is None or experiment.reading.by_contents or measurement.accumulated.draws.is_doubtful:
         return None
@@ -280,25 +273,6 @@ def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) 
     grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in roundings]
     decided = [decide(row, roundings) for row, roundings in zip(open_rows, grounds, strict=True)]
     return decided if all(row.outcome is Outcome.EQUIVALENT for row in decided) else None
-
-
-def _share(experiment: Experiment, accumulated: PassResult) -> float | None:
-    """The weight that a sample would have among two; None where the micro-batches' weights or targets do not tell.
-
-    A weight that is a little wrong, and a target more or less, are seen where all micro-batches are run.
-    """
-    weights = accumulated.weights
-    if experiment.steps < 2 or experiment.batch_size < 2 or len(weights) != experiment.steps:
-        return None
-    targets = [valid_targets(observed) for observed in accumulated.observed]
-    if len({None if count is None else count / n for count, n in zip(targets, experiment.sizes, strict=True)}) > 1:
-        return None
-    if all(
-        math.isclose(w, n / experiment.batch_size, rel_tol=SAME_NUMBER)
-        for w, n in zip(weights, experiment.sizes, strict=True)
-    ):
-        return 1 / 2
-    return 1.0 if all(weight == 1.0 for weight in weights) else None
 
 
 # The control runs that decide what working precision leaves open: float64, and the noise floor of moved weights.

@@ -133,14 +133,19 @@ def rounded_products_leave_rows_open(measurement: Measurement) -> bool:
     return any(row.outcome is not Outcome.EQUIVALENT and row.method != Method.NOT_COMPARED for row in rows)
 
 
-def name_float32_runs(decision: Decision) -> Decision:
+def name_float32_runs(decision: Decision, measurement: Measurement) -> Decision:
     """The decision of runs in float32 that the user's own precision could not make: its rows say so."""
+    differences = measurement.in_users_precision.differences
 
     def name(method: Method) -> Method:
         return Method.FLOAT32_RUNS if method == Method.WORKING_PRECISION else method
 
-    rows = tuple(row._replace(method=name(row.method)) for row in decision.rows)
-    return replace(decision, rows=rows, method=name(decision.method))
+    rows = tuple(
+        row._replace(method=name(row.method), working_difference_norm=differences[row.name].difference)
+        for row in decision.rows
+    )
+    precision = decision.precision or measurement.precision
+    return replace(decision, rows=rows, method=name(decision.method), precision=precision)
 
 
 def decide_by_tolerance(measurement: Measurement, rtol: float, atol: float) -> Decision:
@@ -168,7 +173,8 @@ def decide(measurement: Measurement, *, exact: bool = False) -> Decision:
         if closed is not None:
             return closed
     decision = replace(decision, needs_float64=True)
-    if measurement.window is not None:
+    # in float32 the window is there for the search alone
+    if unit > U32 and measurement.window is not None:
         decision = _decide_from_window(measurement, decision)
     if not decision.needs_float64 or decision.exceeds_rounding:
         return decision

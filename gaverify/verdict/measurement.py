@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +18,12 @@ from gaverify.passes.dispatch import Terms
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.layouts import leaves
-from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit
-from gaverify.records.comparison import Outcome, relative_total
+from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, short_name, unit_roundoff
+from gaverify.passes.sketches import sketch
+from gaverify.passes.user_code import valid_targets
+from gaverify.records.comparison import NotCompared, Outcome, PrecisionLoss, relative_total
 from gaverify.records.verdict import Trace, TraceRow, TraceStep
-from gaverify.thresholds import SHOWS_UNITS, U32
+from gaverify.thresholds import BACKWARD_TOO, HOST_BOUND, HOST_BOUND_CPU, LARGEST_COPY, SAME_NUMBER, SHOWS_UNITS, U32
 from gaverify.torch_internals import tree_leaves
 from gaverify.tracebacks import calling_frame, display_path
 from gaverify.verdict.comparison import measure
@@ -109,6 +111,27 @@ def _spoilt(leaf: Any, *, nan_only: bool = False) -> bool:
 
 WORTH, WORTH_SAMPLES = 1 << 16, 1024
 """Elements of parameters and batch, or samples, from which on a part is cheaper than what it saves."""
+_SAMPLES, _SHARE, _LEAST = 4, 8, 2
+
+
+@dataclass(frozen=True)
+class FirstRuns:
+    """What is kept of both strategies in the precision that the user trains in, where float32 decides after them."""
+
+    dtype: torch.dtype
+    """The least precise dtype among the trainable parameters."""
+    autocast: torch.dtype | None
+    """The dtype of `torch.autocast`; None: no autocast."""
+    rounded: dict[str, str]
+    """Kind of product → format that its float32 inputs were rounded to."""
+    losses: tuple[float, float]
+    """Of the full batch, and accumulated."""
+    differences: dict[str, Difference]
+    """Parameter name → gradient norms and their difference."""
+    may_have_wrong_weights: bool = False
+    """Whether the micro-batches' weights or targets are not alike."""
+    sketches: tuple[torch.Tensor, ...] = ()
+    """Of both gradients where parameters are below float32, else none."""
 
 
 @dataclass
@@ -131,8 +154,12 @@ class Measurement:
     """Of the full batch's gradient; None: no diagnosis is expected."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → seconds."""
-    rounded_before: dict[str, str] = field(default_factory=dict)
-    """As `rounded_products`, in the user's precision, where that left parameters open and these were measured after."""
+    first_runs: FirstRuns | None = None
+    """Of the runs in the precision that the user trains in, where these are in another one."""
+    precision: PrecisionLoss | None = None
+    """Relative errors of the first runs' gradients, where their parameters are below float32."""
+    decides_in_float32: bool = False
+    """Whether both strategies are to run once more in float32, which decides in the place of a few samples."""
 
     @cached_property
     def unit(self) -> float:
@@ -164,20 +191,43 @@ class Measurement:
         """Whether the gradients are still there."""
         return any(gradient is not None for gradient in self.full.gradients.values())
 
+    @property
+    def in_users_precision(self) -> FirstRuns:
+        """Of the runs in the precision that the user trains in: these, or the ones before them."""
+        if self.first_runs is not None:
+            return self.first_runs
+        return FirstRuns(
+            self.dtype,
+            self.experiment.autocast,
+            self.rounded_products,
+            (self.full.loss, self.accumulated.loss),
+            self.differences,
+        )
+
+    def leave_to_float32(self) -> FirstRuns:
+        """Returns what is kept of these runs, and frees their gradients."""
+        is_uneven = weight_among_two(self.experiment, self.accumulated) is None
+        sketches = _sketch_both(self) if unit_roundoff(self.dtype) > U32 else ()
+        self.free_gradients()
+        return replace(self.in_users_precision, may_have_wrong_weights=is_uneven, sketches=sketches)
+
     def free_gradients(self) -> None:
         """Frees the gradients, before the next passes need the memory."""
         for result in (self.full, self.accumulated):
             result.gradients = dict.fromkeys(result.gradients)
 
 
-def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, find_worst: bool = False) -> Measurement:
+def measure_strategies(
+    experiment: Experiment, *, with_sketch: bool = False, find_worst: bool | None = None, repeats: bool = False
+) -> Measurement:
     """Runs the full batch, then the K micro-batches with the same draws, and measures their difference.
 
     Args:
         experiment: What to run; its draws are recorded by this.
         with_sketch: Keep a sketch of the full batch's gradient where a diagnosis is to be expected; and, below float32,
             of every micro-batch's, from which the weights are fitted.
-        find_worst: Look for the worst element of every parameter, not only where the difference may be no rounding.
+        find_worst: As `measure` takes it.
+        repeats: Whether `measure_again` may follow: nothing is sketched where it is cheaper than a few samples.
 
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
@@ -185,6 +235,64 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
     started = time.perf_counter()
     experiment.progress("the full batch")
     experiment, full = experiment.record()
+    with_sketch = with_sketch and experiment.strategy == "accumulate" and experiment.steps > 1
+    # In float32 the difference itself tells; below it only the fit of the window's weights does.
+    is_low = with_sketch and working_unit(experiment, full) > U32 and is_large(experiment)
+    repeats = repeats and is_low and is_cheaper_in_float32(experiment, full)
+    wanted = _Wanted(with_sketch, is_low and not repeats, find_worst, repeats)
+    return _measure_after(experiment, full, started, wanted)
+
+
+def measure_again(first_runs: FirstRuns, experiment: Experiment) -> Measurement:
+    """Measures once more with the same draws, in float32, or without rounded products.
+
+    Args:
+        first_runs: Of the user's precision.
+        experiment: The same experiment in the other precision.
+
+    Raises:
+        ProblemError: The loss of the full batch is not finite, or the user's code raised.
+    """
+    started = time.perf_counter()
+    experiment.progress("float32: the full batch")
+    full = experiment.full_batch()
+    with_sketch = experiment.strategy == "accumulate" and experiment.steps > 1
+    wanted = _Wanted(with_sketch, with_sketch and first_runs.may_have_wrong_weights)
+    measurement = _measure_after(experiment, full, started, wanted)
+    measurement.first_runs = first_runs
+    if first_runs.sketches:
+        full_error, error = map(_relative_error, first_runs.sketches, _sketch_both(measurement))
+        if math.isfinite(full_error + error):
+            # whether a sum in float32 regains it is not tried: the whole batch is as any number of samples
+            name, samples = short_name(first_runs.dtype), experiment.batch_size
+            measurement.precision = PrecisionLoss(name, full_error, error, samples=samples)
+    return measurement
+
+
+def _sketch_both(measurement: Measurement) -> tuple[torch.Tensor, ...]:
+    results, ranks = (measurement.full, measurement.accumulated), measurement.experiment.ranks
+    return tuple(sketch(result.gradients.values(), ranks).double() for result in results)
+
+
+def _relative_error(rounded: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(rounded.to(exact.device) - exact) / torch.linalg.vector_norm(exact))
+
+
+class _Wanted(NamedTuple):
+    """What is wanted of a measurement beside its differences."""
+
+    sketch: bool
+    """A sketch of the full batch's gradient where a diagnosis is to be expected."""
+    window: bool
+    """Sketches of every micro-batch's gradient."""
+    find_worst: bool | None = None
+    """As `measure` takes it."""
+    repeats: bool = False
+    """Nothing that decides: `measure_again` follows."""
+
+
+def _measure_after(experiment: Experiment, full: PassResult, started: float, wanted: _Wanted) -> Measurement:
+    """Runs the micro-batches after the full batch, and measures the difference."""
     full_at = time.perf_counter()
     if not math.isfinite(full.loss):
         raise ProblemError(
@@ -193,25 +301,26 @@ def measure_strategies(experiment: Experiment, *, with_sketch: bool = False, fin
             + (f"; {where}" if (where := first_non_finite(experiment)) else "")
         )
     coarse = max(working_unit(experiment, full), rounded_unit(rounded_product_kinds(experiment, full)))
-    with_sketch = with_sketch and experiment.strategy == "accumulate" and experiment.steps > 1
-    # In float32 the difference itself tells; below it only the fit of the window's weights does.
-    listens = with_sketch and working_unit(experiment, full) > U32 and is_large(experiment)
-    accumulation = _accumulate(experiment, full, listens, find_worst)
+    accumulation = _accumulate(experiment, full, wanted)
     accumulated_at = time.perf_counter()
     experiment = experiment.with_counts_of(accumulation.result.draws)
-    if accumulation.result.draws.ambiguous and not _agree_in_float32(experiment, full, accumulation):
+    # a gradient on one side alone, or one that is not finite, is no question of precision
+    repeats = wanted.repeats and all(row.why in (None, NotCompared.UNUSED) for row in accumulation.differences)
+    is_open = accumulation.result.draws.ambiguous and not repeats
+    if is_open and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
-        experiment, accumulation = _choose_reading(experiment, full, accumulation, listens, find_worst)
-    window = window_of(experiment, full, accumulation.result, accumulation.sketches) if listens else None
+        experiment, accumulation = _choose_reading(experiment, full, accumulation, wanted)
+    window = window_of(experiment, full, accumulation.result, accumulation.sketches) if wanted.window else None
     measurement = Measurement(
         experiment,
         full,
         accumulation.result,
         {row.name: row for row in accumulation.differences},
         *_fetch_terms(full.terms),
+        decides_in_float32=repeats,
     )
     # An equivalent verdict in float32 does not pay for the sketch, which is a pass over all gradients.
-    if window is not None or (with_sketch and shows_divergence(measurement, coarse)):
+    if window is not None or (wanted.sketch and not repeats and shows_divergence(measurement, coarse)):
         measurement.sketch = sketch_full_batch(experiment, full, window)
     measurement.seconds = {
         "full_batch": full_at - started,
@@ -235,10 +344,11 @@ class _Accumulation:
         return sum(row.difference for row in self.differences if math.isfinite(row.difference))
 
 
-def _accumulate(experiment: Experiment, full: PassResult, listens: bool, find_worst: bool) -> _Accumulation:
+def _accumulate(experiment: Experiment, full: PassResult, wanted: _Wanted) -> _Accumulation:
     sketches = GradientSketches(experiment)
-    with sketches.listening() if listens else nullcontext() as note:
+    with sketches.listening() if wanted.window else nullcontext() as note:
         result = experiment.micro_batches(full, after_backward=note)
+    find_worst = False if wanted.repeats else wanted.find_worst
     differences = measure(result.gradients, full.gradients, experiment.ranks, find_worst=find_worst)
     return _Accumulation(result, sketches, differences)
 
@@ -252,7 +362,7 @@ def _agree_in_float32(experiment: Experiment, full: PassResult, accumulation: _A
 
 
 def _choose_reading(
-    experiment: Experiment, full: PassResult, first: _Accumulation, listens: bool, find_worst: bool
+    experiment: Experiment, full: PassResult, first: _Accumulation, wanted: _Wanted
 ) -> tuple[Experiment, _Accumulation]:
     """Deals the draws out in the second reading (`randomness`), and keeps it where it brings the gradients closer.
 
@@ -262,7 +372,7 @@ def _choose_reading(
     by_contents = experiment.with_second_reading()
     # numbers that were not meant for these samples may raise: indices out of range, for example
     with suppress(ProblemError):
-        second = _accumulate(by_contents, full, listens, find_worst)
+        second = _accumulate(by_contents, full, wanted)
         report = second.result.draws
         if (report.is_found and not report.unaligned) or second.total < first.total:
             return by_contents, second
@@ -293,6 +403,50 @@ def is_large(experiment: Experiment) -> bool:
     tensors = [leaf for _, leaf in leaves(experiment.problem.batch) if isinstance(leaf, torch.Tensor)]
     elements = sum(tensor.numel() for tensor in (*experiment.parameters.values(), *tensors))
     return elements >= WORTH or experiment.batch_size >= WORTH_SAMPLES
+
+
+def weight_among_two(experiment: Experiment, accumulated: PassResult) -> float | None:
+    """Returns the weight that a sample would have among two; None where the micro-batches do not tell.
+
+    Their weights, or their shares of the targets, are not alike then. A weight that is a little wrong, and a target
+    more or less, are seen where all micro-batches are run.
+    """
+    weights = accumulated.weights
+    if experiment.steps < 2 or experiment.batch_size < 2 or len(weights) != experiment.steps:
+        return None
+    targets = valid_targets(accumulated.observed)
+    if len({None if count is None else count / n for count, n in zip(targets, experiment.sizes, strict=True)}) > 1:
+        return None
+    if all(
+        math.isclose(w, n / experiment.batch_size, rel_tol=SAME_NUMBER)
+        for w, n in zip(weights, experiment.sizes, strict=True)
+    ):
+        return 1 / 2
+    return 1.0 if all(weight == 1.0 for weight in weights) else None
+
+
+def count_few(experiment: Experiment) -> int:
+    """Returns how many samples are looked into: an eighth of the batch, four at most and two at least.
+
+    Two show a fault of structure as well as any number does; four still do where two of them are alike.
+    """
+    return max(_LEAST, min(_SAMPLES, experiment.batch_size // _SHARE))
+
+
+def is_cheaper_in_float32(experiment: Experiment, full: PassResult) -> bool:
+    """Whether both strategies once more in float32 cost less than a few samples: the host is the limit, not the work.
+
+    Args:
+        experiment: What was run.
+        full: The full-batch pass, which counted its operations and their work: no clock is asked.
+    """
+    passes, passes_of_few = experiment.steps + 1, 2 * (1 + count_few(experiment))  # these in two precisions
+    half = (p.numel() for p in experiment.parameters.values() if unit_roundoff(p.dtype) > U32)
+    if passes > passes_of_few or sum(half) > LARGEST_COPY:
+        return False
+    arithmetic = full.observed[0].arithmetic
+    largest = HOST_BOUND_CPU if experiment.device.type == "cpu" else HOST_BOUND
+    return BACKWARD_TOO * arithmetic.work <= largest * arithmetic.operations
 
 
 def working_unit(experiment: Experiment, *passes: PassResult) -> float:

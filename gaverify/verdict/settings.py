@@ -61,7 +61,7 @@ class Settings:
 
 def run_info(measurement: Measurement, decision: Decision, settings: Settings) -> RunInfo:
     """Returns what was run: the model, the batch, the recipe and the arithmetic."""
-    experiment = measurement.experiment
+    experiment, runs = measurement.experiment, measurement.in_users_precision
     parameters = {id(p): p for module in experiment.modules for p in module.parameters()}
     weighting, in_evaluation = experiment.weighting, layers_in_evaluation(experiment.modules)
     if not isinstance(weighting, str):
@@ -77,19 +77,17 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         weighting=weighting,
         strategy=experiment.strategy,
         device=" and ".join(map(str, experiment.devices)),
-        dtype=short_name(measurement.dtype),
+        dtype=short_name(runs.dtype),
         seed=settings.seed,
         mode=mode_word(settings.mode, in_evaluation),
         in_evaluation=in_evaluation,
         environment=Environment(torch.__version__),
-        autocast=short_name(experiment.autocast) if experiment.autocast else None,
+        autocast=short_name(runs.autocast) if runs.autocast else None,
         reference=experiment.fitting.way,
         reference_failed=tuple(experiment.fitting.failed),
-        rounded=tuple(
-            f"{kind} {to}" for kind, to in (measurement.rounded_before or measurement.rounded_products).items()
-        ),
+        rounded=tuple(f"{kind} {to}" for kind, to in runs.rounded.items()),
         part=decision.part,
-        losses=Losses(measurement.full.loss, measurement.accumulated.loss),
+        losses=Losses(*runs.losses),
         targets=_count_targets(measurement),
     )
 

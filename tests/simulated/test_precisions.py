@@ -48,7 +48,28 @@ def convolutions(*norms: nn.Module) -> Problem:
 @pytest.mark.parametrize("options", [{"autocast": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
 def test_few_samples_in_float32_are_not_rounded(options: dict[str, str]) -> None:
     """Else the rounding of TF32, 2⁻¹¹, is taken for a fault of structure, and float64 of all of the batch follows."""
-    verdict = gaverify.verify(convolutions(*(nn.GroupNorm(4, 32) for _ in range(4))), steps=4, **options)
+    verdict = gaverify.verify(convolutions(*(nn.GroupNorm(4, 32) for _ in range(4))), steps=16, **options)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "few-samples")
+
+
+@pytest.mark.parametrize("options", [{"autocast": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
+def test_float32_decides_in_the_place_of_few_samples_where_the_host_is_the_limit(options: dict[str, str]) -> None:
+    verdict = gaverify.verify(group_norms(), steps=4, **options)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "float32-runs")
+    assert verdict.resolution < 1e-3, "float32's"
+    assert (verdict.run.dtype, verdict.run.autocast) == (options.get("dtype", "float32"), options.get("autocast"))
+    assert "decided by the same runs in float32" in render([verdict], "text")
+    off = gaverify.verify(group_norms(), steps=4, weighting=[0.2575, 0.25, 0.25, 0.25], **options)
+    assert [(f.code, f.proven) for f in off.findings if f.severity == "fault"] == [("GAV202", True)]
+
+
+def test_few_samples_decide_where_float32_has_more_to_multiply_than_the_host_to_launch() -> None:
+    """Two matrices of 4,096 columns: 1e9 multiplications in each product."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024), nn.Linear(1024, 10)).to("cuda")
+    batch = torch.randn(256, 1024, device="cuda"), torch.randint(0, 10, (256,), device="cuda")
+    made = Problem(model, lambda m, rows: cross_entropy(m(rows[0]).float(), rows[1]), batch)
+    verdict = gaverify.verify(made, steps=4, autocast="bfloat16")
     assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, "few-samples")
 
 

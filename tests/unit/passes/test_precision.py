@@ -16,15 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
+from gaverify.passes.calls import OperationMode
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import ModelState, exact_products
 from gaverify.passes.isolation.globals import PRECISION, flag_states
 from gaverify.passes.lifting import LiftedWeights, lift_weights
 from gaverify.passes.precision import (
+    Arithmetic,
     buffers_differ,
     convert_weights,
     dtype_like,
+    product_of,
     rounded_products,
     rounded_unit,
     short_name,
@@ -222,6 +225,35 @@ def test_nothing_is_said_where_nothing_is_rounded() -> None:
     verdict = gaverify.verify(_problem())
     assert verdict.run.rounded == ()
     assert "float32, autocast" in render([verdict], "text")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.Linear(100, 7), (5, 100), 5 * 7 * 100),
+        (nn.Linear(8, 7), (5, 8), 5 * 7 * 64),
+        (nn.Conv2d(8, 16, 3, stride=2, padding=1), (2, 8, 10, 10), 2 * 16 * 5 * 5 * 8 * 9),
+        (nn.Conv2d(8, 8, 3, groups=8, padding=1), (2, 8, 10, 10), 2 * 8 * 10 * 10 * 64),
+        (nn.ConvTranspose2d(8, 4, 2, stride=2), (2, 8, 10, 10), 2 * 8 * 10 * 10 * 4 * 4),
+    ],
+    ids=str,
+)
+def test_the_work_of_products_is_counted_by_their_shapes(
+    layer: nn.Module, shape: tuple[int, ...], expected: int
+) -> None:
+    """No less than 64 multiplications an element: writing it takes as long."""
+    arithmetic, names = Arithmetic(), []
+
+    def note(func: Any, args: Any, kwargs: Any) -> Any:
+        names.append(func)
+        arithmetic.note(product_of(func), args)
+        return func(*args, **kwargs)
+
+    inputs = torch.randn(shape)
+    with OperationMode(note):
+        layer(inputs).sum().backward()
+    assert arithmetic.work == expected, "of the forward alone"
+    assert arithmetic.operations == len(names)
 
 
 # Where a name is part of torch's own switches, of a released document, or of the list of kinds.

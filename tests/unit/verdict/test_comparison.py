@@ -76,6 +76,7 @@ def test_the_worst_element_is_looked_for_where_it_may_matter() -> None:
     located = {row.name: row for row in measure(actual, expected, find_worst=True)}
     assert located["rounding"].worst is not None and located["rounding"].worst.index == (4, 1)
     assert located["same"].worst is None
+    assert all(row.worst is None for row in measure(actual, expected, find_worst=False))
 
 
 def test_the_worst_element_of_a_large_gradient_lies_in_any_slice() -> None:
@@ -421,7 +422,7 @@ def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_close
     first = read(1.0)
     monkeypatch.setattr(measurement, "_accumulate", lambda *_: read(other))
     experiment: Any = SimpleNamespace(with_second_reading=lambda: "by contents")
-    chosen, found = measurement._choose_reading(experiment, None, first, False, False)  # type: ignore[arg-type]
+    chosen, found = measurement._choose_reading(experiment, None, first, measurement._Wanted(False, False))  # type: ignore[arg-type]
     assert (found is not first, chosen == "by contents") == (kept, kept)
     assert kept or chosen is experiment
 

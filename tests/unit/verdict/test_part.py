@@ -616,3 +616,131 @@ def test_a_weight_that_no_operation_can_lift_is_copied() -> None:
     made.model = Reading()
     verdict = verify(made)
     assert verdict.few_samples is not None and verdict.few_samples.structure < FEW_UNITS * U32
+
+
+# Where the host is the limit, both strategies run once more in float32 in the place of the few samples.
+
+
+class Thin(nn.Module):
+    """Many layers that each have little to do, with as many parameters as a large model."""
+
+    def __init__(self, mix: Mix | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(32))
+        self.last, self.mix = nn.Linear(48, 8), mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        return self.last(self.mix(x) if self.mix is not None else x)
+
+
+def thin(mix: Mix | None = None, run_loss: Any = loss, model: nn.Module | None = None) -> Problem:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(32, 48), torch.randint(8, (32,))
+    return Problem(model or Thin(mix), run_loss, (inputs, targets))
+
+
+PRECISIONS = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"dtype": None, "autocast": "bfloat16"},
+    {"dtype": None, "autocast": "float16"},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_both_strategies_in_float32_decide_where_the_host_is_the_limit(
+    monkeypatch: pytest.MonkeyPatch, precision: dict[str, Any]
+) -> None:
+    kinds: list[tuple[bool, int]] = []
+    run_loss = gradients.loss_of
+
+    def note(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
+        kinds.append((experiment.lift is torch.float32, len(batch[0])))
+        return run_loss(experiment, batch, where)
+
+    monkeypatch.setattr(gradients, "loss_of", note)
+    made = thin()
+    before = [parameter.detach().clone() for parameter in made.model.parameters()]
+    verdict = verify(made, **precision)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, Method.FLOAT32_RUNS)
+    assert kinds == [(is_float32, n) for is_float32 in (False, True) for n in (32, 8, 8, 8, 8)]
+    assert verdict.resolution < 1e-4, "float32's"
+    assert (verdict.run.dtype, verdict.run.autocast) == (
+        precision["dtype"] or "float32",
+        precision.get("autocast"),
+    ), "what the user trains in"
+    assert any(row.working_difference_norm > 10 * row.difference_norm for row in verdict.parameters)
+    assert all(map(torch.equal, before, made.model.parameters()))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize(
+    ("made", "options", "code"),
+    [
+        (lambda: thin(), {"weighting": [0.2575, 0.25, 0.25, 0.25]}, "GAV202"),
+        (lambda: thin(lambda h: h + 0.01 * h.mean(0)), {}, "GAV102"),
+        (lambda: thin(lambda h: h + 0.1 * h.mean(0)), {}, "GAV102"),
+        (lambda: thin(lambda h: torch.softmax(h, 0)), {}, "GAV102"),
+    ],
+    ids=["weight", "coupled-1", "coupled-10", "softmax"],
+)
+def test_faults_below_the_rounding_are_found_in_float32(
+    made: Callable[[], Problem], options: dict[str, Any], code: str, precision: dict[str, Any]
+) -> None:
+    verdict = verify(made(), diagnose=True, **options, **precision)
+    assert verdict.outcome is Outcome.DIVERGENT and verdict.few_samples is None
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [(code, True)]
+
+
+@pytest.mark.parametrize("options", [{"steps": 16}, {"trace": True}], ids=str)
+def test_few_samples_decide_where_they_are_fewer_passes_and_where_each_is_shown(options: dict[str, Any]) -> None:
+    verdict = verify(thin(), **options)
+    assert verdict.outcome is Outcome.EQUIVALENT and verdict.method != Method.FLOAT32_RUNS
+
+
+def test_few_samples_decide_where_float32_does_not_run() -> None:
+    """A kernel of half a precision alone, for more rows than the few samples are."""
+
+    def half(model: nn.Module, batch: Any) -> torch.Tensor:
+        if model(batch[0]).dtype is torch.float32 and len(batch[0]) > 4:
+            raise RuntimeError("no kernel")
+        return loss(model, batch)
+
+    verdict = verify(thin(run_loss=half))
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, Method.FEW_SAMPLES)
+
+
+def test_what_adding_up_loses_is_told_by_the_whole_batch_in_float32() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(70000))
+
+    def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (batch[0] * model.scale).sum(1).mean()
+
+    torch.manual_seed(0)
+    made = Problem(Scales(), mean, (torch.rand(64, 70000),))
+    verdict = verify(made, steps=8)
+    assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, Method.FLOAT32_RUNS)
+    (finding,) = verdict.findings
+    assert (finding.code, finding.proven) == ("GAV501", False)
+    assert "64 samples" in str(finding.evidence)
+    exact = made.batch[0].bfloat16().double().mean(0)
+    errors = [relative(copied.bfloat16().double(), exact) for copied in (exact, accumulated(made.batch[0].bfloat16()))]
+    values = finding.evidence[0].values
+    assert (values["full"], values["accumulated"]) == pytest.approx(errors, rel=0.1)
+
+
+def relative(rounded: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((rounded - exact).norm() / exact.norm())
+
+
+def accumulated(inputs: torch.Tensor) -> torch.Tensor:
+    """What eight gradients in bfloat16 add up to."""
+    total = torch.zeros_like(inputs[0])
+    for rows in inputs.chunk(8):
+        total += (rows / 64).sum(0)
+    return total
