@@ -63,6 +63,7 @@ QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
     _ask_draws,
     weights.ask,
     state.ask,
+    state.ask_unnamed_before_weights,
     counts.ask,
     weights.ask_at_moved_parameters,
     operations.ask,

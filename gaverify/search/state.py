@@ -111,8 +111,25 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
     """Restores everything before each micro-batch: state may have no name, or change in a backward."""
-    if not facts.forward.shows_nothing:
+    if not facts.forward.shows_nothing or _may_be_weights(bench, facts):
         return facts
+    return _restore_everything(bench, facts)
+
+
+def ask_unnamed_before_weights(bench: Bench, facts: Facts) -> Facts:
+    """Restores everything where weights explain the difference: a counter scales losses as weights do."""
+    is_restored = facts.state is not None and facts.state.control is not None  # named state: that control was run
+    return _restore_everything(bench, facts) if _may_be_weights(bench, facts) and not is_restored else facts
+
+
+def _may_be_weights(bench: Bench, facts: Facts) -> bool:
+    """Whether weights explain the difference that have no meaning yet."""
+    fit = facts.window.fit
+    return fit is not None and not facts.weights_first and weights.is_explanation(bench, facts, fit)
+
+
+def _restore_everything(bench: Bench, facts: Facts) -> Facts:
+    """Blames state without a name where restoring everything changes the difference."""
     restored = bench.attempt("state restored", lambda: bench.run(restore(), fit=True))
     if restored is None:
         return facts

@@ -233,6 +233,37 @@ def global_of_a_special_method() -> Built:
     return _CountingInAGlobal(), lambda: CALLS
 
 
+class _CountingInMethods:
+    @staticmethod
+    def tick() -> int:
+        global CALLS
+        CALLS += 1
+        return CALLS
+
+    @property
+    def ticked(self) -> int:
+        return self.tick()
+
+
+@counter
+def global_of_a_static_method() -> Built:
+    held = _CountingInMethods()
+    return kept_in(lambda: held.tick(), lambda: CALLS)
+
+
+@counter
+def global_of_a_property() -> Built:
+    held = _CountingInMethods()
+    return kept_in(lambda: held.ticked, lambda: CALLS)
+
+
+@counter
+def attribute_of_a_list() -> Built:
+    held = _Named()
+    held.calls = 0
+    return kept_in(lambda: vars(held).update(calls=held.calls + 1) or held.calls, lambda: held.calls)
+
+
 class _Slotted:
     __slots__ = ("__private", "later", "seen")
 

@@ -267,6 +267,33 @@ def _named_alike(moves: bool, *, in_closure: bool) -> Problem:
     return problem
 
 
+def _counters(reads: bool, *, masked: bool) -> Problem:
+    """Two counters of one name, of which the second one scales the loss, beside a mean over a mask.
+
+    A walk finds both; names find one. Numbers that grow from forward to forward look like weights of micro-batches.
+    """
+
+    def make_counter(step: int) -> Callable[[], int]:
+        count = 0
+
+        def tick() -> int:
+            nonlocal count
+            count += step
+            return count
+
+        return tick
+
+    first, second = make_counter(0), make_counter(1)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        factor = 1 + 0.3 * second() + first() if reads else 1 + 0 * (first() + second())
+        terms, mask = F.cross_entropy(model(x), y, reduction="none"), (x[:, 0] > 0).float() + 0.1
+        return factor * ((terms * mask).sum() / mask.sum() if masked else terms.mean())
+
+    return Problem(mlp(), loss, (torch.randn(16, 6), torch.randint(4, (16,))))
+
+
 STEP = 0
 
 
@@ -562,11 +589,14 @@ FAULTS = (
     fault("factor-in-slots", lambda: classified(_Slotted(True), 6), "GAV403", "the factor lies in `__slots__`"),
     fault("buffers-of-one-name", lambda: _named_alike(True, in_closure=False), "GAV401", "the model's buffer moves on"),
     fault("variable-and-buffer", lambda: _named_alike(True, in_closure=True), "GAV403", "the loss's variable moves on"),
+    fault("counters-of-one-name", lambda: _counters(True, masked=False), "GAV403", "numbers that look like weights"),
     fault("larger-of-two", lambda: _remembered("either"), "GAV403", "restored alone, neither shows anything"),
     fault("weights-from-schedule", weights_from_schedule, "GAV403", "a schedule that weights fit every time"),
 )
 
 COMBINED = (
+    fault("counters-and-mask", lambda: _counters(True, masked=True), "GAV202 GAV403", "means of means, and a counter"),
+    fault("mask-beside-counters", lambda: _counters(False, masked=True), "GAV202", "nothing reads what is counted"),
     fault("hook-and-divisor", hooked_beside_state, "GAV104 GAV403", "a gradient is squared, and a divisor moves on"),
     fault(
         "samples-seen",
@@ -612,6 +642,7 @@ TWINS = (
     quiet("spectral-norm", spectral_norm, "eval mode takes no step", mode="eval"),
     quiet("schedule-of-2", lambda: _scheduled(0.1), "an iterator that repeats one factor"),
     quiet("factor-of-class", lambda: _kept_on_class(False), "a list grows, and the factor stays"),
+    quiet("counters-of-one-name", lambda: _counters(False, masked=False), "nothing reads what is counted"),
     quiet("factor-in-slots", lambda: classified(_Slotted(False), 6), "it counts, and the factor stays"),
     quiet("buffers-of-one-name", lambda: _named_alike(False, in_closure=False), "nothing reads it"),
     quiet("variable-and-buffer", lambda: _named_alike(False, in_closure=True), "nothing reads it", notes="GAV402"),

@@ -94,6 +94,9 @@ def test_fault_table_is_what_is_found_now() -> None:
     [
         ("past-beside-statistics", ["`past`"]),
         ("factor-of-class", ["`_Schedule.factor`"]),
+        ("factor-in-slots", ["`factor`"]),
+        ("buffers-of-one-name", ["buffer `seen`"]),
+        ("variable-and-buffer", ["`loss.seen`"]),
         ("larger-of-two", ["`largest`, `smallest`"]),
         ("number-and-buffer", ["buffer `seen`", "`largest`"]),
     ],

@@ -1,8 +1,9 @@
 """Leaves everything as it was: generators, global flags, modes, gradients, and whatever a forward can change.
 
-`ModelState` holds what the user's code can reach (`walk` finds it: nearest first, and bounded); the rest are context
-managers. What cannot be put back, because Python does not let anyone look into it: open files, the caches of
-`functools.lru_cache`, and whatever lies outside this process. Of iterators the values are recorded (`objects`).
+`ModelState` holds what the user's code can reach: `walk` finds it, nearest first and bounded, and `places` lists what
+binds names to values. The rest are context managers. What cannot be put back, because Python does not let anyone look
+into it: open files, the caches of `functools.lru_cache`, and whatever lies outside this process. Of iterators the
+values are recorded (`objects`).
 """
 
 from gaverify.passes.isolation.globals import (
@@ -17,28 +18,18 @@ from gaverify.passes.isolation.globals import (
     seed_torch,
 )
 from gaverify.passes.isolation.objects import (
-    BYTES,
-    CONTAINERS,
-    UNSET,
     RewindableIterator,
-    attributes_of,
     entries_of,
-    numpy_types,
     rewindable_iterators,
-    slots_of,
 )
 from gaverify.passes.isolation.places import StatePlace, places_of_module, variables
 from gaverify.passes.isolation.tensors import storage, written_arguments, written_tensors
 from gaverify.passes.isolation.walk import ModelState, keep_places
 
 __all__ = [
-    "BYTES",
-    "CONTAINERS",
-    "UNSET",
     "ModelState",
     "RewindableIterator",
     "StatePlace",
-    "attributes_of",
     "deterministic",
     "eager_when_compiled",
     "entries_of",
@@ -48,12 +39,10 @@ __all__ = [
     "gradients_kept",
     "isolated_generators",
     "keep_places",
-    "numpy_types",
     "places_of_module",
     "rewindable_iterators",
     "seed_everything",
     "seed_torch",
-    "slots_of",
     "storage",
     "variables",
     "written_arguments",

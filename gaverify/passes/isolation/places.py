@@ -21,10 +21,12 @@ from gaverify.passes.isolation.objects import (
     UNSET,
     are_same_objects,
     attributes_of,
+    is_library,
     is_special,
     is_users_class,
     is_users_function,
     is_users_module,
+    module_of,
     packages_of,
     read,
     replace_iterators,
@@ -427,6 +429,9 @@ def variables(*callables: Any) -> Iterator[StatePlace]:
                 # what `functools.wraps` copies, as `__doc__`
                 elif not (issubclass(type(value), ModuleType) or (is_special(name) and not callable(value))):
                     yield StatePlace(holder, key, name)
+                    if not is_library(module_of(type(value))):
+                        # an object may count in its class, or in a global that a method names
+                        waiting.append(type(value))
         waiting.append(type(current))
     yield from unbound  # last, because a name may be unbound in one namespace and bound in another
 

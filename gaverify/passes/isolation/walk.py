@@ -40,7 +40,7 @@ from gaverify.torch_internals import buffers_of, parameters_of, submodules_of, w
 
 _OBJECTS = 20_000  # objects that are looked at in all, modules and their tensors not counted: some 0.1 s
 _ENTRIES = 1_000  # of one container; more are a data set or a vocabulary: kept as they are, but not followed
-_CANNOT_CHANGE = (
+CANNOT_CHANGE = (
     int,
     float,
     complex,
@@ -95,6 +95,10 @@ class Walk:
 
     def follow(self, values: Children) -> None:
         """Keeps `values` and what can be reached from them."""
+        self._search(values)
+        self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
+
+    def _search(self, values: Children) -> None:
         self._wait_for(values)
         while self._waiting and self._objects_left > 0:
             value = self._waiting.popleft()
@@ -102,7 +106,6 @@ class Walk:
                 # Nearest first: where the bound is reached, what is left out lies far from the loss.
                 self._objects_left -= not issubclass(type(value), nn.Module)
                 self._visit(value)
-        self._handlers.clear()  # bound methods: a cycle would keep all copies until the next garbage collection
 
     def _visit(self, value: Any) -> None:
         self._seen[id(value)] = value
@@ -125,7 +128,7 @@ class Walk:
 
     def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
         for kinds, handler in (
-            (_CANNOT_CHANGE, None),
+            (CANNOT_CHANGE, None),
             (torch.Tensor, self._tensor),
             (nn.Module, self._module),
             (torch.Generator, self._torch_generator),
@@ -254,7 +257,7 @@ class Walk:
         return () if objects.is_library(objects.module_of(kind)) or id(kind) in self._seen else (kind,)
 
 
-class _ValueWalk(Walk):
+class ValueWalk(Walk):
     """A search for what some values hold themselves: no modules, functions and classes, whose state has other names."""
 
     def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
@@ -324,7 +327,7 @@ class ModelState:
 def keep_places(places: Sequence[StatePlace]) -> Restore:
     """Returns what puts back the values that some places have now, and nothing else."""
     tensors = Tensors(waits=False)
-    walk = _ValueWalk(tensors, frozenset(), frozenset())
+    walk = ValueWalk(tensors, frozenset(), frozenset())
     with torch.no_grad(), without_torch_function():
         bindings = [place.keep() for place in places]
         walk.follow([place.get() for place in places])

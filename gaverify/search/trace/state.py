@@ -5,12 +5,10 @@ Values are compared because the kernel of BatchNorm changes running statistics w
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,19 +17,10 @@ from torch import nn
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import (
-    BYTES,
-    CONTAINERS,
-    UNSET,
-    RewindableIterator,
-    StatePlace,
-    attributes_of,
-    entries_of,
-    numpy_types,
-    places_of_module,
-    slots_of,
-    variables,
-)
+from gaverify.passes.isolation import RewindableIterator, StatePlace, entries_of, places_of_module, variables
+from gaverify.passes.isolation.places import Holder
+from gaverify.passes.isolation.tensors import Tensors
+from gaverify.passes.isolation.walk import CANNOT_CHANGE, ValueWalk
 from gaverify.passes.layouts import real_numbers, summaries
 from gaverify.passes.precision import widest
 from gaverify.records.events import ValuePlace
@@ -50,9 +39,7 @@ from gaverify.tracebacks import calling_frame, hands_over
 _MOST = 1_000  # entries of one container that are looked at
 _ALL = 10_000  # values that are looked at in all
 _BYTES = 1 << 20  # of an array that are hashed
-_DEPTH = 6
 _NUMBERS = (int, float, bool, str, type(None))
-_PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 
 
 @dataclass
@@ -88,69 +75,79 @@ class _Unread:
                 digest.numbers = tuple(row)
 
 
-def _take_digest(value: Any, unread: _Unread) -> Any:
-    """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries.
-
-    None for modules, functions, classes and random generators, whose state is compared elsewhere or is no state.
-    """
-    if type(value) in _NUMBERS:  # most attributes of modules
-        return value
-    try:
-        return _Summary(unread).of(value, 0)
-    except Exception:  # an object of the user's that raises when it is read must not hide the other values
-        return None
-
-
-class _Summary:
-    """One walk through a value."""
+class _Summary(ValueWalk):
+    """A walk that keeps nothing, and writes down what it meets in the order in which it meets it."""
 
     def __init__(self, unread: _Unread) -> None:
-        self._left, self._unread = _ALL, unread
+        super().__init__(Tensors(), frozenset(), frozenset())
+        self._unread = unread
+        self._parts: list[Any] = []
 
-    def of(self, value: Any, depth: int) -> Any:
-        if isinstance(value, int | float | str | bool | complex | type(None)):
+    def take_digests(self, named: Mapping[str, StatePlace]) -> dict[str, Any]:
+        """Returns by name what the walks from each place write down."""
+        digests = {name: self._take_digest(place.get()) for name, place in named.items()}
+        self._handlers.clear()
+        return digests
+
+    def _take_digest(self, value: Any) -> Any:
+        """Returns a comparable summary of a value: numbers as they are, tensors by projections, containers by entries.
+
+        Nothing is said of modules, functions, classes and random generators, whose state is compared elsewhere
+        or is none.
+        """
+        if type(value) in _NUMBERS:  # most attributes of modules
             return value
-        self._left -= 1
-        if depth > _DEPTH or self._left < 0:
+        self._parts, self._objects_left = [], _ALL
+        self._seen.clear()
+        self._waiting.clear()
+        try:
+            self._search([value])
+        except Exception:  # an object of the user's that raises when it is read must not hide the other values
             return None
-        if isinstance(value, torch.Tensor):
-            return self._unread.add(value) if not isinstance(value, nn.Parameter) else None
-        # A parameter above and a module here are named and compared on their own.
-        if isinstance(value, nn.Module | FunctionType | MethodType | type):
-            return None
-        if type(value) in _PLAIN_CONTAINERS:  # before the questions below, which are slow
-            return self._container(value, depth)
-        if isinstance(value, RewindableIterator):
-            return value.position
-        ndarray, generators = numpy_types()
-        if isinstance(value, (random.Random, *generators)) or type(value).__module__.startswith("torch"):
-            return None
-        if isinstance(value, (*BYTES, ndarray)):
-            return self._bytes(value, depth)
-        if isinstance(value, (*CONTAINERS, tuple, frozenset)):
-            return self._container(value, depth)
-        return self._object(value, depth)
+        return self._parts
 
-    def _container(self, value: Any, depth: int) -> tuple[Any, ...]:
+    def _wait_for(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if issubclass(type(value), CANNOT_CHANGE):
+                self._parts.append(value)
+            else:
+                super()._wait_for((value,))
+
+    def _keep(self, holder: Holder) -> list[Any]:
+        entries = holder.read()
+        self._parts += map(holder.word, entries)
+        return list(entries.values())
+
+    def _tensor(self, tensor: torch.Tensor, *, buffer: bool = False) -> Iterable[Any]:
+        self._parts.append(self._unread.add(tensor))
+        return ()
+
+    def _iterator(self, iterator: RewindableIterator) -> Iterable[Any]:
+        self._parts.append(iterator.position)
+        return ()
+
+    def _container(self, value: Any) -> Iterable[Any]:
+        self._parts += (type(value).__name__, len(value))
         if isinstance(value, set | frozenset):  # without an order, the entries cannot be compared one by one
-            return (type(value).__name__, len(value), hash(frozenset(value)) if len(value) <= _MOST else 0)
-        keys = tuple(map(str, entries_of(value, _MOST))) if isinstance(value, dict) else ()
-        entries = entries_of(value, _MOST, values=True)
-        return (type(value).__name__, len(value), *keys, *(self.of(entry, depth + 1) for entry in entries))
+            self._parts.append(hash(frozenset(value)) if len(value) <= _MOST else 0)
+            return ()
+        keys = entries_of(value, _MOST) if isinstance(value, dict) else ()
+        self._parts += (key if issubclass(type(key), CANNOT_CHANGE) else type(key).__name__ for key in keys)
+        return [*entries_of(value, _MOST, values=True), *self._object(value)]
 
-    def _object(self, value: Any, depth: int) -> Any:
-        attributes = {slot.__name__: entry for slot, entry in slots_of(value) if entry is not UNSET}
-        attributes |= attributes_of(value) or {}
-        return self._container(attributes, depth + 1) if attributes else None
+    _walk_tuple = _container
 
-    def _bytes(self, value: Any, depth: int) -> tuple[Any, ...]:
-        """Of a bytearray, an `array.array` or a NumPy array: its shape and a hash of its values."""
-        if not hasattr(value, "dtype"):
-            return (len(value), hash(bytes(memoryview(value).cast("B")[:_BYTES])))
+    def _bytes(self, value: Any) -> Iterable[Any]:
+        self._parts += (len(value), hash(bytes(memoryview(value).cast("B")[:_BYTES])))
+        return self._object(value)
+
+    def _array(self, value: Any) -> Iterable[Any]:
         flat = value.ravel()
+        self._parts += value.shape
         if value.dtype.hasobject:
-            return (*value.shape, *(self.of(entry, depth + 1) for entry in flat[:_MOST].tolist()))
-        return (*value.shape, hash(flat[: _BYTES // max(1, value.itemsize)].tobytes()))
+            return flat[:_MOST].tolist()  # type: ignore[no-any-return]
+        self._parts.append(hash(flat[: _BYTES // max(1, value.itemsize)].tobytes()))
+        return ()
 
 
 _GRADIENT = "\0gradient"  # the name of gradients among the tensors that are watched: no state has it
@@ -195,7 +192,7 @@ def take_digests(named: Mapping[str, StatePlace], tensors: Mapping[str, torch.Te
     """Returns what the values of places, and some tensors, are now, by name, in a form that can be compared."""
     unread = _Unread()
     with no_dispatch_modes(), without_torch_function():
-        digests = {name: _take_digest(place.get(), unread) for name, place in named.items()}
+        digests = _Summary(unread).take_digests(named)
         digests |= {name: unread.add(tensor) for name, tensor in (tensors or {}).items()}
         unread.read()
     return digests
