@@ -62,7 +62,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     # The forwards agreed from the same state. Where the state changes between micro-batches, that is another cause,
     # and every gradient behind it would differ here.
     neutral = state.neutralise_state(facts)
-    trial = _Trial(bench.neutralise(*neutral).with_weights(shares), facts)
+    trial = _Trial(bench.neutralise(*neutral, weights.weigh(shares)), facts)
     # Hooks and constants come first, because their lines are known; a boundary only names a module.
     searches = (_try_parameter_hooks, _try_module_hooks, _try_tensor_hooks, _try_constants, _try_boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
@@ -118,7 +118,7 @@ class _Trial:
             fit = control.fit
             if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.facts, fit):
                 return control
-            return replace(self.bench.with_weights(fit.weights).run(intervention), fit=fit)
+            return replace(self.bench.neutralise(weights.weigh(fit.weights)).run(intervention), fit=fit)
         except GaverifyError:  # each search tries many probes: one that does not fit this model is nothing to report
             return None
 

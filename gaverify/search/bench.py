@@ -26,7 +26,7 @@ from gaverify.passes.layouts import SampleLayout, real_numbers
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import sketch
 from gaverify.records.comparison import NotCompared, relative_total
-from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
+from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from gaverify.verdict.comparison import measure
@@ -207,10 +207,6 @@ class Bench:
             experiment = intervention.apply_to(experiment)
         return replace(self, experiment=experiment)
 
-    def with_weights(self, weights: Sequence[float]) -> Bench:
-        """The bench with other micro-batch weights."""
-        return replace(self, experiment=self.experiment.with_weights(weights))
-
     @property
     def rounding(self) -> float:
         """The relative difference that rounding explains; at most a small share of a small difference."""
@@ -233,77 +229,59 @@ class Bench:
         """
         last = interventions[-1]
         self.experiment.progress(f"control: {last.what}")
-        neutral_bench = self.neutralise(*(each for each in interventions if each.in_reference))
         repairs = [each for each in interventions if not each.in_reference]
-        if repairs:
-            difference_left, right = neutral_bench._measure_repairs(repairs, fit=fit, exactly=exactly)
-            run = ControlRun(last.what, difference_left, difference_left <= self.rounding, right, last.kind)
-        else:
-            added = neutral_bench.experiment.probes[len(self.experiment.probes) :]
-            run = neutral_bench._measure_control(last, added, fit=fit)
-        # without their probes, which may keep values of the full batch
-        unshared = tuple(replace(each, shared=None) for each in interventions)
-        return replace(run, modules=last.modules, interventions=unshared)
-
-    def _measure_control(self, last: Intervention, added: Sequence[PassProbe], *, fit: bool) -> ControlRun:
-        """Runs both strategies of this bench, and finds out whether the difference could still be seen.
-
-        Args:
-            last: Names the run.
-            added: The probes that this control added to the experiment.
-            fit: Whether to fit weights.
-        """
-        full = self.experiment.full_batch()
-        if not _any(full.gradients):
-            raise ControlFailed(f"with {last.what} every gradient is zero, so that nothing is left to compare")
-        right = None
-        if fit:
-            sketches, accumulated = self.sketch_micro_batches(full)
-            right = fit_runs([sketches])
-        else:
-            accumulated = self.experiment.micro_batches(full)
-        difference_left = self.relative_difference(accumulated.gradients, full.gradients)
-        passes = full.gradients, accumulated.gradients
-        cut_off = (name for name in self.divergent if all(gradients.get(name) is None for gradients in passes))
-        pinned = [probe.values_differed for probe in added if probe.values_differed is not None]
-        return ControlRun(
-            last.what,
-            difference_left,
-            difference_left <= self.rounding,
-            right,
-            last.kind,
-            values_differed=any(pinned) if pinned else None,
-            cut_off=tuple(sorted(cut_off)),
-        )
-
-    def _measure_repairs(
-        self, repairs: Sequence[Intervention], *, fit: bool, exactly: bool
-    ) -> tuple[float, WeightFit | None]:
-        """The difference that repaired micro-batches leave to the full batch of this bench, and weights that fit."""
-        repaired_bench, sketches = self.neutralise(*repairs), list[Sketches]()
+        neutral_bench = self.neutralise(*(each for each in interventions if each.in_reference))
+        repaired_bench = neutral_bench.neutralise(*repairs)
         prepared = [each.accumulate(repaired_bench.experiment) for each in repairs if each.accumulate is not None]
+        sketches, cut_off = list[Sketches](), list[str]()
 
         def accumulate(full: PassResult) -> Gradients:
             if prepared:
                 return prepared[-1](full)
-            if not fit:
-                return repaired_bench.experiment.micro_batches(full).gradients
-            is_sketched = self.reference is not None and full is self.reference.full
-            target_sketch = self.reference.gradient if self.reference is not None and is_sketched else None
-            pass_sketches, accumulated = repaired_bench.sketch_micro_batches(full, target=target_sketch)
-            sketches.append(pass_sketches)
+            if fit:
+                pass_sketches, accumulated = repaired_bench.sketch_micro_batches(full)
+                sketches.append(pass_sketches)
+            else:
+                accumulated = repaired_bench.experiment.micro_batches(full)
+            passes = full.gradients, accumulated.gradients
+            cut_off[:] = (name for name in self.divergent if all(gradients.get(name) is None for gradients in passes))
             return accumulated.gradients
 
-        difference_left = self.against_full_batch(accumulate, exactly=exactly)
-        return difference_left, fit_runs(sketches) if fit else None
+        if repairs:
+            difference_left = neutral_bench.against_full_batch(accumulate, exactly=exactly)
+            cut_off.clear()  # an earlier pass of the full batch keeps no gradients
+        else:  # the full batch is changed, too
+            neutral_bench = replace(neutral_bench, reference=None)
+            difference_left = neutral_bench.against_full_batch(accumulate, f"with {last.what} every gradient")
+        probes = neutral_bench.experiment.probes[len(self.experiment.probes) :]
+        pinned = [probe.values_differed for probe in probes if probe.values_differed is not None]
+        return ControlRun(
+            last.what,
+            difference_left,
+            difference_left <= self.rounding,
+            fit_runs(sketches) if sketches else None,
+            last.kind,
+            values_differed=any(pinned) if pinned else None,
+            cut_off=tuple(sorted(cut_off)),
+            modules=last.modules,
+            # without their probes, which may keep values of the full batch
+            interventions=tuple(replace(each, shared=None) for each in interventions),
+        )
 
-    def against_full_batch(self, accumulate: Callable[[PassResult], Gradients], *, exactly: bool = True) -> float:
+    def against_full_batch(
+        self,
+        accumulate: Callable[[PassResult], Gradients],
+        compared: str = "every gradient of the full batch",
+        *,
+        exactly: bool = True,
+    ) -> float:
         """Returns how far what a repair accumulates is from the gradient of the full batch, which it leaves as it is.
 
         An earlier pass of the full batch is not run again where its sketch shows that nothing but rounding is left.
 
         Args:
             accumulate: Runs the repaired micro-batches; it is given the full-batch pass, perhaps without gradients.
+            compared: With what it is compared, for an error.
             exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
         """
         reference, accumulated = self.reference, None
@@ -314,7 +292,7 @@ class Bench:
                 return difference_left
         full = self.experiment.full_batch()
         if not _any(full.gradients):
-            raise ControlFailed("every gradient of the full batch is zero, so that nothing is left to compare")
+            raise ControlFailed(f"{compared} is zero, so that nothing is left to compare")
         return self.relative_difference(accumulated if accumulated is not None else accumulate(full), full.gradients)
 
     def relative_difference(self, accumulated: Gradients, reference: Gradients) -> float:
@@ -328,6 +306,8 @@ class Bench:
 
         That pass's own gradients are then freed.
         """
+        if target is None and self.reference is not None and full is self.reference.full:
+            target = self.reference.gradient
         if target is not None:
             full.gradients = dict.fromkeys(full.gradients)
         target = sketch(full.gradients.values(), self.experiment.ranks) if target is None else target

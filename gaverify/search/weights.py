@@ -101,8 +101,13 @@ def ask_place(bench: Bench, facts: Facts) -> Facts:
 
 def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
     """Runs the accumulation with the fitted weights."""
-    weigh = partial(Experiment.with_weights, weights=fit.weights)
-    return bench.run(Intervention("with these weights", ControlKind.WEIGHTS, change=weigh, in_reference=False))
+    return bench.run(weigh(fit.weights))
+
+
+def weigh(weights: Sequence[float]) -> Intervention:
+    """Other micro-batch weights."""
+    change = partial(Experiment.with_weights, weights=weights)
+    return Intervention("with these weights", ControlKind.WEIGHTS, change=change, in_reference=False)
 
 
 def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
