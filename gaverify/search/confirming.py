@@ -65,7 +65,15 @@ def ask(bench: Bench, facts: Facts) -> Facts:
             _mark_run(run, second.possible(partial(second.run, *run.interventions))) for run in state_facts.remedies
         ]
         return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
-    return replace(facts, forward=replace(facts.forward, causes=tuple(_mark_cause(second, cause) for cause in causes)))
+    (cause,) = causes
+    second_cause = second.possible(partial(proof.rerun_cause, second, cause)) if cause.control is not None else None
+    if second_cause is None:
+        return facts
+    second_runs = {run.kind: run for run in (second_cause.control, *second_cause.remedies) if run is not None}
+    remedies = tuple(_mark_run(run, second_runs.get(run.kind)) for run in cause.remedies)
+    control = cause.control and _mark_run(cause.control, second_cause.control)
+    marked = replace(cause, control=control, remedies=remedies)
+    return replace(facts, forward=replace(facts.forward, causes=(marked,)))
 
 
 def _mark_weights(bench: Bench, facts: Facts) -> Facts:
@@ -199,16 +207,6 @@ class _Times(PassProbe):
     def backward(self, k: int | None, loss: torch.Tensor, weight: float) -> None:
         """Runs the backward of the loss, times the factor in a micro-batch."""
         super().backward(k, loss, weight if k is None else weight * self._factor)
-
-
-def _mark_cause(second: Bench, cause: Cause) -> Cause:
-    """A cause with its control and its repairs marked."""
-    second_cause = proof.rerun_cause(second, cause)
-    if second_cause is None or second_cause.control is None or cause.control is None:
-        return cause
-    tried = {run.kind: run for run in second_cause.remedies}
-    remedies = tuple(_mark_run(run, tried.get(run.kind)) for run in cause.remedies)
-    return replace(cause, control=_mark_run(cause.control, second_cause.control), remedies=remedies)
 
 
 # Confirms on the full batch a cause that the first samples showed: its control and its repairs run once there.
@@ -410,7 +408,7 @@ def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     blamed, changes = part_facts.state.blamed, state.read_changes(part_facts.state.changes)
     if is_pinned and control.rounding and len(blamed) < len(changes) and not bench.run(state.pin(blamed)).rounding:
         return facts
-    remedies = tuple(replace(control, holds=run.holds) for run in part_facts.state.remedies[:1])
+    remedies = (control,) if part_facts.state.remedies else ()
     state_facts = replace(part_facts.state, control=control, remedies=remedies)
     return replace(facts, state=state_facts, forward=part_facts.forward, left=control.left, cleared=control.rounding)
 
@@ -463,29 +461,18 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     # Where GroupNorm replaces the layers, the repair shows what the control would: without these layers nothing is
     # left. It is run instead of the control.
     in_evaluation_mode = before.control is not None and before.control.kind is ControlKind.EVALUATION_MODE
-    replaced = proof.rerun_replacement(bench, before) if in_evaluation_mode else None
+    replaced = proof.run_replacement(bench, before.suspect) if in_evaluation_mode else None
     if replaced is not None:
-        if not replaced.rounding or replaced.left > _largest_rest(bench):
-            return facts
         explained = 1.0 - replaced.left / bench.total
         confirmed = replace(before, remedies=(replaced,), explained=explained, difference_alone=bench.total)
         forward = replace(part_facts.forward, causes=(_mark_as_part(confirmed, part_facts),))
-        return replace(facts, forward=forward, left=replaced.left, cleared=True)
+        return replace(facts, forward=forward, left=replaced.left, cleared=replaced.rounding)
     cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
-    control = cause.control if cause is not None else None
-    if (
-        cause is None
-        or control is None
-        or _list_repairs(before.remedies, 1.0) != _list_repairs(cause.remedies, _largest_rest(bench))
-    ):
+    has_same_repairs = _list_repairs(before.remedies, 1.0) == _list_repairs(cause.remedies, _largest_rest(bench))
+    if cause.control is None or not cause.control.has_power or not has_same_repairs:
         return facts
-    if not control.has_power:
-        return facts
-    holds_by_kind = {run.kind: run.holds for run in before.remedies}
-    remedies = tuple(replace(run, holds=holds_by_kind[run.kind]) for run in cause.remedies)
-    cause = replace(cause, control=_mark_as_before(before.control, control), remedies=remedies)
     forward = replace(part_facts.forward, causes=(cause,))
-    return replace(facts, forward=forward, left=control.left, cleared=control.rounding)
+    return replace(facts, forward=forward, left=cause.control.left, cleared=cause.control.rounding)
 
 
 def _list_repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

@@ -823,11 +823,18 @@ class PinnedGradients(PinnedApplication):
         return rows
 
 
-class EvaluationMode(PassProbe):
-    """Runs modules in `eval` mode, so that both runs use the stored statistics."""
+def find_layers_of_class(experiment: Experiment, path: str) -> list[nn.Module]:
+    """A module and every other one of its class: they are repaired together."""
+    modules = dict(experiment.named_modules())
+    kind = type(modules[path])
+    return [module for module in modules.values() if type(module) is kind]
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
+
+class EvaluationMode(PassProbe):
+    """Runs a module and others of its class in `eval` mode, so that both runs use the stored statistics."""
+
+    def __init__(self, experiment: Experiment, path: str) -> None:
+        self.modules = find_layers_of_class(experiment, path)
 
     def around(self, k: int | None) -> AbstractContextManager[None]:
         """Switches the modules for the length of a pass."""
@@ -835,17 +842,15 @@ class EvaluationMode(PassProbe):
 
 
 class GroupNorms(PassProbe):
-    """Puts GroupNorm with the same scale and shift in the place of BatchNorm layers.
-
-    Args:
-        experiment: Whose layers.
-        layers: Those that are replaced.
+    """Puts GroupNorm with the same scale and shift in the place of a BatchNorm layer and others of its class.
 
     Raises:
-        ControlFailed: A layer is the model itself.
+        ControlFailed: The layer is the model itself.
+        ValueError: Its channels cannot be grouped.
     """
 
-    def __init__(self, experiment: Experiment, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, experiment: Experiment, path: str) -> None:
+        layers = find_layers_of_class(experiment, path)
         self._places: list[tuple[nn.Module, str, nn.Module, nn.GroupNorm]] = []
         for _, parent in experiment.named_modules():
             for name, child in submodules_of(parent).items():

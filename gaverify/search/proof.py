@@ -9,7 +9,6 @@ from functools import partial
 from torch import nn
 
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import PassProbe
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, FunctionKey, Suspect
 from gaverify.remedies.batch_norm import only_normalises
 from gaverify.search.bench import FORESEEN, Bench, ControlFailed, Intervention
@@ -21,6 +20,7 @@ from gaverify.search.neutral import (
     PinnedOutputs,
     PinnedResults,
     cached_gradients,
+    find_layers_of_class,
     find_live_statistics,
 )
 from gaverify.search.trace.first_divergence import find_one_sided_branch
@@ -135,23 +135,13 @@ def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> Suspect
     return SuspectTrial(Cause(suspect, tried[0], (), 0.0), tried[1], trial.failures, helps=False, region=trial)
 
 
-def rerun_cause(bench: Bench, cause: Cause) -> Cause | None:
-    """Runs a cause's own control, and its repairs, on another bench; None where it has none."""
-    if cause.control is None:
-        return None
+def rerun_cause(bench: Bench, cause: Cause) -> Cause:
+    """Runs a cause's own control, and its repairs, on another bench."""
+    assert cause.control is not None
     control, neutral = _run_control(bench, *cause.control.interventions)
     remedies = tuple(_run_remedies(bench, cause.suspect, control, neutral)) if control.rounding else ()
     explained = 1.0 - control.left / bench.total
     return replace(cause, control=control, remedies=remedies, explained=explained, difference_alone=bench.total)
-
-
-def rerun_replacement(bench: Bench, cause: Cause) -> ControlRun | None:
-    """Runs the repair that replaces a cause by other layers, on another bench; None where there is none.
-
-    It shows what the control would show there: without these layers no difference is left.
-    """
-    replacement = _replace_layers(bench, cause.suspect)
-    return bench.possible(lambda: bench.run(replacement)) if replacement is not None else None
 
 
 _Tried = tuple[ControlRun, Intervention | None]
@@ -285,23 +275,19 @@ def _merge_micro_batches(experiment: Experiment, count: int) -> Experiment:
 
 def _run_in_evaluation_mode(bench: Bench, path: str) -> _Tried:
     """Runs the suspect's module and all others of its class in eval mode; names those that were in training mode."""
-    layers = _find_layers_of_class(bench.experiment, path)
+    layers = find_layers_of_class(bench.experiment, path)
     several = "both" if len(layers) == 2 else f"all {len(layers)}"
     kind = type(layers[0]).__name__
     names = f"layer `{path}` ({kind})" if len(layers) == 1 else f"{several} {kind} layers"
     active = tuple(name for name, each in bench.experiment.named_modules() if each.training and each in layers)
     evaluate = Intervention(
-        f"{names} in evaluation mode", ControlKind.EVALUATION_MODE, partial(_evaluate_layers, path), modules=active
+        f"{names} in evaluation mode", ControlKind.EVALUATION_MODE, partial(EvaluationMode, path=path), modules=active
     )
     if _is_run_on_all(bench, evaluate, layers):
         # Presumed: the control of all of the batch decides, and where it leaves something all of that is searched.
         presumed = ControlRun(evaluate.what, 0.0, True, kind=evaluate.kind, modules=active, interventions=(evaluate,))
         return presumed, evaluate
     return _run_control(bench, evaluate, fit=True)
-
-
-def _evaluate_layers(path: str, experiment: Experiment) -> PassProbe:
-    return EvaluationMode(_find_layers_of_class(experiment, path))
 
 
 def _is_run_on_all(bench: Bench, evaluate: Intervention, layers: Sequence[nn.Module]) -> bool:
@@ -325,13 +311,6 @@ def _describe_lines(functions: Sequence[FunctionKey]) -> str:
     """Names torch calls by their lines: "`lt` at line 83, `lt` at line 84"."""
     places = sorted({(name, frame[1] if frame is not None else 0) for name, frame, _ in functions}, key=lambda p: p[1])
     return ", ".join(f"`{name}` at line {line}" for name, line in places)
-
-
-def _find_layers_of_class(experiment: Experiment, path: str) -> list[nn.Module]:
-    """A module and every other one of its class: they are repaired together."""
-    modules = dict(experiment.named_modules())
-    kind = type(modules[path])
-    return [module for module in modules.values() if type(module) is kind]
 
 
 def _run_remedies(
@@ -358,27 +337,20 @@ def _run_remedies(
             return
         yield in_the_window
     # a replacement for layers in evaluation mode runs once, on all of the batch
-    if not (bench.in_part and control.kind is ControlKind.EVALUATION_MODE):
-        replacement = _replace_layers(bench, suspect)
-        run = bench.possible(lambda: bench.run(replacement)) if replacement is not None else None
-        if run is not None:
-            yield run
+    is_put_off = bench.in_part and control.kind is ControlKind.EVALUATION_MODE
+    replaced = None if is_put_off else run_replacement(bench, suspect)
+    if replaced is not None:
+        yield replaced
 
 
-def _replace_layers(bench: Bench, suspect: Suspect) -> Intervention | None:
-    """GroupNorm in the place of a suspect's layers; None where that would be another layer than they are."""
+def run_replacement(bench: Bench, suspect: Suspect) -> ControlRun | None:
+    """Runs GroupNorm in the place of a suspect's layers; None where that would be another layer than they are."""
     path = suspect.operation.module
-    if not suspect.statistics or path is None:
+    if not suspect.statistics or path is None or not _are_replaceable(find_layers_of_class(bench.experiment, path)):
         return None
-    layers = _find_layers_of_class(bench.experiment, path)
-    if not _are_replaceable(layers):
-        return None
+    make = partial(GroupNorms, path=path)
     try:
-        name = GroupNorms(bench.experiment, layers).name
+        name = make(bench.experiment).name
     except (ControlFailed, ValueError):  # a layer whose channels cannot be grouped: the remedy is not printed
         return None
-    return Intervention(name, ControlKind.REPLACED, partial(_make_group_norms, path))
-
-
-def _make_group_norms(path: str, experiment: Experiment) -> PassProbe:
-    return GroupNorms(experiment, _find_layers_of_class(experiment, path))
+    return bench.possible(lambda: bench.run(Intervention(name, ControlKind.REPLACED, make)))

@@ -607,14 +607,13 @@ def test_weights_of_the_part_are_those_of_the_whole_by_what_they_mean(times: flo
     assert (found.weights if found is not None else None) == ((7 / 55, 16 / 55, 16 / 55, 16 / 55) if told else None)
 
 
-@pytest.mark.parametrize(("times", "asked"), [(0.9, True), (1.1, False)])
-def test_the_backward_is_asked_where_the_losses_agree(
-    monkeypatch: pytest.MonkeyPatch, times: float, asked: bool
-) -> None:
-    monkeypatch.setattr(confirming.backward, "ask", lambda bench, facts: facts)
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_the_backward_is_confirmed_where_the_losses_agree(times: float) -> None:
     loss = 1.0 / (1 + times * SAME_IN_FLOAT32)
     reference = SimpleNamespace(full=SimpleNamespace(loss=loss))
-    assert confirms(confirming._confirm_backward, FOUND, reference=reference) is asked
+    part = replace(FOUND, backward=replace(FOUND.backward, control=CONTROL))
+    told = confirms(confirming._confirm_backward, part, reference=reference, run=lambda *_: CONTROL)
+    assert told is (times < 1)
 
 
 @pytest.mark.parametrize(
@@ -636,21 +635,16 @@ def test_a_cause_is_confirmed_where_its_repairs_come_out_as_in_the_part(
     assert confirms(confirming._confirm_cause, part) is told
 
 
-@pytest.mark.parametrize(("leaves", "told"), [(0.9e-6, True), (1.1e-6, False), (None, False)])
-def test_layers_that_others_replace_are_confirmed_by_that_repair(
-    monkeypatch: pytest.MonkeyPatch, leaves: float | None, told: bool
-) -> None:
-    run = replace(measured.HELPED, kind=ControlKind.REPLACED)
-    before = measured.cause(remedies=(run,))
-    replaced = None if leaves is None else replace(run, left=leaves)
-    monkeypatch.setattr(proof, "rerun_replacement", lambda *_: replaced)
-    monkeypatch.setattr(proof, "rerun_cause", lambda *_: None)
-    part = replace(FOUND, forward=replace(FOUND.forward, causes=(before,)), batch_size=4)
-    assert confirms(confirming._confirm_cause, part) is told
-    if told:
-        bench: Any = SimpleNamespace(rounding=1e-6, floor=0.0, experiment=EXACT, total=0.5)
-        (shown,) = confirming._confirm_cause(bench, FACTS, part).forward.causes
-        assert shown.control is not None and shown.control.what.endswith("on the first 4 samples"), "it ran there alone"
+def test_a_second_batch_that_the_loss_refuses_leaves_the_proof_as_it_is() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0][:, 0].unique()) < len(batch[0]):
+            raise ValueError("the same sample twice")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Centred(), nn.Linear(8, 3))
+    verdict = gaverify.verify(model, loss, (torch.randn(16, 6), torch.randint(3, (16,))))
+    assert [(each.code, each.proven) for each in verdict.findings] == [("GAV102", True)], story(verdict)
 
 
 def test_the_noise_of_a_part_is_that_of_the_whole_to_scale() -> None:
