@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gaverify.errors import HiddenDraw, NoMemory, ProblemError
 from gaverify.passes.batching import fresh
 from gaverify.passes.dispatch import Observed, PassMode, Terms
-from gaverify.passes.isolation import foreign_generator_states, generator_states, seed_torch, storage
+from gaverify.passes.isolation import foreign_generator_states, generator_states, merge_names, seed_torch, storage
 from gaverify.passes.randomness import (
     Dealer,
     Dealing,
@@ -438,10 +438,10 @@ def take_gradients(experiment: Experiment) -> Gradients:
 
 def _buffers(experiment: Experiment) -> dict[str, torch.Tensor]:
     """The floating-point buffers as a pass leaves them; large ones are no statistics."""
+    named = merge_names(module.named_buffers() for module in experiment.modules)
     return {
         name: buffer.detach().clone()
-        for module in experiment.modules
-        for name, buffer in module.named_buffers()
+        for name, buffer in named.items()
         if buffer.is_floating_point() and buffer.numel() <= _STATISTIC
     }
 

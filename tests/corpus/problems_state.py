@@ -644,7 +644,7 @@ TWINS = (
     quiet("factor-of-class", lambda: _kept_on_class(False), "a list grows, and the factor stays"),
     quiet("counters-of-one-name", lambda: _counters(False, masked=False), "nothing reads what is counted"),
     quiet("factor-in-slots", lambda: classified(_Slotted(False), 6), "it counts, and the factor stays"),
-    quiet("buffers-of-one-name", lambda: _named_alike(False, in_closure=False), "nothing reads it"),
+    quiet("buffers-of-one-name", lambda: _named_alike(False, in_closure=False), "nothing reads it", notes="GAV402"),
     quiet("variable-and-buffer", lambda: _named_alike(False, in_closure=True), "nothing reads it", notes="GAV402"),
     quiet("own-number-and-average", lambda: _relative(False), "the average moves, and nothing is divided by it"),
     quiet("past-beside-statistics", lambda: _remembered(""), "all of it changes, and nothing reads it", notes="GAV402"),

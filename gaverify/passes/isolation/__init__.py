@@ -22,7 +22,7 @@ from gaverify.passes.isolation.objects import (
     entries_of,
     rewindable_iterators,
 )
-from gaverify.passes.isolation.places import StatePlace, places_of_module, variables
+from gaverify.passes.isolation.places import StatePlace, merge_names, places_of_module, variables
 from gaverify.passes.isolation.tensors import storage, written_arguments, written_tensors
 from gaverify.passes.isolation.walk import ModelState, keep_places
 
@@ -39,6 +39,7 @@ __all__ = [
     "gradients_kept",
     "isolated_generators",
     "keep_places",
+    "merge_names",
     "places_of_module",
     "rewindable_iterators",
     "seed_everything",

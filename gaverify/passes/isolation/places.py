@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, partialmethod
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from gaverify.records.events import ValuePlace
 from gaverify.torch_internals import buffers_of, parameters_of
 
 Restore = Callable[[], None]
+Value = TypeVar("Value")
 WRAPPERS = (
     MethodType,
     BuiltinMethodType,
@@ -459,3 +460,13 @@ def places_of_module(root: nn.Module, prefix: str = "") -> Iterator[StatePlace]:
         for kind, holder, keys in (*holders, attributes):
             for key in [key for key in keys if key not in OWN_ATTRIBUTES]:
                 yield StatePlace(holder, key, start + holder.word(key), kind, module, start[:-1])
+
+
+def merge_names(groups: Iterable[Iterable[tuple[str, Value]]]) -> dict[str, Value]:
+    """Returns what has a name in the model, then in the loss, which may use a name of the model's."""
+    named: dict[str, Value] = {}
+    for group in groups:
+        taken = frozenset(named)
+        for name, value in group:
+            named.setdefault(f"loss.{name}" if name in taken else name, value)
+    return named

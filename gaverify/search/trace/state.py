@@ -17,7 +17,14 @@ from torch import nn
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
-from gaverify.passes.isolation import RewindableIterator, StatePlace, entries_of, places_of_module, variables
+from gaverify.passes.isolation import (
+    RewindableIterator,
+    StatePlace,
+    entries_of,
+    merge_names,
+    places_of_module,
+    variables,
+)
 from gaverify.passes.isolation.places import Holder
 from gaverify.passes.isolation.tensors import Tensors
 from gaverify.passes.isolation.walk import CANNOT_CHANGE, ValueWalk
@@ -159,13 +166,7 @@ def find_state(experiment: Experiment) -> dict[str, StatePlace]:
 
     Names are `path.to.buffer`, `path.to.attribute`, and a variable's name for what the loss function can reach.
     """
-    named: dict[str, StatePlace] = {}
-    for places in _list_state(experiment):
-        # the loss may use a name of the model's
-        taken = frozenset(named)
-        for name, place in places:
-            named.setdefault(f"loss.{name}" if name in taken else name, place)
-    return named
+    return merge_names(_list_state(experiment))
 
 
 def _list_state(experiment: Experiment) -> Iterator[list[tuple[str, StatePlace]]]:
