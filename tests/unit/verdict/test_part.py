@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import problems_small
@@ -22,6 +23,7 @@ import gaverify
 from gaverify import Outcome, Problem
 from gaverify.passes import gradients
 from gaverify.passes.experiment import Experiment
+from gaverify.passes.precision import Arithmetic
 from gaverify.records.comparison import Method
 from gaverify.thresholds import FEW_TIMES, FEW_UNITS, U32
 from gaverify.verdict import control, criteria, decision, measurement
@@ -744,3 +746,30 @@ def accumulated(inputs: torch.Tensor) -> torch.Tensor:
     for rows in inputs.chunk(8):
         total += (rows / 64).sum(0)
     return total
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "elements", "steps", "batch_size", "each", "is_cheaper"),
+    [
+        ("cuda", torch.bfloat16, 1 << 20, 4, 32, 1 << 24, True),
+        ("cuda", torch.bfloat16, 1 << 20, 4, 32, 1 << 25, False),  # more to multiply than the host needs to launch
+        ("cpu", torch.bfloat16, 1 << 20, 4, 32, 1 << 16, True),
+        ("cpu", torch.bfloat16, 1 << 20, 4, 32, 1 << 24, False),
+        ("cuda", torch.bfloat16, 1 << 27, 4, 32, 1 << 24, False),  # copies of the weights that are too large
+        ("cuda", torch.float32, 1 << 27, 4, 32, 1 << 24, True),  # under autocast nothing is copied
+        ("cuda", torch.bfloat16, 1 << 20, 9, 32, 1 << 24, True),
+        ("cuda", torch.bfloat16, 1 << 20, 10, 32, 1 << 24, False),  # more passes than those of four samples, twice
+        ("cuda", torch.bfloat16, 1 << 20, 5, 8, 1 << 24, True),
+        ("cuda", torch.bfloat16, 1 << 20, 6, 8, 1 << 24, False),  # of two samples
+    ],
+)
+def test_where_float32_costs_less_than_a_few_samples(
+    device: str, kind: torch.dtype, elements: int, steps: int, batch_size: int, each: int, is_cheaper: bool
+) -> None:
+    parameters = {"w": torch.empty(elements, dtype=kind, device="meta")}
+    experiment: Any = SimpleNamespace(
+        parameters=parameters, steps=steps, batch_size=batch_size, device=torch.device(device)
+    )
+    observed = SimpleNamespace(arithmetic=Arithmetic(operations=100, work=100 * each))
+    full: Any = SimpleNamespace(observed=(observed,))
+    assert measurement.is_cheaper_in_float32(experiment, full) is is_cheaper
