@@ -35,7 +35,7 @@ from gaverify.tracebacks import hands_over
 Listener = Callable[[int, torch.Tensor], None]
 """Is given the place of a parameter among the experiment's, and a gradient of it in the higher precision."""
 _GRADIENT = torch.Tensor.grad
-_FREED = 1 << 25
+_FREED = 1 << 27
 """Bytes of copies after which freed memory goes back to the system: results that stay lie between, and fill no gap."""
 # Calls that are about the weight, and not its values.
 _SHAPES = ("__len__", "dim", "is_complex", "is_contiguous", "is_floating_point", "numel", "size", "stride")
