@@ -75,7 +75,9 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     control = _control(bench, found.difference, pins, parts) if pins else None
     difference = replace(found.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
-    return _with_cause(record, difference, update.relative_difference) if control and control.proves else record
+    if control is None or not control.proves:
+        return record
+    return _with_cause(record, difference, update.relative_difference, is_meeting=walk.acts_on_rows(found))
 
 
 def parts_of(full: RecordedRun, accumulated: RecordedRun, update: int) -> tuple[PlacesOfPart, ...]:
@@ -173,21 +175,24 @@ class Walk:
             return False
         return agreement is Agreement.DIFFERS or self.is_alone(node) or self._tainted.get(node, False)
 
-    def _is_origin(self, node: Node) -> bool:
-        """Whether a call of the accumulated run differs, and reads nothing that differs already."""
-        if self.agreement(node) is not Agreement.DIFFERS:
-            return False
+    def _origins(self, nodes: Sequence[Node]) -> list[Node]:
+        """Returns the calls of the accumulated run that differ, and read nothing that differs already."""
+        alone = [at for at in nodes if self.agreement(at) is Agreement.DIFFERS and not self.is_tainted(at)]
+        together = [at for at in alone if not any(map(self.is_tainted, self._beside(at)))]
+        # What each micro-batch makes of the one before, as a moving average, is tainted in all of them but the first.
+        return together or alone
+
+    def _beside(self, node: Node) -> list[Node]:
+        """Returns the calls of all micro-batches, for a result without rows: any of them may keep it from adding up."""
         full, _ = self._places[node]
-        # A number differs for all micro-batches together, whichever of them is at fault.
-        nodes = [node] if self.comparison.rows_of(full) else [-1 - at for at in self.comparison.partners[full].calls]
-        return not any(map(self.is_tainted, nodes))
+        return [] if self.comparison.rows_of(full) else [-1 - at for at in self.comparison.partners[full].calls]
 
     def find(self) -> Found | None:
         """Returns the first difference; None where nothing that can be compared differs."""
         comparison = self.comparison
         roots = list(comparison.roots[0]), [-1 - at for at in comparison.roots[1]]
         in_micro = self.reached(roots[1])
-        origins = list(filter(self._is_origin, in_micro))
+        origins = self._origins(in_micro)
         alone = [at for at in (*self.reached(roots[0]), *in_micro) if self.is_alone(at) and not self.is_tainted(at)]
         alone = [at for at in alone if not self._only_scales(at)]
         first_alone = min(alone, key=self._time_of, default=None)
@@ -197,17 +202,20 @@ class Walk:
             return self._describe(origins[0], DifferenceKind.VALUES)
         micro = [-1 - at for at in range(len(comparison.micro))]
         hooks = [at for at in micro if comparison.call(at)["in_backward"] and comparison.call(at)["name"] != INPUT]
-        origin = next(filter(self._is_origin, hooks), None)
+        origin = next(iter(self._origins(hooks)), None)
         if origin is not None:
             return self._describe(origin, DifferenceKind.BACKWARD)
-        return next(self._changes_between_passes(micro), None)
+        between = next(self._changes_between_passes(micro), None)
+        writes = [at for at in micro if comparison.call(at)["changes_gradient"] and at not in hooks]
+        origin = next(iter(self._origins(self.reached(writes))), None) if between is None else None
+        return between if origin is None else self._describe(origin, DifferenceKind.AFTER_PASSES)
 
     def _changes_between_passes(self, micro: Sequence[Node]) -> Iterator[Found]:
         last = len(self.comparison.parts)
         for node in micro:
             call = self.comparison.call(node)
             if call["changes_gradient"] and not call["in_backward"] and 0 < call["passes"] < last:
-                difference = FirstDifference(DifferenceKind.BETWEEN_PASSES, _operation_of(call["name"], call["place"]))
+                difference = FirstDifference(DifferenceKind.BETWEEN_PASSES, self._operation(node))
                 yield Found(difference, node, None)
 
     def _only_scales(self, node: Node) -> bool:
@@ -233,9 +241,9 @@ class Walk:
         line = next((found for place in call["lines"] if (found := deciding_line(place, self._lines_of_runs))), None)
         if line is None:
             return None
-        operation = _operation_of(call["name"], line)
+        operation = replace(self._operation(node), file=display_path(line[0]), line=line[1], source=_source_of(line))
         decision = next(self._decisions(line), None)
-        difference = FirstDifference(DifferenceKind.BRANCH, operation, in_model=bool(call["module"]))
+        difference = FirstDifference(DifferenceKind.BRANCH, operation, in_model=call["module"] is not None)
         if decision is None:
             return Found(difference, node, None)
         own, micro = comparison.call(decision), comparison.micro_calls(decision)
@@ -279,15 +287,14 @@ class Walk:
             difference, samples = float(each.max()), int((each > comparison.allowed).sum())
         sources = [at for at in self._sources(node) if at >= 0]
         number, assigned = self._number_of(full)
-        path, writer = next(self._left_behind(full), ("", None))
-        if writer is not None:
-            kind = DifferenceKind.STATE
+        reader, path, writer = self._state_behind(node) or (full, "", full)
+        kind = kind if not path else DifferenceKind.STATE
         found = FirstDifference(
             kind,
-            self._operation(full if writer is None else writer),
-            None if writer is None else self._operation(full),
-            comparison.name_of(full, path),
-            in_model=bool(call["module"]),
+            self._operation(writer),
+            self._operation(reader) if path else None,
+            comparison.name_of(reader, path),
+            in_model=call["module"] is not None,
             sources=tuple(self._operation(at) for at in sources),
             difference=difference,
             samples=samples,
@@ -299,21 +306,40 @@ class Walk:
         return Found(found, full, next(iter(sources), None))
 
     def _left_behind(self, full: Node) -> Iterator[tuple[str, Node]]:
-        """Yields arguments that a call of an earlier micro-batch made, and of the full-batch run none or another."""
+        """Yields arguments that an earlier micro-batch made, and of which the full-batch run has none, or another."""
         comparison = self.comparison
-        for micro in comparison.micro_calls(full):
-            for path, at in micro["arguments"].items():
-                maker, in_full = comparison.micro[at], comparison.call(full)["arguments"].get(path)
-                is_earlier = maker["passes"] < micro["passes"] and maker["name"] not in (INPUT, PARAMETER)
-                if is_earlier and in_full is not None and self._places.get(-1 - at, (None,))[0] != in_full:
-                    yield path, -1 - at
+        partners = comparison.partners[full]
+        for at, part in zip(partners.calls, partners.parts, strict=False):
+            for path, maker in comparison.micro[at]["arguments"].items():
+                made, in_full = comparison.micro[maker], comparison.call(full)["arguments"].get(path)
+                place = self._places.get(-1 - maker, (None, made["passes"]))
+                is_earlier = place[1] < part and made["name"] not in (INPUT, PARAMETER)
+                if is_earlier and place[0] != in_full:
+                    yield path, -1 - maker
+
+    def _state_behind(self, node: Node) -> tuple[Node, str, Node] | None:
+        """Returns the call at or behind one that reads what an earlier micro-batch left, with argument and maker."""
+        full, _ = self._places[node]
+        calls = [full, *(self._places[at][0] for at in self.reached(self.inputs(node)) if at in self._places)]
+        found = ((each, *left) for each in dict.fromkeys(calls) for left in self._left_behind(each))
+        return next(found, None)
 
     def _differs(self, full: Node, part: int) -> bool:
         return self.comparison.agreement_of_part(full, part) is Agreement.DIFFERS
 
     def _operation(self, node: Node) -> Operation:
         call = self.comparison.call(node)
-        return _operation_of(call["name"], call["place"], call["module"])
+        # a reader can change the own line that leads into a library
+        place = next(iter(call["lines"]), call["place"])
+        inside = display_path(call["place"][0])
+        return Operation(
+            call["name"].removeprefix("torch."),
+            call["module"],
+            file=display_path(place[0]),
+            line=place[1],
+            source=_source_of(place),
+            caller="" if tuple(place) == tuple(call["place"]) else f"{inside}:{call['place'][1]}",
+        )
 
     def _sources(self, node: Node) -> list[Node]:
         """Returns the calls behind one that read what agrees, and that return other shapes, or sums."""
@@ -331,22 +357,29 @@ class Walk:
         for path, number, numbers in self.comparison.numbers(full):
             name = self.comparison.name_of(full, path)
             line = assignment_of(name, call["place"]) if name else None
-            assigned = _operation_of("assignment", line) if line is not None else None
+            assigned = None
+            if line is not None:
+                assigned = Operation("assignment", file=display_path(line[0]), line=line[1], source=_source_of(line))
             return DifferingNumber(name, number, tuple(numbers)), assigned
         return None, None
+
+    def acts_on_rows(self, found: Found) -> bool:
+        """Whether a call differs because rows of a micro-batch act on each other, and not by what it is given."""
+        return found.difference.kind is DifferenceKind.VALUES and self.comparison.acts_on_rows(found.node)
 
     def pins_of(self, found: Found) -> tuple[PinnedCall, ...]:
         """Returns the calls that a control gives the full batch's value; empty where there is no such control."""
         comparison, kind = self.comparison, found.difference.kind
         if kind is DifferenceKind.BRANCH:
             return self._pin(found.node, [RESULT]) if comparison.call(found.node)["value"] is not None else ()
-        if kind is DifferenceKind.STATE:
-            return self._pin(found.node, list(dict.fromkeys(path for path, _ in self._left_behind(found.node))))
-        if kind is not DifferenceKind.VALUES:
+        if kind not in (DifferenceKind.VALUES, DifferenceKind.STATE, DifferenceKind.BACKWARD):
             return ()
+        paths = list(dict.fromkeys(path for path, _ in self._left_behind(found.node)))
+        if paths and comparison.rows_of(found.node):
+            return self._pin(found.node, paths)
         if found.difference.number is not None:
             return self._pin(found.node, [path for path, _, _ in comparison.numbers(found.node)])
-        maker = found.node if found.source is None else found.source
+        maker = found.node if found.source is None or kind is DifferenceKind.STATE else found.source
         if maker in comparison.roots[0]:
             return ()
         pins: list[PinnedCall] = []
@@ -366,10 +399,8 @@ class Walk:
         )
 
 
-def _operation_of(name: str, place: Place, module: str = "") -> Operation:
-    file, line = place
-    source = linecache.getline(file, line).strip()
-    return Operation(name.removeprefix("torch."), module or None, file=display_path(file), line=line, source=source)
+def _source_of(place: Place) -> str:
+    return linecache.getline(*place).strip()
 
 
 def _control(
@@ -389,7 +420,7 @@ def _control(
     connected = {names[place] for place, gradient in gradients.items() if bool(gradient.any())}
     what = f"the result of `{(difference.sources or (difference.operation,))[0].source}` replaced by the full batch's"
     kind = ControlKind.RESULT_PINNED
-    if difference.kind is DifferenceKind.STATE or (number is not None and _is_kept(difference)):
+    if difference.kind is DifferenceKind.STATE or _is_kept(difference):
         name = difference.name or (number.name if number is not None else "")
         what = f"value of {f'`{name}`' if name else 'that state'} taken from the full batch"
     elif difference.kind is DifferenceKind.BRANCH:
@@ -400,9 +431,18 @@ def _control(
     return ControlRun(what, left, is_rounding, None, kind, True, tuple(sorted(divergent - connected)))
 
 
-def _with_cause(record: Record, found: FirstDifference, difference: float) -> Record:
-    """Returns the record with a proven first difference as its cause, by what was replaced in the control."""
+def _with_cause(record: Record, found: FirstDifference, difference: float, *, is_meeting: bool) -> Record:
+    """Returns the record with a proven first difference as its cause.
+
+    Args:
+        record: What is known.
+        found: The difference.
+        difference: That of the gradients.
+        is_meeting: Whether samples act on each other there.
+    """
     control, number, operation = found.control, found.number, found.operation
+    if found.kind is DifferenceKind.BACKWARD:
+        return record  # judged by what was found
     controls = replace(record.controls, coupling=())
     if found.kind is DifferenceKind.STATE or _is_kept(found):
         name = found.name or (number.name if number is not None else "") or operation.source
@@ -410,8 +450,9 @@ def _with_cause(record: Record, found: FirstDifference, difference: float) -> Re
         change = StateChange(name, "attribute" if "." in name else "closure", replace(where, name=""))
         return replace(record, controls=replace(controls, state=State((change,), control, (change,))))
     source = next(iter(found.sources), None)
-    kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "values" if number is not None else "rows"
-    value = LossValue(number.name, operation, made_with=number) if number is not None else None
+    is_value = number is not None or not is_meeting
+    kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "values" if is_value else "rows"
+    value = LossValue(number.name if number else "", operation, made_with=number) if kind == "values" else None
     measured = 1.0 if math.isnan(found.difference) else found.difference
     suspect = Suspect(
         kind,  # type: ignore[arg-type]

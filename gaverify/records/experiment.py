@@ -368,6 +368,7 @@ class DifferenceKind(Enum):
     BRANCH = "calls that one run alone makes"
     BACKWARD = "gradients that code during a backward pass changes"
     BETWEEN_PASSES = "gradients that change between two backward passes"
+    AFTER_PASSES = "gradients that change otherwise after the last backward pass"
 
 
 @dataclass(frozen=True)

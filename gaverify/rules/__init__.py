@@ -117,9 +117,13 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
             results = facts.loop.controls
             without_clips = replace(facts.loop, updates=results.unclipped, controls=replace(results, unclipped=()))
             findings += rule.judge(facts_of_loop(without_clips))
+    first = facts.loop.controls.first_difference if facts.loop is not None else None
+    if first is not None and first.control is not None and first.control.proves:
+        # what is proven leaves nothing to those that were only suspected before
+        findings = [finding for finding in findings if finding.proven or finding.severity != "fault"]
     findings += unexplained.judge(facts, tuple(findings))
-    first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
-    ordered = sorted(findings, key=lambda finding: (finding.severity != "fault", finding.code not in first))
+    codes_first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
+    ordered = sorted(findings, key=lambda finding: (finding.severity != "fault", finding.code not in codes_first))
     return tuple(_with_harm(facts, ordered))
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.experiment import Cause, ControlKind, LossValue, Operation
+from gaverify.records.experiment import Cause, ControlKind, DifferenceKind, FirstDifference, LossValue, Operation
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.rule import (
@@ -207,10 +207,11 @@ def loss_inputs_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
         if value is None:
             continue
         name = f"`{value.name}`" if value.name else f"a value (`{suspect.operation.source}`)"
-        what = f"the loss reads {name}, which is another one for the same samples than in the full batch"
+        reader = module_name(suspect.operation.module) if suspect.in_model else "the loss"
+        what = f"{reader} reads {name}, which is another one for the same samples than in the full batch"
         remedy = "compute it once for the full batch, before it is split, and give each micro-batch its own rows of it"
         if value.is_reordered:
-            what = f"the loss reads {name}, which holds the values of other samples"
+            what = f"{reader} reads {name}, which holds the values of other samples"
             remedy = "cut it in the order of the samples, so that each micro-batch gets the values of its own rows"
         elif not suspect.samples:
             remedy = "use the same value in every micro-batch as in the full batch"
@@ -229,7 +230,8 @@ def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
     """Where the value differs first, by how much, and where the loss reads it."""
     suspect, reader = cause.suspect, value.reader
     rows = f" for {suspect.samples} samples" if suspect.samples else ""
-    text = f"{largest(facts)}; all outputs of the model agree for the same samples"
+    text = largest(facts)
+    text += "" if suspect.in_model else "; all outputs of the model agree for the same samples"
     text += f"; first value that differs{rows}: `{suspect.operation.source}`"
     number = value.made_with
     if number is not None:
@@ -284,7 +286,10 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
 
 def _judge_loop(loop: Record) -> Iterator[Finding]:
     """Yields a finding where a loop's losses add up to the full batch's, and its gradients need other weights."""
-    update, cause = loop.divergent, loop.controls.backward
+    update, cause, first = loop.divergent, loop.controls.backward, loop.controls.first_difference
+    if update is not None and first is not None and first.kind is DifferenceKind.BACKWARD:
+        yield from _judge_traced_backward(update, first)
+        return
     if update is None or update.window.fit is None or not contradict_losses(loop, update):
         return
     run, fit = cause.control if cause is not None else None, update.window.fit
@@ -310,6 +315,23 @@ def _judge_loop(loop: Record) -> Iterator[Finding]:
         remedy=_BACKWARD_REMEDIES[BackwardPlace.MODULE if in_model else BackwardPlace.LOSS],
         location=cause.suspect.operation.location if cause is not None and proven else None,
         proven=proven,
+    )
+
+
+def _judge_traced_backward(update: UpdateComparison, first: FirstDifference) -> Iterator[Finding]:
+    """Yields a finding where code that a backward pass runs is proven to be what both runs do otherwise."""
+    run = first.control
+    if run is None or not run.proves:
+        return
+    culprit = next(iter(first.sources), first.operation)
+    names = quote_names(row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT)
+    yield finding_of(
+        f"the backward of {names} depends on the batch, although all forward values agree",
+        measured_evidence("trace", f"{difference(update)}; gradients first differ in `{culprit.source}`"),
+        word_control("control", f"with {run.what} the difference", run.left, proven=True),
+        remedy=_BACKWARD_REMEDIES[BackwardPlace.TENSOR_HOOK],
+        location=culprit.location,
+        proven=True,
     )
 
 

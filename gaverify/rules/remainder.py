@@ -68,6 +68,7 @@ _WHERE_FIRST = {
     DifferenceKind.STATE: "this line leaves a value that a later micro-batch reads and the full batch does not",
     DifferenceKind.BRANCH: "the two runs first take another branch here",
     DifferenceKind.BACKWARD: "all values of the forward pass agree, and a backward pass first differs in this code",
+    DifferenceKind.AFTER_PASSES: "the backward passes agree, and what changes gradients after them first differs here",
     DifferenceKind.BETWEEN_PASSES: "all traced values agree, and this line changes gradients between backward passes",
 }
 
@@ -98,6 +99,8 @@ def _trace_evidence(first: FirstDifference) -> Evidence:
         texts.append(f"assigned at {first.assigned.file}:{first.assigned.line}")
     if first.reader is not None:
         texts.append(f"{f'`{first.name}`' if first.name else 'it'} is read at {first.reader.file}:{first.reader.line}")
+    if first.operation.caller:
+        texts.append(f"`{first.operation.name}` runs at {first.operation.caller}")
     for source in first.sources[:_MOST_SOURCES]:
         texts.append(f"it reads `{source.source}` ({source.file}:{source.line}), which all samples of a batch share")
     statement = "; ".join(texts) or "what this line reads agrees"

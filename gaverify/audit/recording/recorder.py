@@ -186,8 +186,8 @@ class Recorder:
         bus = self.bus
         bus.around(ForwardCall, calls.run_forward)
         bus.after(ForwardCall, calls.note_forward)
-        bus.before(BackwardCall, calls.note_loss)
         for kind in (BackwardCall, GradCall):
+            bus.before(kind, calls.note_loss)
             bus.around(kind, calls.differentiate)
         bus.before(StepCall, calls.begin_step)
         bus.after(StepCall, calls.end_step)

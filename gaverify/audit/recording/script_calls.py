@@ -24,13 +24,13 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import resolve_name
 
 import gaverify
 from gaverify.audit.recording.bus import replace_function
-from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, StepCall
+from gaverify.audit.recording.calls import Differentiation, ForwardCall, Recording, StepCall
 from gaverify.audit.recording.outputs import SCRIPT
 from gaverify.audit.recording.values import paths_in, plain, tensors_in
 from gaverify.passes import calls
@@ -73,8 +73,8 @@ class TracedCall(TypedDict):
     """The line that makes it: the user's, or a library's."""
     lines: list[Place]
     """The user's lines that lead to it, innermost first."""
-    module: str
-    """Path of the innermost module around it, where modules are followed; empty outside of all, or in the outermost."""
+    module: str | None
+    """Path of the innermost module around it, where modules are followed; None outside of all."""
     passes: int
     """How many backward passes of the update came before."""
     in_backward: bool
@@ -115,7 +115,7 @@ class CallKey(NamedTuple):
 
     name: str
     place: Place
-    module: str = ""
+    module: str | None = None
 
 
 class ScriptCalls:
@@ -165,7 +165,7 @@ class ScriptCalls:
         else:
             with self.pause():
                 yield
-        self._passes += isinstance(call, BackwardCall)
+        self._passes += 1
 
     @property
     def _follows_all(self) -> bool:
@@ -174,15 +174,15 @@ class ScriptCalls:
     @contextmanager
     def run_forward(self, call: ForwardCall) -> Iterator[None]:
         """Surrounds a forward; a module without parameters is a part of the script's code, as a criterion is."""
-        module = call.module
-        if self._follows_all:
+        module, has_parameters = call.module, next(call.module.parameters(), None) is not None
+        if self._follows_all and has_parameters:
             before = self._running
             try:
                 with listening(paths_in(module), outside=SCRIPT) as self._running:
                     yield
             finally:
                 self._running = before
-        elif next(module.parameters(), None) is None:
+        elif not has_parameters or self._follows_all:
             yield
         elif "" not in self._inside:
             with self.pause():
@@ -192,12 +192,12 @@ class ScriptCalls:
                 yield
 
     def begin_step(self, _: StepCall) -> None:
-        """An optimizer's step begins, whose calls are torch's."""
-        self._pauses += 1
+        """An optimizer's step begins, whose calls are torch's, but for those of a closure."""
+        self._pauses += not self._follows_all
 
     def end_step(self, _: StepCall) -> None:
         """A step has ended: what follows it belongs to the next update."""
-        self._pauses -= 1
+        self._pauses -= not self._follows_all
         updates_left = self._recording.job.updates - self._recording.journal.update
         if updates_left > 0:
             self._clear()
@@ -228,7 +228,7 @@ class ScriptCalls:
         if self._is_active and not self._pauses and is_one_call:
             self.note_model(call.module, (call.args, dict(call.kwargs)), call.result)
 
-    def note_loss(self, call: BackwardCall) -> None:
+    def note_loss(self, call: Differentiation) -> None:
         """Notes what a backward pass differentiates."""
 
     def note_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -244,7 +244,7 @@ class ScriptCalls:
         if frame is None:
             return func(*args, **kwargs)
         name = resolve_name(func) or getattr(func, "__name__", str(func))
-        key = CallKey(name, _place_of(frame), self._running[-1].path if self._running else "")
+        key = CallKey(name, _place_of(frame), self._running[-1].path if self._running else None)
         return self._run(key, self._count(key), frame, func, args, kwargs)
 
     def _count(self, key: CallKey) -> int:
@@ -281,7 +281,7 @@ class TracedCalls(ScriptCalls):
             call["results"] = [described and _to_host(described) for described in call["results"]]
         return {"calls": calls, "roots": self._roots if calls else [], "passes": self._passes}
 
-    def note_loss(self, call: BackwardCall) -> None:
+    def note_loss(self, call: Differentiation) -> None:
         """Notes what a backward pass differentiates."""
         makers = [self._maker_of(tensor) for tensor in tensors_in(call.roots)]
         self._roots += [maker for maker in makers if maker is not None]
@@ -319,9 +319,13 @@ class TracedCalls(ScriptCalls):
                 written += [tensor for tensor in given if not tensor.requires_grad and tensor.dim() == 1]
             if key.name.endswith("grad.__set__"):
                 written += tensors_in(args[1:])
+                for tensor in tensors_in(args[1:]):
+                    self._gradients.note(tensor, self._passes)
             if key.name.endswith("grad.__get__") and isinstance(result, torch.Tensor):
-                # no call made it: the backward pass did, and what wrote to it since is known by its memory
-                self._gradients.note(result, 0)
+                if self._gradients.find(result) != self._passes:  # a backward pass has added to it since
+                    self._makers.pop(id(result), None)
+                    self._memory.forget(result)
+                self._gradients.note(result, self._passes)
             elif isinstance(result, float) or _reads_number(key) or written or tensors_in(result):
                 self._add(key, number, frame, (args, kwargs), result, written)
         return result
@@ -423,6 +427,11 @@ class _Memory:
         """Forgets everything."""
         self._known.clear()
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drops the number of a tensor's memory."""
+        with suppress(NotImplementedError, RuntimeError):
+            self._known.pop(tensor.untyped_storage()._cdata, None)
+
     def note(self, tensor: torch.Tensor, number: int) -> None:
         """Keeps a number for the memory of a tensor."""
         with suppress(NotImplementedError, RuntimeError):  # a sparse tensor, say, has none of its own
@@ -471,7 +480,7 @@ class PinnedCall(NamedTuple):
     """Which of these it is, from 0."""
     paths: tuple[str, ...]
     """The arguments; `RESULT` stands for a number that it returns."""
-    module: str = ""
+    module: str | None = None
     """The path of the module that makes it."""
 
     @property
@@ -635,12 +644,14 @@ def _frame_of_script(*, in_backward: bool) -> FrameType | None:
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and owner_of(frame.f_code.co_filename) is Owner.MACHINERY:
-        if in_backward and frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _MODES:
+        file = frame.f_code.co_filename
+        if file.startswith(_OPTIMIZERS) or (in_backward and file.startswith(_OWN) and file not in _MODES):
             return None
         frame = frame.f_back
     return frame
 
 
+_OPTIMIZERS = os.path.dirname(os.path.abspath(optim.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.abspath(gaverify.__file__)) + os.sep
 _MODES = frozenset({__file__, calls.__file__})
 

@@ -56,7 +56,7 @@ def following(kind: Any, *args: Any) -> Iterator[Any]:
 
 def train(loss: Loss, count: int, calls: Any, between: Callable[[], None] = lambda: None) -> torch.Tensor:
     WEIGHT.grad = None
-    kept = SimpleNamespace(asked=0, scale=1.0, bank=torch.ones(5), average=[1.0])
+    kept = SimpleNamespace(asked=0, scale=1.0, bank=torch.ones(5), average=[1.0], mean=torch.zeros(()))
     for part in ROWS.split(N // count):
         root = loss(part, kept) / count
         call = BackwardCall(roots=root, place=None)
@@ -132,9 +132,33 @@ def hooked(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
     return outputs.exp().mean()
 
 
+def drifting(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs = rows @ WEIGHT
+    kept.mean = 0.9 * kept.mean + 0.1 * outputs.detach().mean()
+    return (outputs - 5 * kept.mean).square().mean()
+
+
+class Shrunk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        largest = gradient.abs().max()
+        return gradient / largest
+
+
+def shrunk(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    outputs: torch.Tensor = Shrunk.apply(rows @ WEIGHT)
+    return outputs.exp().mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "kind", "source"),
     [
+        (drifting, DifferenceKind.STATE, "kept.mean = 0.9 * kept.mean + 0.1 * outputs.detach().mean()"),
+        (shrunk, DifferenceKind.BACKWARD, "largest = gradient.abs().max()"),
         (counted, DifferenceKind.VALUES, "return ((rows @ WEIGHT) * kept.asked).exp().mean()"),
         (moved, DifferenceKind.VALUES, "return (rows @ WEIGHT / kept.average[0]).tanh().mean()"),
         (widest, DifferenceKind.VALUES, "largest = outputs.abs().max()"),
@@ -194,7 +218,7 @@ def test_where_everything_agrees_only_changes_of_gradients_between_passes_are_le
     )
 
 
-@pytest.mark.parametrize("loss", [counted, moved, widest, centred, decided])
+@pytest.mark.parametrize("loss", [counted, moved, widest, centred, decided, drifting, hooked, shrunk])
 def test_the_full_batch_s_value_at_the_first_difference_repairs_the_gradient(loss: Loss) -> None:
     walk = walk_of(loss)
     found = walk.find()
@@ -206,6 +230,20 @@ def test_the_full_batch_s_value_at_the_first_difference_repairs_the_gradient(los
     with following(PinnedArguments, pins, PARTS) as calls:
         calls.take(full.kept)
         torch.testing.assert_close(train(loss, COUNT, calls), reference)
+
+
+def test_gradients_that_change_otherwise_after_the_last_pass_are_told() -> None:
+    passes = []
+
+    def count_and_scale() -> None:
+        passes.append(1)
+        assert WEIGHT.grad is not None
+        if len(passes) in (1, 1 + COUNT):  # the last pass of each run
+            WEIGHT.grad.mul_(1 + 0.5 * WEIGHT.grad.sign() * (len(passes) > 1))
+
+    difference = found_in(right, count_and_scale).difference
+    assert difference.kind is DifferenceKind.AFTER_PASSES
+    assert difference.operation.source.startswith("WEIGHT.grad.mul_(1 + 0.5")
 
 
 def test_the_decision_that_is_replaced_is_the_number_that_the_condition_reads() -> None:
