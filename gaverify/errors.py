@@ -144,7 +144,7 @@ class Uncompared(ProblemError):
 
 
 class MissingPackage(ProblemError):
-    """A package that the model needs is not installed: a spec of a folder is skipped for that."""
+    """A package that the model needs is not installed: a spec is skipped for that."""
 
 
 class TimeUp(BaseException):

@@ -12,7 +12,7 @@ import click
 from gaverify.acceptance import entries_for, mark_accepted
 from gaverify.cli.showing import debug_option, exit_code_of
 from gaverify.cli.streams import Failure, Invocation, failures_of, say
-from gaverify.errors import INTERRUPTED, GaverifyError, SpecError
+from gaverify.errors import INTERRUPTED, GaverifyError, MissingPackage, SpecError
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.entries import Accept
 from gaverify.spec.project import project_settings
@@ -38,7 +38,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
     Divergences without a known cause and undecided results are reported, not accepted. A spec that fails is reported,
     and the others still run. The exit code is that of `gaverify run` with the new entries.
     """
-    from gaverify.cli.running import package_failure, verify_job
+    from gaverify.cli.running import verify_job
 
     if not reason.strip():
         raise SpecError("--reason: must be text that is not empty")
@@ -53,9 +53,9 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
             verdict = verify_job(spec, project, str(file))
             entries = _accept_causes(file, spec, verdict, reason, only_print=only_print)
         except (Exception, SystemExit) as error:
-            # A folder may hold specs for packages that this machine lacks; one that was named has to run.
-            if file not in specs and (missing := package_failure(error, str(file))):
-                skipped.append(missing)
+            if isinstance(error, MissingPackage):
+                say(f"{file}: {error}", "skipped")
+                skipped.append(Failure(str(file), str(error), error.exit_code))
                 continue
             failures += failures_of(error, str(file), invocation or Invocation())
             if failures[-1].code == INTERRUPTED:
@@ -63,9 +63,7 @@ def baseline(invocation: Invocation | None, /, specs: tuple[Path, ...], reason: 
             continue
         accepted = (*spec.accept, *entries)
         verdicts.append(mark_accepted(verdict, accepted, project, expect=spec.expect) if entries else verdict)
-    if not verdicts and not failures:
-        failures = skipped
-    return exit_code_of(verdicts, project, failures, strict=False)
+    return exit_code_of(verdicts, project, failures, skipped, strict=False)
 
 
 def _accept_causes(file: Path, spec: Spec, verdict: Verdict, reason: str, *, only_print: bool) -> list[Accept]:

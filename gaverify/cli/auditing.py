@@ -105,7 +105,7 @@ def read_options(file: Path) -> AuditFile:
 @click.option("--from", "kept", metavar="DIR", help="Report again from a folder that --keep wrote; runs nothing.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per audit.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
-@strict_option
+@strict_option()
 @output_options
 def audit(
     kept: str | None,
@@ -188,10 +188,12 @@ def _audit_files(
             report = _run_audit(options.request, number, len(files), quiet=quiet)
         except SpecError as error:  # its options are checked in several places: all stand in this file
             named = SpecError(error.problems, str(file))
-            failures += failures_of(named, str(file), invocation, as_rows=as_rows)
+            ended = failures_of(named, str(file), invocation, as_rows=as_rows)
+            failures += [failure._replace(position=number) for failure in ended]
             continue
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
-            failures += failures_of(error, str(file), invocation, as_rows=as_rows)
+            ended = failures_of(error, str(file), invocation, as_rows=as_rows)
+            failures += [failure._replace(position=number) for failure in ended]
             continue
         final_report = mark_accepted(report, options.accept, project, expect=options.expect, strict=strict)
         reports.append(replace(final_report, source=str(file)))

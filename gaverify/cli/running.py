@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Generator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from gaverify.cli.streams import (
     SeveralProgress,
     failures_of,
     guests,
+    harmless,
     note_answers,
     pause_collector,
     report_failure,
@@ -122,12 +122,21 @@ class Gate:
     jobs: int = option(whole(1, "N"), "Specs to run at the same time.  [1]", 1, 4, flags="-j --jobs")
     """How many are verified at a time."""
     strict: bool = False
-    """Stale entries fail, and a package that a spec lacks."""
+    """Stale entries fail, and specs that would be skipped."""
     quiet: bool = False
     """Say nothing of what is begun where there is no terminal."""
 
 
 _GATE_OPTIONS = options_of(Gate)
+
+
+@dataclass
+class _Results:
+    """What became of the runs of a call so far."""
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    skipped: list[Failure] = field(default_factory=list)
 
 
 @click.command(cls=GroupedCommand, short_help="Compare accumulated with full-batch gradients.")
@@ -143,7 +152,7 @@ _GATE_OPTIONS = options_of(Gate)
 @click.option("--ignore", multiple=True, metavar="CODE", help="Hide notes with this code; repeatable.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
-@strict_option
+@strict_option(", and 2 if a spec would be skipped for want of a package")
 @output_options
 @click.pass_obj
 def run(
@@ -183,13 +192,13 @@ def run(
     if not is_first():  # rank 0 reports for all
         form, outputs = "text", ()
     check_outputs(outputs)
-    verdicts: list[Verdict] = []
-    failures: list[Failure] = []
+    results = _Results()
     print_each: _PrintEach | None = None
     project: Project | None = None
     try:
         choice = read_expression(expression) if expression is not None else None
         project = _project_for(select, ignore)
+        gate = replace(gate, strict=strict or project.strict)
         # A report that was asked for stands in place of those that the project writes by default.
         if not outputs and form == "text" and is_first():
             outputs = tuple(map(Path, project.outputs))
@@ -200,19 +209,19 @@ def run(
         if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
             # A single answer is left to `show`: there is nothing to wait for behind it.
             print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
-        named = {_COMMAND_LINE, *map(str, specs)}
-        _verify_all(found_jobs, named, invocation, verdicts, failures, project, print_each, gate)
+        _verify_all(found_jobs, invocation, results, project, print_each, gate)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
-        failures += [Failure(error.source, sentence, code) for sentence in error.problems]
-    code = exit_code_of(verdicts, project, failures, strict=strict)
+        results.failures += [Failure(error.source, sentence, code) for sentence in error.problems]
+    code = exit_code_of(results.verdicts, project, results.failures, results.skipped, strict=strict)
     if is_first():
         show(
-            verdicts,
+            results.verdicts,
             form,
             outputs,
             show_all=show_all,
-            failures=failures,
+            failures=results.failures,
+            skipped=results.skipped,
             exit_code=code,
             printed=print_each is not None,
             quiet=quiet,
@@ -265,21 +274,19 @@ def _words_of(source: str, spec: Spec | SpecError) -> str:
 
 def _verify_all(
     jobs: Sequence[tuple[str, Spec | SpecError]],
-    named: AbstractSet[str],
     invocation: Invocation,
-    verdicts: list[Verdict],
-    failures: list[Failure],
+    results: _Results,
     project: Project,
     print_each: _PrintEach | None,
     gate: Gate,
 ) -> None:
-    """Verifies specs into `verdicts` and `failures`, in their order; one that fails does not stop the rest.
+    """Verifies specs into `results`, in their order; one that fails does not stop the rest.
 
     `print_each` gets each verdict as soon as it and those before it are there, so that a long run can be watched.
-    Ctrl-C ends the list: what was not verified by then is a failure. A spec that nobody `named` and that lacks a
-    package is skipped, unless that is strict or leaves no verdict at all.
+    Ctrl-C ends the list: what was not verified by then is a failure. A spec that lacks a package is skipped, unless
+    that is strict; a model that the command line names has to run.
     """
-    skipped: list[Failure] = []
+    as_rows = print_each is _print_row
     failed = 0
     with closing(_answers(jobs, gate, debug=invocation.debug)) as answers:
         for at, (source, spec) in enumerate(jobs):
@@ -288,19 +295,21 @@ def _verify_all(
                     raise spec
                 verdict = _settle(next(answers), spec, project, source, gate)
             except BaseException as error:
-                if source not in named and not gate.strict and (missing := package_failure(error, source)):
-                    skipped.append(missing)
+                if isinstance(error, MissingPackage) and source != _COMMAND_LINE and not gate.strict:
+                    results.skipped.append(Failure(source, str(error), error.exit_code, at))
+                    _tell_skipped(results.skipped[-1], as_row=as_rows)
                     continue
-                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=print_each is _print_row)
+                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=as_rows)
                 if ended[0].code == INTERRUPTED:
                     why = "interrupted before there was a verdict"
-                    failures += [Failure(missed, why, INTERRUPTED) for missed, _ in jobs[at:]]
+                    missed = enumerate(jobs[at:], at)
+                    results.failures += [Failure(source, why, INTERRUPTED, number) for number, (source, _) in missed]
                     return
-                failures += ended
+                results.failures += [failure._replace(position=at) for failure in ended]
                 failed += 1
             else:
-                verdicts.append(verdict)
-                note_answers(len(verdicts))
+                results.verdicts.append(verdict)
+                note_answers(len(results.verdicts))
                 failed += verdict.exit_code != 0
                 if print_each is not None:
                     print_each(verdict)
@@ -308,8 +317,6 @@ def _verify_all(
                 remaining = count_text(len(jobs) - at - 1, "spec")
                 say(f"{count_text(failed, 'failure')}; {remaining} after {source} not verified", "stopped")
                 return
-    if not verdicts and not failures:
-        failures += skipped
 
 
 def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
@@ -363,12 +370,11 @@ def _name_error(spec: Spec) -> SpecError | None:
     return None
 
 
-def package_failure(error: BaseException, source: str) -> Failure | None:
-    """Tells that a spec is skipped where it lacks a package, and returns what to report if nothing else ran."""
-    if not isinstance(error, MissingPackage):
-        return None
-    say(f"{source}: {error}", "skipped")
-    return Failure(source, str(error), error.exit_code)
+def _tell_skipped(skipped: Failure, *, as_row: bool) -> None:
+    if as_row:
+        click.echo(harmless(f"SKIPPED {skipped.source}, {' '.join(skipped.message.split())}"))
+    else:
+        say(f"{skipped.source}: {skipped.message}", "skipped")
 
 
 def _print_row(verdict: Verdict) -> None:

@@ -99,19 +99,32 @@ def output_options(command: Command) -> Command:
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
 
-def strict_option(command: Command) -> Command:
-    """Adds `--strict`, which every command has that knows accepted divergences."""
-    text = "Exit 1 if a divergence that an `accept` entry of a TOML file allows no longer occurs."
-    return click.option("--strict", is_flag=True, help=text)(command)
+def strict_option(more: str = "") -> Callable[[Command], Command]:
+    """Adds `--strict`, which every command has that knows accepted divergences.
+
+    Args:
+        more: What else fails then, for the help.
+    """
+    text = f"Exit 1 if a divergence that an `accept` entry of a TOML file allows no longer occurs{more}."
+    return click.option("--strict", is_flag=True, help=text)
 
 
 def exit_code_of(
-    answers: Sequence[Verdict | AuditReport], project: Project | None, failures: Sequence[Failure], *, strict: bool
+    answers: Sequence[Verdict | AuditReport],
+    project: Project | None,
+    failures: Sequence[Failure],
+    skipped: Sequence[Failure] = (),
+    *,
+    strict: bool,
 ) -> int:
     """The worst of the answers' exit codes; tells which of the project's entries accept nothing any more.
 
-    One spec alone says nothing about entries that may fit another: they are judged where several answers are.
+    One spec alone says nothing about entries that may fit another: they are judged where several answers are. What was
+    skipped counts only where nothing else was asked for, or by its place among the failures.
     """
+    if skipped and not answers and not failures:
+        say("nothing was compared: every spec was skipped")
+        failures = skipped
     stale = describe_unused_entries(answers, project) if project is not None and len(answers) > 1 else ()
     for sentence in stale:
         say(sentence, "warning")
@@ -136,6 +149,7 @@ def show(
     *,
     show_all: bool = False,
     failures: Sequence[Failure] = (),
+    skipped: Sequence[Failure] = (),
     exit_code: int | None = None,
     printed: bool = False,
     quiet: bool = False,
@@ -144,7 +158,8 @@ def show(
 
     `quiet` stands for a line for each answer, and no summary.
 
-    Runs that failed are in the reports too: a CI that reads only the JUnit file must not take them for passed.
+    Runs that failed or were skipped are in the reports too: a CI that reads only the JUnit file must not take them for
+    passed.
     """
     from gaverify import report
 
@@ -155,8 +170,9 @@ def show(
     command = shlex.join(["gaverify", *invocation.words]) if invocation is not None else ""
     shown_report = report.Report(
         tuple(replace(answer, command=command) for answer in answers),
-        tuple(failure[:2] for failure in failures),
-        show_all,
+        tuple(report.NoAnswer(each.source, each.message, each.position) for each in failures),
+        tuple(report.NoAnswer(each.source, each.message, each.position) for each in skipped),
+        show_all=show_all,
         exit_code=exit_code,
         started=invocation.started if invocation is not None else "",
     )
@@ -174,8 +190,8 @@ def show(
             for answer in () if printed else shown_report.answers:
                 report.print_line(answer)
         elif printed:
-            report.print_summary(shown_report.answers, shown_report.errors)
-        elif len(shown_report.answers) == 1 and not shown_report.errors:
+            report.print_summary(shown_report)
+        elif not shown_report.is_list:
             report.print_answer(shown_report.answers[0], show_all=show_all)
         elif shown_report.answers:
             report.print_report(shown_report)

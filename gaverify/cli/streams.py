@@ -223,11 +223,13 @@ class Invocation:
 
 
 class Failure(NamedTuple):
-    """What one of several could not be answered for, and the exit code that it asks for."""
+    """Why one of several runs came to no answer, and the exit code that it asks for."""
 
     source: str
     message: str
     code: int
+    position: int | None = None
+    """How many runs were asked for before it; None: not known."""
 
 
 def failures_of(

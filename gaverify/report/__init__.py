@@ -13,12 +13,13 @@ from typing import IO
 from gaverify.errors import SpecError
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
 from gaverify.report.layout import Layout, Line, plain
-from gaverify.report.pages import Answer, Report, page_of
+from gaverify.report.pages import Answer, NoAnswer, Report, page_of
 from gaverify.report.text import page_line, page_lines, report_lines, short_lines, summary_lines, time_text
 
 __all__ = [
     "FORMATS",
     "Answer",
+    "NoAnswer",
     "Report",
     "card_html",
     "check_writable",
@@ -34,8 +35,6 @@ __all__ = [
     "short_text",
     "write_all",
 ]
-
-Errors = Iterable[tuple[str, str]]
 
 
 def document_text(answer: Answer) -> str:
@@ -62,13 +61,15 @@ def card_html(answer: Answer) -> str:
     return card_html(answer)
 
 
-def render(answers: Iterable[Answer], form: str, show_all: bool = False, errors: Errors = ()) -> str:
+def render(answers: Iterable[Answer], form: str, show_all: bool = False, errors: Iterable[tuple[str, str]] = ()) -> str:
     """Returns the report of all answers in the format of that name.
 
     Raises:
         SpecError: An unknown format; the message names the known ones.
     """
-    return format_named(form).render(Report(tuple(answers), tuple(errors), show_all))
+    return format_named(form).render(
+        Report(tuple(answers), tuple(NoAnswer(*error) for error in errors), show_all=show_all)
+    )
 
 
 def write_all(report: Report, paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -105,9 +106,9 @@ def print_report(report: Report, file: IO[str] | None = None) -> None:
     _print(lambda layout: report_lines(report, layout), file)
 
 
-def print_summary(answers: Iterable[Answer], errors: Errors = (), file: IO[str] | None = None) -> None:
-    """Prints a line per answer and per (source, message) of `errors`, with a heading and the count of outcomes."""
-    _print(lambda layout: summary_lines([page_of(answer) for answer in answers], tuple(errors), layout), file)
+def print_summary(report: Report, file: IO[str] | None = None) -> None:
+    """Prints a line for each run, with a heading and the count of outcomes."""
+    _print(lambda layout: summary_lines(report, [page_of(answer) for answer in report.answers], layout), file)
 
 
 def print_line(answer: Answer, file: IO[str] | None = None) -> None:

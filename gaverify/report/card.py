@@ -23,11 +23,13 @@ _MOST_FINDINGS = 4
 def svg(report: Report) -> str:
     """Returns the picture: a card for each answer and error, one below the other."""
     card = _Card()
-    for answer in report.answers:
-        card.add_page(page_of(answer))
-    for source, message in report.errors:
-        card.add_heading("divergent", "ERROR", source)
-        card.add_text(message)
+    for run in report.list_runs([page_of(answer) for answer in report.answers]):
+        if isinstance(run, Page):
+            card.add_page(run)
+            continue
+        card.add_heading("divergent" if run.word == "error" else "inconclusive", run.word.upper(), run.source)
+        for message in run.messages:
+            card.add_text(message)
     return card.text()
 
 

@@ -17,7 +17,7 @@ from gaverify.records.profile import LABELS, Row
 from gaverify.report.blocks import FindingBlock, Page, Parameters
 from gaverify.report.common_blocks import finding_blocks
 from gaverify.report.layout import clean, modules_of, number, percent, shape, sort_rows, worst
-from gaverify.report.pages import Place, Report, findings_at_lines, page_of, place_of
+from gaverify.report.pages import Place, Report, Unanswered, findings_at_lines, page_of, place_of
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
 from gaverify.version import HOME, __version__
@@ -31,25 +31,19 @@ from gaverify.version import HOME, __version__
 
 
 def junit_text(report: Report) -> str:
-    """Returns the document; each source of an error becomes one test with an `error` that holds all its messages."""
+    """Returns the document: a test for each run, in the order in which they were asked for."""
     root = ElementTree.Element("testsuites", name="gaverify")
     suite = ElementTree.SubElement(root, "testsuite", name="gaverify")
     pages = [page_of(answer) for answer in report.answers]
-    suite.extend(map(_test, pages))
-    # a spec with several errors was asked for once, and is one test
-    for source in dict.fromkeys(source for source, _ in report.errors):
-        messages = [message for error_source, message in report.errors if error_source == source]
-        test = ElementTree.SubElement(suite, "testcase", classname="gaverify", name=clean(source), time="0.000")
-        _child(test, "error", "no-verdict", "; ".join(messages), "\n".join(messages[1:] and messages))
-    counts = {"tests": len(suite)}
-    counts |= {
-        key: len(suite.findall(f"testcase/{tag}")) for key, tag in (("failures", "failure"), ("errors", "error"))
-    }
+    suite.extend(_test(run) if isinstance(run, Page) else _no_test(run) for run in report.list_runs(pages))
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    counts = {"tests": len(suite), **{key: len(suite.findall(f"testcase/{tag}")) for key, tag in tags.items()}}
+    skipped = counts.pop("skipped")
     for element in (root, suite):
         for key, count in counts.items():
             element.set(key, str(count))
         element.set("time", f"{sum(page.seconds for page in pages):.3f}")
-    suite.set("skipped", "0")  # Jenkins' schema knows `skipped` and `timestamp` of a suite alone
+    suite.set("skipped", str(skipped))  # Jenkins' schema knows `skipped` and `timestamp` of a suite alone
     if report.started:
         suite.set("timestamp", report.started.partition("+")[0])  # in UTC, and without a zone, as the schema has it
     ElementTree.indent(root)
@@ -70,6 +64,14 @@ def _test(page: Page) -> ElementTree.Element:
         _child(test, "error", "inconclusive", headline.sentence, _describe_page(page))
     else:  # divergent; or equivalent where something else was expected, or with stale entries under `--strict`
         _child(test, "failure", headline.outcome.value, headline.sentence, _describe_page(page))
+    return test
+
+
+def _no_test(run: Unanswered) -> ElementTree.Element:
+    """Returns the test of a run without an answer, which holds all the reasons why."""
+    test = ElementTree.Element("testcase", classname="gaverify", name=clean(run.source), time="0.000")
+    kind = "no-verdict" if run.word == "error" else "skipped"
+    _child(test, run.word, kind, "; ".join(run.messages), "\n".join(run.messages[1:] and run.messages))
     return test
 
 
@@ -276,9 +278,11 @@ def _invocation(report: Report) -> dict[str, Any]:
     commands = list(dict.fromkeys(answer.command for answer in report.answers if answer.command))
     if len(commands) == 1:
         invocation["commandLine"] = clean(commands[0])
-    if report.errors:
+    reasons = [("error", reason) for reason in report.errors] + [("note", reason) for reason in report.skipped]
+    if reasons:
         invocation["toolExecutionNotifications"] = [
-            {"level": "error", "message": {"text": clean(f"{source}: {message}")}} for source, message in report.errors
+            {"level": level, "message": {"text": clean(f"{reason.source}: {reason.message}")}}
+            for level, reason in reasons
         ]
     return invocation
 
@@ -291,7 +295,8 @@ def _invocation(report: Report) -> dict[str, Any]:
 def annotations_text(report: Report) -> str:
     """Returns one workflow command per finding, per answer without a finding that is not equivalent, and per error."""
     lines = [line for answer in report.answers for line in _annotations(page_of(answer))]
-    lines += [_command("error", {"title": f"gaverify: {source}"}, message) for source, message in report.errors]
+    for level, label, reasons in (("error", "", report.errors), ("notice", "skipped: ", report.skipped)):
+        lines += [_command(level, {"title": f"gaverify: {label}{each.source}"}, each.message) for each in reasons]
     return "".join(line + "\n" for line in lines)
 
 

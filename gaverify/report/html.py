@@ -36,11 +36,12 @@ def html_text(report: Report) -> str:
     """
     script = _file("page.js")
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    pages = [page_of(answer_of(json.loads(answer_text(answer)))) for answer in report.answers]
     text = _template("page.html.jinja").render(
-        pages=[page_of(answer_of(json.loads(answer_text(answer)))) for answer in report.answers],
+        pages=pages,
         show_all=report.show_all,
-        runs=len(report.answers) + len({source for source, _ in report.errors}),
-        errors=report.errors,
+        runs=report.list_runs(pages),
+        is_list=report.is_list,
         style=Markup(_file("page.css")),
         script=Markup(script),
         # nothing may be loaded, and no script may run but the one whose hash stands here

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, Section, Table
 from gaverify.report.layout import clean, footnotes, measures, sort_rows
-from gaverify.report.pages import Report, page_of
+from gaverify.report.pages import Report, Unanswered, page_of
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
+_NO_ANSWER = {"error": "⛔", "skipped": "⏭️"}
 _ROWS = 50
 """Rows of a table without `--all`: GitHub refuses a summary of more than 1 MiB."""
 _NORM = "(norm)"
@@ -26,16 +27,20 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")  # no name starts a line, where more 
 def markdown_text(report: Report) -> str:
     """Returns the whole report."""
     pages = [page_of(answer) for answer in report.answers]
-    parts = _overview(pages, report.errors) if len(pages) != 1 or report.errors else []
+    parts = _overview(report.list_runs(pages)) if report.is_list else []
     for page in pages:
         parts += _page(page, report.show_all)
     return "\n".join(parts) + "\n"
 
 
-def _overview(pages: Sequence[Page], errors: Sequence[tuple[str, str]]) -> list[str]:
-    headlines = [page.headline for page in pages]
-    rows = [(_outcome_with_sign(line), text(line.title), text(line.sentence)) for line in headlines]
-    rows += [("⛔ error", text(source), text(message)) for source, message in errors]
+def _overview(runs: Iterable[Page | Unanswered]) -> list[str]:
+    rows: list[tuple[str, str, str]] = []
+    for run in runs:
+        if isinstance(run, Unanswered):
+            rows += [(f"{_NO_ANSWER[run.word]} {run.word}", text(run.source), text(each)) for each in run.messages]
+        else:
+            headline = run.headline
+            rows.append((_outcome_with_sign(headline), text(headline.title), text(headline.sentence)))
     return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.audit_report import AuditReport
@@ -133,20 +135,45 @@ def _sentence(profile: Profile) -> str:
 Answer = Verdict | AuditReport | Profile
 
 
+class NoAnswer(NamedTuple):
+    """Why a run came to no answer; a run with several reasons has one for each."""
+
+    source: str
+    """The file, or what stands for it."""
+    message: str
+    """The reason, in a sentence."""
+    position: int | None = None
+    """How many runs were asked for before it; None: not known."""
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A run without an answer, as reports list it between those with one."""
+
+    word: str
+    """`error` or `skipped`."""
+    source: str
+    """The file, or what stands for it."""
+    messages: tuple[str, ...]
+    """The reasons, a sentence each."""
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything that one call of a command found.
 
     Args:
         answers: In the order they were run.
-        errors: One (source, message) for each run that came to no answer.
+        errors: Why runs failed.
+        skipped: Why runs were left out; these are no failures.
         show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
         exit_code: What the command leaves with; None where no command made the report.
         started: When the command was called, as `2026-01-31T12:00:00+00:00`; "" where no command made the report.
     """
 
     answers: tuple[Answer, ...]
-    errors: tuple[tuple[str, str], ...] = ()
+    errors: tuple[NoAnswer, ...] = ()
+    skipped: tuple[NoAnswer, ...] = ()
     show_all: bool = False
     exit_code: int | None = None
     started: str = ""
@@ -159,6 +186,29 @@ class Report:
         # a command that found nothing to run must not look like a success
         failed = [USAGE] if self.errors or not self.answers else []
         return worst_exit_code([answer.exit_code for answer in self.answers] + failed)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the report lists its runs: it is not of one run with an answer."""
+        return len(self.answers) != 1 or bool(self.errors or self.skipped)
+
+    def list_runs(self, pages: Sequence[Page]) -> list[Page | Unanswered]:
+        """Returns every run in the order in which they were asked for.
+
+        Args:
+            pages: Of the answers.
+        """
+        reasons: dict[tuple[float, str, str], list[str]] = {}
+        for word, entries in (("error", self.errors), ("skipped", self.skipped)):
+            for source, message, position in entries:
+                key = (math.inf if position is None else position, word, source)
+                reasons.setdefault(key, []).append(message)
+        runs: list[Page | Unanswered] = list(pages)
+        # From the first position on, so that each finds all runs before it in their places.
+        for place, word, source in sorted(reasons, key=lambda key: key[0]):
+            at = len(runs) if math.isinf(place) else int(place)
+            runs.insert(at, Unanswered(word, source, tuple(reasons[place, word, source])))
+        return runs
 
 
 def page_of(answer: Answer) -> Page:

@@ -30,7 +30,7 @@ from gaverify.report.layout import (
     value,
     worst,
 )
-from gaverify.report.pages import Report, page_of
+from gaverify.report.pages import Report, Unanswered, page_of
 from gaverify.report.verdict_page import verdict_page
 
 _WIDEST = 28
@@ -48,8 +48,14 @@ _STYLES = {
     "inconclusive": "bold yellow",
     "out of memory": "bold red",
     "failed": "bold red",
+    "error": "bold red",
+    "skipped": "bold yellow",
 }
 """How the words of an outcome look; every other word is plain."""
+
+_NO_OUTCOME = ("error", "skipped")
+_OUTCOME = 14
+"""Columns of an outcome's word in a list of runs."""
 
 _HEADER = ("parameter", "shape", "‖full‖", "rel. diff", "allowed", "verdict")
 _SHORTEST = 9
@@ -257,37 +263,44 @@ def _code_and_place(finding: Finding) -> str:
 
 
 def report_lines(report: Report, layout: Layout) -> list[Line]:
-    """Returns every answer with a summary where it is not one answer without errors."""
+    """Returns every answer, with a summary where it is not one answer alone."""
     pages = [page_of(answer) for answer in report.answers]
     paragraphs = [page_lines(page, layout, report.show_all) for page in pages]
-    if len(pages) != 1 or report.errors:
-        paragraphs.append(summary_lines(pages, report.errors, layout))
+    if report.is_list:
+        paragraphs.append(summary_lines(report, pages, layout))
     return join_paragraphs(paragraphs)
 
 
-def summary_lines(pages: Sequence[Page], errors: Sequence[tuple[str, str]], layout: Layout) -> list[Line]:
-    """Returns one line per answer and per (source, message) of `errors`, and a count of the outcomes."""
+def summary_lines(report: Report, pages: Sequence[Page], layout: Layout) -> list[Line]:
+    """Returns a line for each run of a report, whose answers have these pages, and a count of the outcomes."""
     lines: list[Line] = [[("summary", "bold")]]
-    names = columns([[layout.shorten(page.headline.title, _WIDEST)] for page in pages])
-    for page, (name,) in zip(pages, names, strict=True):
-        headline = page.headline
-        lead = f"  {headline.outcome.value:<14}"
+    widest = max((cells(layout.shorten(page.headline.title, _WIDEST)) for page in pages), default=0)
+    runs = report.list_runs(pages)
+    for run in runs:
+        if isinstance(run, Unanswered):
+            for message in run.messages:
+                lines += _summary_row(run.word, layout.wrap(f"{run.source}: {message}", indent=2 + _OUTCOME))
+            continue
+        headline = run.headline
         summary = f"{headline.sentence} (accepted)" if headline.accepted else headline.sentence
-        body = layout.wrap(summary + time_text(page), indent=len(lead) + cells(name) + 2)
-        body[0][:1] = [(lead, _STYLES[headline.outcome.value]), (name + "  ", "")]
-        lines += body
-    for source, message in errors:
-        body = layout.wrap(f"{source}: {message}", indent=2 + 14)
-        body[0][0] = (f"  {'error':<14}", "bold red")
-        lines += body
+        body = layout.wrap(summary + time_text(run), indent=2 + _OUTCOME + widest + 2)
+        name = pad(layout.shorten(headline.title, _WIDEST), widest)
+        body[0][:1] = [("", ""), (name + "  ", "")]
+        lines += _summary_row(headline.outcome.value, body)
     counts = [(sum(page.headline.outcome is outcome for page in pages), outcome.value) for outcome in Outcome]
-    failed = len({source for source, _ in errors})  # a spec may have several sentences, and is one run
-    counts.append((failed, "error" if failed == 1 else "errors"))
-    total = len(pages) + failed
-    text = ", ".join(f"{count} {word}" for count, word in counts if count) or "nothing was run"
+    counts += [(sum(isinstance(run, Unanswered) and run.word == word for run in runs), word) for word in _NO_OUTCOME]
+    text = ", ".join(
+        f"{count} {word}s" if count > 1 and word == "error" else f"{count} {word}" for count, word in counts if count
+    )
     seconds = sum(page.seconds for page in pages)
     took = f" in {seconds_text(seconds)}" if seconds else ""
-    return lines + layout.wrap(f"{count_text(total, 'run')}{took}: {text}", indent=2)
+    return lines + layout.wrap(f"{count_text(len(runs), 'run')}{took}: {text or 'nothing was run'}", indent=2)
+
+
+def _summary_row(word: str, body: list[Line]) -> list[Line]:
+    """Puts the word of an outcome in front of the first of some lines."""
+    body[0][0] = (f"  {word:<{_OUTCOME}}", _STYLES[word])
+    return body
 
 
 # Lines on a stream: plain or coloured, as plain text, as pytest shows a failure.

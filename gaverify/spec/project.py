@@ -27,7 +27,7 @@ class Project:
     accept: tuple[Accept, ...] = option(ENTRIES, "", ())
     """Entries for every spec and audit."""
     strict: bool = option(FLAG, "", False, True)
-    """Stale entries make the exit code 1."""
+    """Stale entries make the exit code 1, and skipped specs 2."""
     source: str = ""
     """The file."""
     paths: tuple[str, ...] = option(TEXTS, "", (), ["configs/"])

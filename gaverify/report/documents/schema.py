@@ -43,7 +43,7 @@ from gaverify.records.ranks import Collective, Engine, RankFacts, Traffic
 from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report import verdict_page
 from gaverify.report.documents import VERSION, overall_outcome
-from gaverify.report.pages import Answer, Report
+from gaverify.report.pages import Answer, NoAnswer, Report
 
 # Shapes: what the JSON object of a record looks like, where it differs from the record's own fields.
 #
@@ -469,16 +469,12 @@ class AuditDocument(Shape, record=AuditReport):
 # The document of a call, and what it holds: verdicts, audits, profiles. An answer's `to_json` is one of the latter.
 
 
-class ErrorItem(Shape):
-    """A run that came to no answer."""
+class NoAnswerItem(Shape, record=NoAnswer):
+    """Why a run came to no answer; `position` says how many runs were asked for before it."""
 
     source: str
     message: str
-
-    @staticmethod
-    def of(error: tuple[str, str]) -> dict[str, str]:
-        """Returns the object of one error of a report."""
-        return {"source": error[0], "message": error[1]}
+    position: int | None = None
 
 
 def _answers_of(kind: type[Answer], report: Report) -> list[Answer]:
@@ -486,7 +482,7 @@ def _answers_of(kind: type[Answer], report: Report) -> list[Answer]:
 
 
 class RunDocument(Shape, record=Report):
-    """The answers of one call, and the runs that failed."""
+    """The answers of one call, and the runs that failed or were skipped."""
 
     version: Version
     outcome: Annotated[Outcome, Of(overall_outcome)]
@@ -495,13 +491,15 @@ class RunDocument(Shape, record=Report):
     verdicts: Annotated[tuple[VerdictDocument, ...], Of(lambda report: _answers_of(Verdict, report))]
     audits: Annotated[tuple[AuditDocument, ...], Of(lambda report: _answers_of(AuditReport, report))] = ()
     profiles: Annotated[tuple[ProfileDocument, ...], Of(lambda report: _answers_of(Profile, report))] = ()
-    errors: Annotated[tuple[ErrorItem, ...], Of(lambda report: list(map(ErrorItem.of, report.errors)))]
+    errors: tuple[NoAnswerItem, ...]
+    skipped: tuple[NoAnswerItem, ...] = ()
 
     def to_record(self) -> Report:
         """Returns the report."""
         return Report(
             to_record((*self.verdicts, *self.audits, *self.profiles)),
-            tuple((error.source, error.message) for error in self.errors),
+            to_record(self.errors),
+            to_record(self.skipped),
             exit_code=self.exit_code,
             started=self.started,
         )

@@ -169,7 +169,7 @@ def test_json_and_files_tell_of_a_failure(fake: Fake, tmp_path: Path, capsys: py
     file = tmp_path / "a.json"
     assert main(["run", "--model", "m", "--format", "json", "--output", str(file)]) == 2
     out, err = capsys.readouterr()
-    assert json.loads(out)["errors"] == [{"source": "command line", "message": "the loss is NaN"}]
+    assert json.loads(out)["errors"] == [{"source": "command line", "message": "the loss is NaN", "position": 0}]
     assert json.loads(file.read_text()) == json.loads(out)
     assert err == f"gaverify: error: the loss is NaN\ngaverify: wrote {file}\n"
 
@@ -286,8 +286,8 @@ def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) ->
     assert all(word in " ".join(page.lower().split()) for word in [*told, "window"])
 
 
-def test_a_spec_of_a_folder_that_lacks_a_package_is_skipped(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_spec_that_lacks_a_package_is_skipped_named_or_in_a_folder(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verify(spec: Spec) -> Verdict:
         if spec.model == "gpt2":
@@ -296,11 +296,27 @@ def test_a_spec_of_a_folder_that_lacks_a_package_is_skipped(
 
     fake.verify = verify
     folder = specs(tmp_path, "gpt2", "equivalent")
-    assert main(["run", str(folder)]) == 0
-    assert "skipped: " in (err := capsys.readouterr().err) and "0.toml: `gpt2` needs `transformers`" in err
-    assert main(["run", str(folder), "--strict"]) == main(["run", str(folder / "0.toml")]) == 2
+    lacking, other = str(folder / "0.toml"), str(folder / "1.toml")
+    assert main(["run", str(folder)]) == main(["run", lacking, other]) == 0
+    out, err = capsys.readouterr()
+    assert err.count(f"gaverify: skipped: {lacking}: `gpt2` needs `transformers`") == 2
+    assert out.count("2 runs: 1 equivalent, 1 skipped\n") == 2
+    assert main(["run", str(folder), "-q"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"SKIPPED {lacking}, `gpt2` needs") and not err, "it is told once"
+    assert main(["run", str(folder), "--strict"]) == main(["run", "gpt2", other]) == 2
+    out, err = capsys.readouterr()
+    assert "skipped" not in err and out.count("2 runs: 1 equivalent, 1 error\n") == 2
+    (tmp_path / "pyproject.toml").write_text("[tool.gaverify]\nstrict = true\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", str(folder)]) == 2 and "skipped" not in capsys.readouterr().err
+    (tmp_path / "pyproject.toml").unlink()
     (folder / "1.toml").unlink()
-    assert main(["run", str(folder)]) == 2  # nothing was compared
+    assert main(["run", str(folder)]) == main(["run", lacking]) == 2
+    assert capsys.readouterr().err.count("gaverify: error: nothing was compared: every spec was skipped\n") == 2
+    assert main(["run", lacking, "-o", str(tmp_path / "all.json")]) == 2
+    document = json.loads((tmp_path / "all.json").read_text())
+    assert (document["exit_code"], document["outcome"], len(document["skipped"])) == (2, "inconclusive", 1)
 
 
 def test_a_baseline_leaves_as_a_run_with_its_entries(

@@ -21,7 +21,7 @@ from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
-from gaverify.report import Report, render
+from gaverify.report import NoAnswer, Report, render
 from gaverify.report.documents import answer_text, overall_outcome, report_text
 from gaverify.report.documents.reading import answer_of, read_report
 from gaverify.report.documents.schema import RunDocument, VerdictDocument, schema_text, validate_document
@@ -42,7 +42,9 @@ def test_verdict_satisfies_the_schema(sample) -> None:
 
 
 def test_several_verdicts_satisfy_the_schema() -> None:
-    text = report_text(Report(tuple(sample() for sample in samples.EVERY), (("configs/broken.toml", "no `model`"),)))
+    text = report_text(
+        Report(tuple(sample() for sample in samples.EVERY), (NoAnswer("configs/broken.toml", "no `model`"),))
+    )
     document = validate_document(text)
     assert isinstance(document, RunDocument)
     assert document.outcome == "divergent"
@@ -55,14 +57,14 @@ def test_several_verdicts_satisfy_the_schema() -> None:
         (Report((samples.equivalent(),)), "equivalent", 0),
         (Report((samples.divergent(),)), "divergent", 1),
         (Report((samples.inconclusive(), samples.divergent())), "divergent", 1),
-        (Report((samples.equivalent(),), (("a", "b"),)), "inconclusive", 2),
+        (Report((samples.equivalent(),), (NoAnswer("a", "b"),)), "inconclusive", 2),
         (Report(()), "inconclusive", 2),
         (Report((samples.equivalent(),), exit_code=1), "equivalent", 1),  # stale entries of the project
     ],
 )
 def test_one_answer_has_the_keys_of_many(report: Report, outcome: str, code: int) -> None:
     document = json.loads(report_text(report))
-    keys = ["version", "outcome", "exit_code", "started", "verdicts", "audits", "profiles", "errors"]
+    keys = ["version", "outcome", "exit_code", "started", "verdicts", "audits", "profiles", "errors", "skipped"]
     assert list(document) == keys
     assert (document["outcome"], document["exit_code"], len(document["verdicts"])) == (
         outcome,
@@ -205,7 +207,7 @@ def test_several_answers_and_errors(tmp_path: Path) -> None:
     file.write_text(render(ANSWERS, "json", errors=[("broken.toml", "no `model`")]))
     report = read_report(file)
     assert len(report.answers) == len(ANSWERS)
-    assert report.errors == (("broken.toml", "no `model`"),)
+    assert report.errors == (NoAnswer("broken.toml", "no `model`"),)
 
 
 def test_calls_in_order_are_a_success_that_is_not_called_equivalent() -> None:

@@ -7,6 +7,7 @@ import importlib.resources
 import io
 import json
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding, Location
 from gaverify.report import (
     FORMATS,
+    NoAnswer,
     Report,
     check_writable,
     format_for,
@@ -177,7 +179,7 @@ def test_a_report_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
 def test_sentences_of_one_spec_are_one_run() -> None:
     errors = [("a.toml", "no `model`"), ("a.toml", "no `steps`"), ("b.toml", "not TOML")]
     stream = io.StringIO()
-    print_summary([samples.equivalent()], errors, stream)
+    print_summary(Report((samples.equivalent(),), tuple(NoAnswer(*error) for error in errors)), stream)
     assert "3 runs in 125 ms: 1 equivalent, 2 errors" in stream.getvalue()
     root = ElementTree.fromstring(render([samples.equivalent()], "junit", errors=errors))
     assert root.attrib["errors"] == "2" and [test.attrib["name"] for test in root[0]][1:] == ["a.toml", "b.toml"]
@@ -235,10 +237,33 @@ def test_every_report_says_which_spec_it_belongs_to(form: str) -> None:
     assert form == "github" or "configs/nightly.toml" in several
 
 
+def test_every_format_lists_what_was_skipped_and_keeps_the_order_of_the_specs() -> None:
+    answers = (samples.equivalent(source="b.toml"), samples.divergent(source="d.toml"))
+    lacking = NoAnswer("c.toml", "`gpt2` needs `transformers`", 2)
+    made = Report(answers, (NoAnswer("a.toml", "no `model`", 0), NoAnswer("a.toml", "no `steps`", 0)), (lacking,))
+    texts = {form.name: form.render(made) for form in FORMATS}
+    for name in ("text", "html", "markdown", "junit", "svg"):
+        listed = texts[name].partition("### ")[0].rpartition("summary\n")[2]
+        places = [listed.index(f"{letter}.toml") for letter in "abcd"]
+        assert places == sorted(places), name
+        assert re.search("skipped", listed, re.IGNORECASE) and "needs" in listed, name
+    assert "4 runs in 625 ms: 1 equivalent, 1 divergent, 1 error, 1 skipped\n" in texts["text"]
+    (suite,) = ElementTree.fromstring(texts["junit"])
+    assert (suite.attrib["errors"], suite.attrib["failures"], suite.attrib["skipped"]) == ("1", "1", "1")
+    skipped = suite[2].find("skipped")
+    assert skipped is not None and skipped.attrib["message"] == "`gpt2` needs `transformers`"
+    row = {"source": "c.toml", "message": "`gpt2` needs `transformers`", "position": 2}
+    assert json.loads(texts["json"])["skipped"] == [row]
+    (notification,) = json.loads(texts["sarif"])["runs"][0]["invocations"][0]["toolExecutionNotifications"][2:]
+    assert notification["level"] == "note" and "c.toml" in notification["message"]["text"]
+    assert "::notice title=gaverify%3A skipped%3A c.toml::`gpt2` needs `transformers`\n" in texts["github"]
+    assert ">1 run</h1>" in format_named("html").render(Report((), (), (lacking,)))
+
+
 def test_the_summary_and_the_tests_are_told_apart_by_their_specs() -> None:
     two = [samples.equivalent(source=f"configs/{name}.toml") for name in "ab"]
     stream = io.StringIO()
-    print_summary(two, (), stream)
+    print_summary(Report(tuple(two)), stream)
     assert "configs/a.toml" in stream.getvalue() and "configs/b.toml" in stream.getvalue()
     (suite,) = ElementTree.fromstring(render(two, "junit"))
     assert [test.attrib["name"] for test in suite] == ["configs/a.toml", "configs/b.toml"]

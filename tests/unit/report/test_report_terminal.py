@@ -19,7 +19,7 @@ from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
 from gaverify.records.numbers import count_text
 from gaverify.records.verdict import CountedTargets, Losses, Verdict
-from gaverify.report import FORMATS, Report, print_answer, print_report, print_summary, render
+from gaverify.report import FORMATS, NoAnswer, Report, print_answer, print_report, print_summary, render
 from gaverify.report.layout import Layout, cells
 
 ODD_NAMES = (
@@ -60,7 +60,8 @@ def test_whole_output(sample, snapshot) -> None:
 def test_whole_output_of_several_runs(snapshot) -> None:
     stream = io.StringIO()
     print_report(Report((samples.equivalent(), samples.divergent())), stream)
-    print_summary([samples.inconclusive()], [("configs/broken.toml", "$.steps: must be at least 1")], stream)
+    reason = NoAnswer("configs/broken.toml", "$.steps: must be at least 1")
+    print_summary(Report((samples.inconclusive(),), (reason,)), stream)
     assert stream.getvalue() == snapshot
 
 
