@@ -34,15 +34,13 @@ class Headline:
     """What accepted or expected outcomes make of the answer, a word or two each."""
     remarks: tuple[str, ...] = ()
     """What follows from accepted divergences, expectations and an interruption, in sentences."""
-    accepted: bool = False
-    """Whether the user accepts the divergence."""
     passed: bool = False
     """Whether the command exits with 0 for this answer: equivalent, accepted or expected."""
 
     @property
     def words(self) -> str:
-        """The outcome in words; an accepted divergence is no failure, but it is no agreement either."""
-        return f"{self.outcome.value}, accepted" if self.accepted else self.outcome.value
+        """The outcome, and what the user's entries and expectation make of it: `divergent, as expected`."""
+        return ", ".join((self.outcome.value, *self.states))
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,14 @@ def headline_of(
         words.append("accepted")
         sentences.append("accepted: every cause of the divergence is one that is known and wanted")
     if acceptance.expected is not None:
-        words.append("expected" if is_expected else f"{acceptance.expected.value} was expected")
-        sentences.append("as expected" if is_expected else f"{acceptance.expected.value} was expected")
+        asked = acceptance.expected.value
+        words.append("as expected" if is_expected else f"{asked} was expected")
+        sentences.append(
+            f'as expected (`expect = "{asked}"`)'
+            if is_expected
+            else f"not as expected: {asked} was expected, and the outcome is {answer.outcome.value}; "
+            "change `expect` if that is right"
+        )
     words += ["stale entries"] if acceptance.stale else []
     sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
     sentences += [f"not accepted: {sentence}" for sentence in acceptance.refused]
@@ -118,6 +124,5 @@ def headline_of(
         version,
         (*words, *states),
         tuple(sentences),
-        answer.accepted,
         answer.exit_code == 0,
     )

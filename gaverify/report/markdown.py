@@ -45,7 +45,9 @@ def _overview(runs: Iterable[Page | Unanswered]) -> list[str]:
 
 
 def _outcome_with_sign(headline: Headline) -> str:
-    return f"{'☑️' if headline.accepted else _SIGNS[headline.outcome]} {headline.words}"
+    # What is accepted or expected is no agreement, and an agreement that nobody expected is a failure.
+    sign = _SIGNS[headline.outcome] if headline.passed == (headline.outcome is Outcome.EQUIVALENT) else None
+    return f"{sign or ('☑️' if headline.passed else '❌')} {headline.words}"
 
 
 def _page(page: Page, show_all: bool) -> list[str]:

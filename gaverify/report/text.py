@@ -282,7 +282,7 @@ def summary_lines(report: Report, pages: Sequence[Page], layout: Layout) -> list
                 lines += _summary_row(run.word, layout.wrap(f"{run.source}: {message}", indent=2 + _OUTCOME))
             continue
         headline = run.headline
-        summary = f"{headline.sentence} (accepted)" if headline.accepted else headline.sentence
+        summary = f"{headline.sentence} ({', '.join(headline.states)})" if headline.states else headline.sentence
         body = layout.wrap(summary + time_text(run), indent=2 + _OUTCOME + widest + 2)
         name = pad(layout.shorten(headline.title, _WIDEST), widest)
         body[0][:1] = [("", ""), (name + "  ", "")]

@@ -21,7 +21,7 @@ SCALE, STEPS = (f"{ROOT}/tests/scripts/{name}" for name in ("loops_scale.py", "l
 COMMANDS = {
     "equivalent": ["run", f"{ROOT}/configs/mlp.toml"],
     "batchnorm": ["run", f"{ROOT}/configs/mlp-batchnorm.toml"],
-    "tokens": ["run", f"{ROOT}/configs/causal-lm.toml", "--weighting", "tokens"],
+    "tokens": ["run", f"{ROOT}/configs/causal-lm.toml", "--weighting", "tokens", "--expect", "equivalent"],
     "means-of-means": ["run", f"{ROOT}/configs/causal-lm.toml"],
     "forgotten-division": ["run", f"{ROOT}/configs/mlp.toml", "--weighting", "none"],
     "trace": ["run", f"{ROOT}/configs/toy-linear.toml"],
@@ -137,6 +137,13 @@ def test_text(name: str, snapshot: Any) -> None:
 def test_json(name: str, snapshot: Any) -> None:
     result = audits.gaverify(_with(COMMANDS[name], "--format", "json"))
     assert json.dumps(masked(only_answer(result.out)), indent=1, ensure_ascii=False) == snapshot
+
+
+def test_every_example_of_the_clone_ends_as_it_says() -> None:
+    result = audits.gaverify(["run", f"{ROOT}/configs", "--time-limit", "60"])
+    assert result.code == 0, result.out
+    summary = " ".join(result.out.partition("\nsummary\n")[2].split())
+    assert summary.count("(as expected)") == 2 and " equivalent, 2 divergent" in summary, summary
 
 
 def test_the_mask_hides_numbers_and_nothing_else() -> None:

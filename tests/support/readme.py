@@ -129,7 +129,7 @@ def picture() -> str:
     """Returns the picture of a report that the README shows."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / PICTURE.name
-        run(f"gaverify run configs/mlp-batchnorm.toml --output {file}")
+        run(f"gaverify run mlp-batchnorm --steps 4 --output {file}")
         return file.read_text(encoding="utf-8")
 
 

@@ -259,13 +259,26 @@ def test_a_quiet_row_names_code_and_line(
     why = "3 of 6 parameters differ, relative difference up to 8.8e-01"
     assert capsys.readouterr().out == f"DIVERGENT mlp-batchnorm GAV101 1 train.py:12, {why} (500 ms)\n"
     assert main(["run", "-q", "mlp", "--expect", "divergent"]) == 0
-    assert capsys.readouterr().out.startswith("DIVERGENT, expected mlp-batchnorm GAV101 ")
+    assert capsys.readouterr().out.startswith("DIVERGENT, as expected mlp-batchnorm GAV101 ")
     assert main(["run", "-q", "mlp", "--expect", "equivalent"]) == 1
     assert capsys.readouterr().out.startswith("DIVERGENT, equivalent was expected mlp-batchnorm ")
     entry = Accept("GAV101", "1", "ghost batch norm")
     monkeypatch.setattr("gaverify.cli.running.project_settings", lambda: Project((entry,)))
     assert main(["run", "-q", "mlp"]) == 0
     assert capsys.readouterr().out.startswith("DIVERGENT, accepted mlp-batchnorm GAV101 1 train.py:12")
+
+
+def test_an_outcome_that_does_not_come_as_expected_is_a_sentence(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "not as expected: divergent was expected, and the outcome is {}; change `expect` if that is right"
+    for outcome, code in (("equivalent", 1), ("inconclusive", 3), ("divergent", 0)):
+        assert main(["run", outcome, "--expect", "divergent", "-o", str(tmp_path / "a.md")]) == code
+        out, sentence = " ".join(capsys.readouterr().out.split()), why.format(outcome)
+        assert (sentence in out) is (code != 0) and ('as expected (`expect = "divergent"`)' in out) is (code == 0)
+        heading = (tmp_path / "a.md").read_text().partition("\n")[0]
+        sign = {0: "☑️", 1: "❌", 3: "⚠️"}[code]
+        assert heading.startswith(f"### {sign} {outcome}, "), heading
 
 
 def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) -> None:
