@@ -165,3 +165,16 @@ BITS_WORTH_A_NOTE = 0.5
 """Bits that an accumulated gradient loses against the full batch's before a note says so: half the first bit."""
 NEGLIGIBLE = 0.1
 """Times the gradient's sampling noise below which a difference is negligible: in quadrature it adds 0.5 % to it."""
+
+# -- what an audit stores of gradients --------------------------------------------------------------------------------
+
+KEPT_ELEMENTS = 4096
+"""Elements up to which a parameter's gradient is stored as it is: few enough, and less than a sketch in half."""
+SKETCH_WIDTHS = (1021, 509)
+"""Buckets of a parameter's sketch, where there are few such parameters and where there are many.
+
+A norm is read from W buckets with a standard deviation of sqrt(2 / W) / 2 (2.2 % and 3.1 %), and up to twice that where
+all elements are alike; 20 % are at least three times that. Primes, so that no column of a matrix falls into few
+buckets: its elements are as far apart as a row is long."""
+MOST_WIDE_SKETCHES = 1500
+"""Sketched parameters of an optimizer from which on sketches are narrow: 12 MB for each of two updates and stages."""

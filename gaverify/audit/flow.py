@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gaverify.acceptance import with_excerpts
 from gaverify.audit.editing import check_values
+from gaverify.audit.folders import remove_copies
 from gaverify.audit.job import (
     Changes,
     ComputeInFloat32,
@@ -35,8 +36,9 @@ from gaverify.errors import ProblemError, Uncompared
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Backward, ClosingRecord, Forward, ledger_of
+from gaverify.records.events import Backward, ClosingRecord, Forward, GradientCopies, ledger_of
 from gaverify.records.facts import facts_of_loop
+from gaverify.records.numbers import bytes_text
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.thresholds import CUT, STARTED_APART, U32
@@ -178,6 +180,7 @@ def _folder(request: Request) -> Iterator[Path]:
         # What the script itself wrote, such as checkpoints, is no record, and may be large.
         for changes in folder.glob("*/written"):
             remove(changes)
+        remove_copies(folder)  # no run is made of kept records
     except BaseException:
         for entry in list(folder.iterdir()) if folder.is_dir() else []:
             remove(entry)
@@ -288,10 +291,12 @@ class _Audit:
         record, loaders = comparison.record, comparison.accumulated.closing.loaders
         if record.divergent is not None or is_explained(record):
             return comparison
-        parts = micro_batches_per_batch(record)
-        if parts < 2 or not loaders or self._request.has_ranks:
+        parts, copies = micro_batches_per_batch(record), comparison.full.closing.copies
+        has_no_copy = copies is not None and not copies.updates
+        if has_no_copy or parts < 2 or not loaders or self._request.has_ranks:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
             why = "with several ranks, gaverify does not change the loaders" if self._request.has_ranks else why
+            why = "the disk has no room for a copy of the gradients" if has_no_copy else why
             return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
         self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
         replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
@@ -318,6 +323,7 @@ class _Audit:
             full_ranks=full.closing.ranks if self._request.has_ranks else 1,
             dealt=full.closing.draws.count if accumulated.closing.draws.dealt else 0,
             unaligned=accumulated.closing.draws.unaligned,
+            left_out=left_out_text(full.closing.copies, self._request.updates),
             numbers=tuple(
                 int(word) for argument in self._request.accumulated or () for word in _NUMBER.findall(argument)
             ),
@@ -333,6 +339,19 @@ def _explain(comparison: _Comparison) -> _Comparison:
     from gaverify.audit.controls import explain_difference
 
     return replace(comparison, record=explain_difference(comparison.trial, comparison.record))
+
+
+def left_out_text(copies: GradientCopies | None, wanted: int) -> str:
+    """Returns what the report says of updates that start from steps whose gradients were not copied."""
+    if copies is None or copies.updates + 1 >= wanted:
+        return ""
+    copy = bytes_text(copies.wanted)
+    if copies.updates:
+        return f"; only updates 1 and 2 were compared: others would need more than one copy of the gradients ({copy})"
+    return (
+        f"; only update 1 was compared: update 2 needs a copy of the gradients, whose {copy} are over half of what "
+        f"is free on the disk ({bytes_text(copies.free)}). The variable `TMPDIR` names a folder on another disk"
+    )
 
 
 def _epochs_text(comparison: _Comparison) -> str:

@@ -32,6 +32,9 @@ ERROR, INTERNAL, RANK, META, LOG = "error.txt", "internal.txt", "rank.txt", "met
 ROOM = "room.json"
 """Holds the bytes that a run would store, and those that are free, where these are fewer."""
 
+COPY = "copy"
+"""Begins the names of files with whole gradients, by which later runs make the same steps."""
+
 _LOW = 1 << 20  # less room than this: a failed write was a full disk
 
 _PROCESSES = "processes"
@@ -134,6 +137,12 @@ def rank_that_failed(run: Path, patience: float) -> bool:
     errors = [folder / ERROR for folder in folders_of(run) if (folder / RANK).exists()]
     # Within that time the launcher may end the other ranks itself.
     return any(error.exists() and now - error.stat().st_mtime > patience for error in errors)
+
+
+def remove_copies(run: Path) -> None:
+    """Removes the whole gradients of a run whose steps no run will make any more."""
+    for copy in run.rglob(f"{COPY}-*.pt"):
+        copy.unlink(missing_ok=True)
 
 
 def updates_of(folder: Path) -> int:

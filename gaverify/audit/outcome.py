@@ -254,7 +254,7 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     if differing is not None:
         others = _describe_other_updates(record)
         return Outcome.DIVERGENT, (
-            f"update {differing.number}: {_differing(differing)}{others}{_describe_blind_spot(record)}"
+            f"update {differing.number}: {_differing(differing)}{others}{record.left_out}{_describe_blind_spot(record)}"
         )
     # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]
@@ -282,7 +282,11 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     update_count, wanted = len(record.updates), request.updates
     fewer = f"; only {update_count} of {wanted} updates were recorded in both runs" if update_count < wanted else ""
     remarks = (
-        fewer + _describe_blind_spot(record) + _in_both_runs(record) + record.epochs + _launched_alone(request, record)
+        (record.left_out or fewer)
+        + _describe_blind_spot(record)
+        + _in_both_runs(record)
+        + record.epochs
+        + _launched_alone(request, record)
     )
     return Outcome.EQUIVALENT, _describe_agreement(record).rstrip("; ") + remarks
 

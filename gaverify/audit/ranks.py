@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gaverify.audit.reading import Moment, ParameterPlace, RecordedRun, Samples
-from gaverify.audit.recording.values import Sample
+from gaverify.audit.recording.values import Sample, places_in_shard, positions
 from gaverify.audit.same_data import ForwardInputs, StepSample, check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.collective.facts import make_rank_facts
@@ -29,7 +29,7 @@ from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
 from gaverify.records.experiment import ControlRun, WeightFit, is_constant
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, Reduction, Replicas, Share, Traffic
 from gaverify.records.windows import Round, rounds_of, windows_of
-from gaverify.thresholds import FIT_UNITS
+from gaverify.thresholds import FIT_UNITS, KEPT_ELEMENTS
 from gaverify.verdict.comparison import left_between
 
 # The calls that all ranks have to make alike; rank 0 alone may read files, say, without changing a gradient.
@@ -113,16 +113,40 @@ class RankedRun(RecordedRun):
             return merged
         parts = [run.gradients(round_, summed=summed) for run in self.ranks]
         for place in sharded:
-            gradient = torch.zeros(self.parameters[place][1], dtype=merged[place].dtype, device=merged[place].device)
-            for run, gradients in zip(self.ranks, parts, strict=True):
-                if place in gradients:
-                    part = gradients[place]
-                    parameter = run.parameter(place)  # each rank's own: their pieces lie elsewhere
-                    shard = gradient[parameter.shard.slices] if parameter.shard is not None else gradient
-                    # As many ranks as `addends` says hold the same addend: together they count once.
-                    shard.copy_(part if parameter.addends is None else shard + part / parameter.addends)
+            first, shape = merged[place], self.parameters[place][1]
+            # Sketches of shards are sketches of whole parameters with zeros elsewhere: they add up as they are.
+            is_sketch = math.prod(shape) > KEPT_ELEMENTS
+            gradient = first.new_zeros(first.shape if is_sketch else shape)
+            for run, gradients, share in zip(self.ranks, parts, self._shares_of_sum(place), strict=True):
+                if place in gradients and share:
+                    shard = run.parameter(place).shard  # each rank's own: their pieces lie elsewhere
+                    piece = gradient if is_sketch or shard is None else gradient[shard.slices]
+                    piece += gradients[place] * share
             merged[place] = gradient
         return merged
+
+    def norms(self, round_: Round, *, summed: bool = False) -> dict[ParameterPlace, float]:
+        """Returns the norms of whole gradients; not of those whose addends the ranks hold."""
+        norms = self.ranks[0].norms(round_, summed=summed)
+        sharded = self.sharded_places & norms.keys()
+        parts = [run.norms(round_, summed=summed) for run in self.ranks] if sharded else []
+        for place in sharded:
+            if self.parameter(place).addends is not None:
+                del norms[place]
+                continue
+            pairs = zip(parts, self._shares_of_sum(place), strict=True)
+            norms[place] = math.hypot(*(part.get(place, 0.0) * share for part, share in pairs))
+        return norms
+
+    def _shares_of_sum(self, place: ParameterPlace) -> list[float]:
+        """Returns the share with which what each rank holds of a sharded gradient enters the whole one."""
+        shares, seen = [], set[Any]()
+        for run in self.ranks:
+            parameter = run.parameter(place)
+            # As many ranks as `addends` says hold the same addend, and all with one shard the same values.
+            shares.append(1.0 / parameter.addends if parameter.addends else float(parameter.shard not in seen))
+            seen.add(parameter.shard)
+        return shares
 
     def samples(self, round_: Round) -> Samples:
         """Returns rank 0's samples with the increments of all ranks, those of one backward pass side by side."""
@@ -131,8 +155,7 @@ class RankedRun(RecordedRun):
         steps: dict[int, StepSample] = {}
         for at, step in first_rank.steps.items():
             if self.is_sharded(at):
-                changed = any(side.steps[at].summed is not None for side in of_ranks if at in side.steps)
-                steps[at] = self._sample_again(step, at, round_, changed=changed)
+                steps[at] = self._join_shards(at, step, [side.steps.get(at) for side in of_ranks])
                 continue
             increments = tuple(
                 # A column of the fit for each rank's pass: with one for all ranks no rank's weight could be read.
@@ -144,24 +167,30 @@ class RankedRun(RecordedRun):
             steps[at] = replace(step, increments=increments)
         return Samples(steps)
 
-    def _sample_again(self, step: StepSample, optimizer: int, round_: Round, *, changed: bool) -> StepSample:
+    def _join_shards(self, optimizer: int, first: StepSample, steps: Sequence[StepSample | None]) -> StepSample:
         """Returns a step with samples of the whole gradients, at the places where a run of one process samples.
 
-        What each backward pass added, and the weights, are known of the shards only. `changed` says that the gradients
-        at the step are not those of the last backward pass.
+        What each backward pass added, and the weights, are known of the shards only.
         """
         shapes = [shape for (index, _), (_, shape) in self.parameters.items() if index == optimizer]
         # Expanded zeros have the shapes of whole parameters without their memory.
         sample = Sample([torch.zeros((), device="cpu").expand(shape) for shape in shapes])
-        final, summed = (
-            sample.read([gradients.get((optimizer, at)) for at in range(len(shapes))])
-            for gradients in (self.gradients(round_, summed=before) for before in (False, True))
-        )
+        shares = zip(*(self._shares_of_sum((optimizer, at)) for at in range(len(shapes))), strict=True)
+        final, summed = torch.zeros(2, sum(sample.sizes), dtype=torch.float64, device="cpu")
+        for step, share in zip(steps, shares, strict=True):
+            if step is not None and step.from_whole:
+                weights = torch.tensor(share, dtype=torch.float64, device="cpu").repeat_interleave(
+                    torch.tensor(sample.sizes, device="cpu")
+                )
+                final += step.from_whole[0] * weights
+                summed += step.from_whole[1] * weights
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return replace(
-            step,
+            first,
             final=final,
-            summed=summed if changed else None,
+            # `summed` says that the gradients at the step are not those of the last backward pass.
+            summed=summed if any(step and step.summed is not None for step in steps) else None,
+            from_whole=(),
             sizes=tuple(sample.sizes),
             stretches=sample.stretches(),
             increments=(),
@@ -349,28 +378,49 @@ def _mean_difference(full_samples: Samples, own_gradients: Sequence[Mapping[int,
 
 def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[Share, ...]:
     """The factor that each rank applied to its shard of the gradient; empty if one of them is not known."""
-    used, sums = full.gradients(round_), accumulated.gradients(round_, summed=True)
-    norm = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in sums.values()))
+    used, norm = full.samples(round_), _norm(accumulated, round_)
     shares = []
     for run in accumulated.ranks:
-        parts, own_sums = run.gradients(round_), run.gradients(round_, summed=True)
-        pairs = [(parts[place], _cut(run, place, used[place])) for place in parts if place in used]
-        inner = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
-        size = sum(float(b.double().square().sum()) for _, b in pairs)
-        alone = math.hypot(*(float(torch.linalg.vector_norm(gradient.double())) for gradient in own_sums.values()))
+        alone = _norm(run, round_)
+        pairs = [
+            (step.from_whole[0][is_held] * scale, used.of("final")[at][is_held] * scale)
+            for at, step in run.samples(round_).steps.items()
+            if step.from_whole and len(used.of("final").get(at, ())) == len(step.from_whole[0])
+            for is_held in [_held(run, at)]
+            for scale in [used.stretches[at][is_held].sqrt()]
+        ]
+        own, whole = (
+            (torch.cat(side) for side in zip(*pairs, strict=True)) if pairs else torch.zeros(2, 0, device="cpu")
+        )
+        size = float(whole.square().sum())
         # A control scales the losses of all ranks: one rank without a known share makes the other shares useless.
         if not size or not alone:
             return ()
-        factor = inner / size
-        residual = sum(float((a.double() - factor * b.double()).square().sum()) for a, b in pairs)
-        shares.append(Share(factor, math.sqrt(residual / size), norm / alone))
+        factor = float(own @ whole) / size
+        shares.append(Share(factor, float((own - factor * whole).norm()) / math.sqrt(size), norm / alone))
     return tuple(shares)
 
 
-def _cut(run: RecordedRun, place: ParameterPlace, gradient: torch.Tensor) -> torch.Tensor:
-    """The shard of a whole gradient that a rank holds."""
-    shard = run.parameter(place).shard
-    return gradient if shard is None else gradient[shard.slices]
+def _held(run: RecordedRun, optimizer: int) -> torch.Tensor:
+    """Returns which elements that a process with whole parameters samples this one holds, shape (S,)."""
+    shapes = [shape for (index, _), (_, shape) in run.parameters.items() if index == optimizer]
+    counts = [math.prod(shape) for shape in shapes]
+    chosen = [positions(at, count, sum(counts)) for at, count in enumerate(counts)]
+    return torch.cat(
+        [
+            places_in_shard(part, shape, run.parameter((optimizer, at)).shard)[0]
+            for at, (part, shape) in enumerate(zip(chosen, shapes, strict=True))
+        ]
+    )
+
+
+def _norm(run: RecordedRun, round_: Round) -> float:
+    """The norm of all gradients as the last backward pass left them."""
+    known = run.norms(round_, summed=True)
+    gradients = run.gradients(round_, summed=True)
+    return math.hypot(
+        *(known.get(place, float(torch.linalg.vector_norm(each.double()))) for place, each in gradients.items())
+    )
 
 
 def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Record) -> ControlRun:

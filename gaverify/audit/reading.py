@@ -13,7 +13,7 @@ import torch
 
 from gaverify.audit.folders import closing_record_of
 from gaverify.audit.job import Role
-from gaverify.audit.same_data import ForwardInputs, StepSample, read_rows, read_step
+from gaverify.audit.same_data import ForwardInputs, StepSample, StoredGradients, read_gradients, read_rows, read_step
 from gaverify.records.events import ClosingRecord, Event, Forward, TrainedParameter, read_event
 from gaverify.records.windows import Round
 
@@ -56,21 +56,33 @@ class RecordedRun:
         }
 
     def gradients(self, round_: Round, *, summed: bool = False) -> dict[ParameterPlace, torch.Tensor]:
-        """Returns the gradients of some steps, mapped from disk rather than read.
+        """Returns the gradients of some steps: values of small parameters, sketches of others, which add as these do.
 
         Args:
             round_: The steps.
             summed: As the window's last backward pass left them, where something changed them before the step.
         """
-        gradients: dict[ParameterPlace, torch.Tensor] = {}
+        stored = self._stored(round_, summed=summed)
+        return {
+            (optimizer, at): numbers
+            for optimizer, each in stored.items()
+            for at, numbers in (*each.values.items(), *each.sketches.items())
+        }
+
+    def norms(self, round_: Round, *, summed: bool = False) -> dict[ParameterPlace, float]:
+        """Returns the norms of the gradients that `gradients` returns sketches of; without those that are not known."""
+        stored = self._stored(round_, summed=summed)
+        return {(optimizer, at): norm for optimizer, each in stored.items() for at, norm in each.norms.items()}
+
+    def _stored(self, round_: Round, *, summed: bool) -> dict[int, StoredGradients]:
+        stored: dict[int, StoredGradients] = {}
         for optimizer, step in round_:
             paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]
             # The sum was stored only where the optimizer used something else.
             path = paths[0] if summed and paths[0].exists() else paths[1]
             if path.exists():
-                stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                gradients |= {(optimizer, at): gradient for at, gradient in stored.items()}
-        return gradients
+                stored[optimizer] = read_gradients(path)
+        return stored
 
     def samples(self, round_: Round) -> Samples:
         """Returns what was sampled at some steps; steps that the run did not make are left out."""

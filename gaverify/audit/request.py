@@ -30,7 +30,7 @@ from gaverify.spec.values import (
 RECORDED = "audit.json"
 """Name of the file in a folder of kept records that tells what was asked for."""
 
-_VERSION = 3  # of that file
+_VERSION = 4  # of that file, and of the records beside it
 _UPDATES, _TIMEOUT = 2, 3600.0
 _EVENTS = (
     "Make one run and check only the order of its calls. Exit code 0: no fault, 1: a fault, 3: no update was seen. "
@@ -314,7 +314,10 @@ def read_request(folder: str) -> Request:
         with open(path, encoding="utf-8") as stream:
             document = json.load(stream)
         if document["version"] != _VERSION:
-            raise ValueError(f"version {document['version']}")
+            raise SpecError(
+                f"--from {folder}: another version of gaverify made these records, in a form that this one does not "
+                "read; run the audit again with `--keep` and a new folder"
+            )
         return Request(**{**tuples(document["request"]), "keep": folder})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaverify.audit.folders import COMPILED, ranks_of
+from gaverify.audit.folders import COMPILED, ranks_of, remove_copies
 from gaverify.audit.job import (
     Change,
     Changes,
@@ -90,13 +90,19 @@ class Runner:
         # No backward pass can be seen inside a compiled training step.
         if run.closing.unseen.has_compiled and not any(isinstance(event, Backward) for event in run.events):
             changes = (DisableCompilation(),)
-            run = self.run(role, *changes)
+            run = self._run_again(run, *changes)
         if fused := set(run.closing.draws.fused):
             # As few changes as possible: unfused attention needs more memory, and code without compilation more time.
             kernels = [UseMathKernels()] if fused != {COMPILED} else []
             changes = merge_changes(changes, kernels, [DisableCompilation()] if COMPILED in fused else [])
-            run = self.run(role, *changes)
+            run = self._run_again(run, *changes)
         return run, changes
+
+    def _run_again(self, run: RecordedRun, *changes: Change) -> RecordedRun:
+        """Makes a first run once more, which takes the place of the one that was made."""
+        if not self.reuse_records:
+            remove_copies(run.folder)
+        return self.run(run.role, *changes)
 
     def run(self, role: Role, *changes: Change, shown_as: str = "") -> RecordedRun:
         """Makes one run that follows no other.
@@ -191,6 +197,10 @@ class Trial:
 
     def __init__(self, runner: Runner, full: RecordedRun, changes: Changes, shown_as: str = "") -> None:
         self.runner, self.full, self.changes, self.shown_as = runner, full, changes, shown_as
+        copies = full.closing.copies
+        if copies is not None:
+            # An update without the full-batch run's step before it would start from other weights.
+            runner.updates = min(runner.updates, copies.updates + 1)
         accumulated, self.perturbed = runner.record(self.control("accumulated"), self.perturbed_control())
         self.accumulated = accumulated.beside(full)
         self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))

@@ -43,6 +43,9 @@ class StepSample:
     """Gradients as the window's last backward pass left them, shape (S,); None where the optimizer used these."""
     weights: torch.Tensor | None = None
     """Weights after the step, shape (S,); None where the step did not end."""
+    from_whole: tuple[torch.Tensor, ...] = ()
+    """Of gradients in shards, `final` and `summed` at the elements that a process with whole parameters samples, zero
+    where this one does not hold them; empty without shards."""
     sizes: tuple[int, ...] = ()
     """Number of sampled elements of each parameter; they add up to S."""
     increments: tuple[tuple[int, torch.Tensor], ...] = ()
@@ -59,6 +62,21 @@ class StepSample:
     """Whether the step used the full-batch run's gradients."""
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The first elements of each buffer, `model:name`, after the step."""
+
+
+@dataclass(frozen=True)
+class StoredGradients:
+    """The gradients of one optimizer at one of its steps, by the place of their parameter; float64 but for values.
+
+    Shapes: W buckets of a sketch.
+    """
+
+    values: Mapping[int, torch.Tensor]
+    """Gradients of small parameters, or their shards, as they are."""
+    sketches: Mapping[int, torch.Tensor]
+    """Sketches of the others, shape (W,); those of shards add up."""
+    norms: Mapping[int, float]
+    """Norms of what was sketched."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,13 @@ def read_step(path: Path) -> StepSample:
     with torch.serialization.safe_globals([StepSample]):
         sample: StepSample = torch.load(path, weights_only=True)
     return sample
+
+
+def read_gradients(path: Path) -> StoredGradients:
+    """Reads the gradients of a step, which were stored as they are."""
+    with torch.serialization.safe_globals([StoredGradients]):
+        stored: StoredGradients = torch.load(path, weights_only=True)
+    return stored
 
 
 def read_rows(path: Path) -> Sequence[ForwardInputs]:

@@ -37,6 +37,7 @@ from gaverify.thresholds import (
 )
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.control import judge_by_floor
+from gaverify.verdict.criteria import Difference
 
 
 def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> WeightFit | None:
@@ -196,6 +197,14 @@ def compare_gradients(
     keys = {str(at): place for at, place in enumerate(places)}  # `measure` wants words
     reference = {key: full.get(place) for key, place in keys.items()}
     working = measure({key: accumulated.get(place) for key, place in keys.items()}, reference)
+    norms = [run.norms(round_, summed=summed) for run in (runs.full, runs.accumulated)]
+    shapes = runs.full.parameters
+    working = [
+        _complete(row, shapes[keys[row.name]][1], [norm.get(keys[row.name]) for norm in norms])
+        if keys[row.name] in shapes
+        else row
+        for row in working
+    ]
     floor = dict.fromkeys(keys, 0.0)
     # The largest difference counts: one run with moved weights may round alike by chance and measure no noise.
     for run, factor in ((runs.perturbed, 1.0), *runs.extra_perturbed):
@@ -213,6 +222,22 @@ def compare_gradients(
     decided = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
     named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in decided)
     return Rows(named, noise)
+
+
+def _complete(row: Difference, shape: tuple[int, ...], norms: Sequence[float | None]) -> Difference:
+    """Returns what was measured of two sketches as what it says of the gradients, given their norms.
+
+    Which element differs most is not known of a sketch.
+    """
+    reference, accumulated = norms
+    if reference is None and accumulated is None:
+        return row
+    row = row._replace(shape=shape, worst=None)
+    if reference is None or accumulated is None or not row.scale > 0.0 or not math.isfinite(row.difference):
+        return row
+    # A sketch is off by a few percent, and both norms by as much where one gradient is a multiple of the other.
+    factor = max(reference, accumulated) / row.scale
+    return row._replace(reference=reference, accumulated=accumulated, difference=row.difference * factor)
 
 
 def terms_of(samples: Samples, fit: WeightFit | None) -> dict[ParameterPlace, float]:

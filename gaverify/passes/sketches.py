@@ -13,6 +13,7 @@ Source: W. Johnson, J. Lindenstrauss, Extensions of Lipschitz mappings into a Hi
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -150,28 +151,43 @@ class _Rows:
 
 
 def _buckets(flat: torch.Tensor, place: int) -> torch.Tensor:
-    """The buckets of a large tensor. The signs are drawn on its device, so that nothing waits for a copy of them.
+    """The buckets of a large tensor; signs hang on its place."""
+    return sum_by_bucket(flat, str(place), SKETCH)
 
-    A sign is the product of one that all tiles of 16 rows share and one of its tile: it costs less to draw than to
-    use, and is independent of any other one.
+
+def sum_by_bucket(flat: torch.Tensor, name: str, width: int, start: int = 0) -> torch.Tensor:
+    """Returns the sums of a tensor's elements, with their signs, by their position modulo `width`; where it is.
+
+    A sign is the product of one that all tiles of 16 rows share and one of its tile: it costs less to make than to
+    use. Any two are independent, so that E‖Sx‖² = ‖x‖². Signs hang on the name and the position alone, not on the
+    device or the process: the sketches of a tensor's pieces add up to that of the tensor.
+
+    Args:
+        flat: Some elements, which follow each other in the whole tensor.
+        name: Of the tensor.
+        width: Number of buckets.
+        start: Position of the first element in the whole tensor.
     """
-    wide = widest(flat.device)
+    wide, tile = widest(flat.device), _TILE * width
     # A product with a sign is exact in float32, and a sum of 16 of half a precision's to that's own roundoff.
-    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else wide)
+    shared = _shared_signs(flat.device, torch.float32 if flat.dtype.itemsize <= 4 else wide, width)
     summed = torch.float32 if flat.dtype.itemsize == 2 else wide
-    generator = torch.Generator(flat.device).manual_seed(place)
-    # a processor's cache holds no more; elsewhere each piece costs ten launches
-    length = SKETCH * (_CHUNK_ROWS if flat.is_cpu else 4 * _CHUNK_ROWS)
+    # a processor's cache holds no more; elsewhere each piece costs many launches
+    length = width * (_CHUNK_ROWS if flat.is_cpu else 4 * _CHUNK_ROWS)
     total = None
-    for start in range(0, flat.numel(), length):
-        part = flat[start : start + length].to(shared.dtype)
-        if part.numel() % _SMALL:
-            part = torch.nn.functional.pad(part, (0, -part.numel() % _SMALL))
-        tiles = (part.view(-1, _TILE, SKETCH) * shared).sum(1, dtype=summed)
-        columns = (tiles * _signs(tiles.numel(), generator).view_as(tiles)).sum(0, dtype=wide)
+    # Signs are made eight at a time: the first piece begins with as many zeros as lead back to a tile that has them.
+    position = start - start % (8 * tile)
+    while position < start + flat.numel():
+        part = flat[max(position - start, 0) : position - start + length].to(shared.dtype)
+        before = max(start - position, 0)
+        if before or part.numel() % tile:
+            part = torch.nn.functional.pad(part, (before, -(before + part.numel()) % tile))
+        tiles = (part.view(-1, _TILE, width) * shared).sum(1, dtype=summed)
+        signs = _signs(tiles.numel(), name, flat.device, position // _TILE).view_as(tiles)
+        columns = (tiles * signs).sum(0, dtype=wide)
         total = columns if total is None else total.add_(columns)
-    assert total is not None
-    return total
+        position += length
+    return flat.new_zeros(width, dtype=wide) if total is None else total
 
 
 def _signs_of_a_small(place: int, count: int, device: torch.device) -> torch.Tensor:
@@ -179,28 +195,39 @@ def _signs_of_a_small(place: int, count: int, device: torch.device) -> torch.Ten
     return (_signs_of_a_row if count <= SKETCH else _signs_of_rows)(place, count, device)
 
 
-def _draw_small(place: int, count: int, device: torch.device) -> torch.Tensor:
-    row = _signs(SKETCH, torch.Generator(device).manual_seed(place))
-    rows = _shared_signs(device, torch.int8)[: -(-count // SKETCH)]
+def _make_small(place: int, count: int, device: torch.device) -> torch.Tensor:
+    row = _signs(SKETCH, str(place), device)
+    rows = _shared_signs(device, torch.int8, SKETCH)[: -(-count // SKETCH)]
     return (rows * row).view(-1)[:count].clone()
 
 
-# Most of a model's tensors are of one row, and drawing signs costs most there: 8 MB of those and 16 MB of others.
-_signs_of_a_row, _signs_of_rows = lru_cache(maxsize=2048)(_draw_small), lru_cache(maxsize=256)(_draw_small)
+# Most of a model's tensors are of one row, and making signs costs most there: 8 MB of those and 16 MB of others.
+_signs_of_a_row, _signs_of_rows = lru_cache(maxsize=2048)(_make_small), lru_cache(maxsize=256)(_make_small)
 
 
 @cache
-def _shared_signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The signs of a tile, shape (16, 4096), drawn once for each device."""
-    return _signs(_TILE * SKETCH, torch.Generator(device).manual_seed(_TILE)).view(_TILE, SKETCH).to(dtype)
+def _shared_signs(device: torch.device, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """The signs of a tile, shape (16, width), made once for each device."""
+    return _signs(_TILE * width, "tile", device).view(_TILE, width).to(dtype)
 
 
-def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws -1 or 1 `count` times: the lowest bit of each byte of a random word, as a draw costs more than its use."""
-    bound = 1 << 31
-    size = (-(-count // 4),)
-    words = torch.randint(-bound, bound, size, generator=generator, dtype=torch.int32, device=generator.device)
+def _signs(count: int, name: str, device: torch.device, first: int = 0) -> torch.Tensor:
+    """Returns -1 or 1 for the numbers from `first`, a multiple of 8, on: the same ones on every device.
+
+    Each is the lowest bit of a byte of a random word, as a word costs more than its use.
+
+    Source: G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, 2014 (SplitMix64).
+    """
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+    words = torch.arange(first // 8, first // 8 - (-count // 8), device=device)
+    words.mul_(_INCREMENT).add_(seed)  # a product that overflows keeps its lower 64 bits
+    for shift, factor in _MIX:
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
     return words.view(torch.int8)[:count].bitwise_and_(1).mul_(2).sub_(1)
+
+
+_INCREMENT = -0x61C8864680B583EB
+_MIX = (30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)
 
 
 SINGULAR_FLOAT64, SINGULAR_FLOAT32 = 1e-10, 1e-6

@@ -325,6 +325,8 @@ class Record:
     """Number of processes that trained together in the full-batch run, as far as the audit saw them."""
     epochs: str = ""
     """Note on the end of an epoch or on cut batches, appended to the verdict; "" where there is none."""
+    left_out: str = ""
+    """Note on updates that were not compared for want of copied gradients, appended to the verdict; "" for none."""
     float32: bool = False
     """Whether float32 runs were compared because the script trains in a coarser type."""
 

@@ -450,6 +450,18 @@ class ControlSummary:
 
 
 @dataclass(frozen=True)
+class GradientCopies:
+    """The gradients that the full-batch run has copied, so that later runs make the same steps."""
+
+    updates: int
+    """Number of updates whose gradients were copied."""
+    wanted: int
+    """Bytes of the gradients of one update."""
+    free: int
+    """Bytes that were free on the disk."""
+
+
+@dataclass(frozen=True)
 class ClosingRecord:
     """What a process tells of its run when it ends; only a run that has one is complete."""
 
@@ -483,6 +495,8 @@ class ClosingRecord:
     """Whether the script moves weights by gradients that no `.grad` holds at that time."""
     had_gradients: bool = False
     """Whether any step had a gradient to use."""
+    copies: GradientCopies | None = None
+    """What it copied for the steps of later runs; None where no run is to follow its steps."""
     unseen: UnseenCalls = field(default_factory=UnseenCalls)
     """What could not be recorded."""
     control: ControlSummary = ControlSummary()

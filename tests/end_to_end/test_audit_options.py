@@ -107,6 +107,8 @@ class TestBadInput:
         refused(constants(*SET, "--keep", str(tmp_path)), "not empty")
         refused(constants(*SET, "--keep", str(tmp_path / "mine")), "it is a file")
         refused(gaverify(["audit", "--from", str(tmp_path)]), "it holds no records of an audit")
+        (tmp_path / "audit.json").write_text('{"version": 3, "request": {}}')
+        refused(gaverify(["audit", "--from", str(tmp_path)]), "another version of gaverify", "run the audit again")
         refused(gaverify(["audit", "--from", str(tmp_path), CONSTANTS, *SET]), "leave out", "--accumulated-set")
 
 

@@ -12,7 +12,7 @@ import torch
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.samples import input_rows
-from gaverify.audit.same_data import StepSample
+from gaverify.audit.same_data import StepSample, StoredGradients
 from gaverify.records.events import (
     Backward,
     ClosingRecord,
@@ -85,7 +85,7 @@ def run_of(
     if fed is not None:
         torch.save([input_rows((fed,), {})], folder / "rows-1.pt")
     torch.save(replace(sample, **step), folder / "step-0-1.pt")
-    torch.save({0: final[:4].clone(), 1: final[4:].clone()}, folder / "gradients-0-1.pt")
+    torch.save(StoredGradients({0: final[:4].clone(), 1: final[4:].clone()}, {}, {}), folder / "gradients-0-1.pt")
     return RecordedRun(role, folder, 1.0)  # type: ignore[arg-type]
 
 

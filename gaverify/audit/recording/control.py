@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gaverify.audit.folders import COPY
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.watching import Watch, Watched
 from gaverify.passes.calls import FunctionMode
@@ -196,7 +197,7 @@ class Lead:
 
     def replace_gradients(self, entry: Watched) -> bool:
         """Takes the gradients of the same step of the same optimizer; returns whether it could."""
-        path = self._source / f"gradients-{entry.index}-{entry.steps}.pt" if self._source is not None else None
+        path = self._source / f"{COPY}-{entry.index}-{entry.steps}.pt" if self._source is not None else None
         # a fused step divides by the scale of a `GradScaler` itself, and the stored gradients may have another scale
         if path is None or not path.exists() or getattr(entry.optimizer, "grad_scale", None) is not None:
             return False

@@ -53,15 +53,14 @@ from gaverify.audit.recording.listeners.steps import ControlListener, StepHooks
 from gaverify.audit.recording.listeners.updates import ChangeListener, UpdateListener, WindowListener
 from gaverify.audit.recording.script_calls import ScriptCalls
 from gaverify.audit.recording.storage import Journal, Storage, leave, leave_together
-from gaverify.audit.recording.values import on_meta
-from gaverify.passes.wrappers import engine_of, is_flattened, is_sharded, offset_of_shard, tensor_parallel
+from gaverify.audit.recording.values import on_meta, shard_of
+from gaverify.passes.wrappers import engine_of, is_flattened, tensor_parallel
 from gaverify.records.events import (
     ClosingRecord,
     DrawSummary,
     End,
     Ending,
     ModelSummary,
-    Shard,
     TrainedGroup,
     TrainedParameter,
     UnseenCalls,
@@ -290,6 +289,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
         steps_itself=watch.has_stand_ins,
         keeps_no_gradients=recorder.changes.keeps_no_gradients,
         had_gradients=windows.had_gradients,
+        copies=windows.copies,
         unseen=UnseenCalls(
             recording.guard.left_out,
             recorder.gradients.elsewhere,
@@ -310,7 +310,7 @@ def _summarise_group(recorder: Recorder, index: int) -> TrainedGroup:
             # Models are numbered by the order in which their parameters are named, which parts must not change.
             "" if is_part else names.key(parameter, index, at),
             () if is_lazy(parameter) else tuple(parameter.shape),  # a lazy one has none before its first forward
-            _shard_of(parameter),
+            shard_of(parameter),
             addends.get(at),
         )
         for at, parameter in enumerate(parameters)
@@ -322,12 +322,6 @@ def started_processes() -> int:
     """Returns how many processes the script has started by `multiprocessing` so far; workers of loaders are some."""
     counter = getattr(multiprocessing.process, "_process_counter", None)  # private: newer Pythons may lack it
     return 0 if counter is None else next(copy.copy(counter)) - 1  # a copy: `next` counts on
-
-
-def _shard_of(parameter: torch.Tensor) -> Shard | None:
-    """Returns the piece of a parameter that this process holds; None where it holds all of it."""
-    data: Any = parameter.data
-    return Shard(offset_of_shard(data), tuple(data.to_local().shape)) if is_sharded(data) else None
 
 
 # Announces the calls around which a recording is built: hooks where torch has them, wrappers where it has none.

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from gaverify.audit.folders import DISK_FULL, META, ROOM
+from gaverify.audit.recording.sketching import KeptGradients
 from gaverify.audit.recording.values import plain
 from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
 from gaverify.audit.same_data import ForwardInputs, StepSample
@@ -49,14 +50,18 @@ class Storage:
             tensors: What one update stores.
             times: How often it is stored, by this process and by other ranks.
         """
-        wanted = times * sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
-        try:
-            free = shutil.disk_usage(self.folder).free
-        except OSError:  # then the disk tells when it is full
-            return
-        if wanted > free:
+        wanted, free = times * bytes_of(tensors), self.free
+        if free is not None and wanted > free:
             (self.folder / ROOM).write_text(json.dumps([wanted, free]), encoding="utf-8")
             leave(DISK_FULL)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes that are free on the disk; None where that is not known: then the disk tells when it is full."""
+        try:
+            return shutil.disk_usage(self.folder).free
+        except OSError:
+            return None
 
     def tensors(self, name: str, content: Any) -> None:
         """Writes tensors as one file, streamed from where they lie."""
@@ -112,7 +117,7 @@ class Update:
         entry: Watched,
         forwards: Forwards,
         moved: torch.Tensor | None = None,
-    ) -> dict[str, dict[int, torch.Tensor]]:
+    ) -> dict[str, KeptGradients]:
         """Takes what the optimizer is about to use.
 
         Args:
@@ -124,21 +129,20 @@ class Update:
         Returns:
             The gradients to store; where they are no longer what the window's last backward pass left, those as well.
         """
-        scale = getattr(entry.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
-        divisor = 1.0 if scale is None else float(scale)
+        divisor = divisor_of(entry)
         before = entry.weights if moved is None else moved
         summed = entry.summed
         if moved is not None and summed is not None and entry.is_cleared:
-            gradients = [entry.used.get(at, gradient) for at, gradient in enumerate(summed.gradients)]
-            sampled = entry.sample.read(gradients)
+            used = summed.replaced_by(entry.used)
         else:
-            grads = [parameter.grad for parameter in entry.sample.parameters]
-            gradients, sampled = [None if grad is None else plain(grad) for grad in grads], entry.gradients
-        if summed is not None and not summed.differs(gradients, sampled):
+            used = KeptGradients(entry.index, entry.sample, entry.gradients)
+        if summed is not None and not summed.differs(used):
             summed = None
+        from_whole = [each.sampled_from_whole for each in (used, summed or used)]
         self._steps[entry.index] = StepSample(
-            final=sampled / divisor,
+            final=used.sampled / divisor,
             summed=summed.sampled / divisor if summed is not None else None,
+            from_whole=tuple(values / divisor for values in from_whole if values is not None),
             before=before,
             stretches=entry.sample.stretches(),
             sizes=tuple(entry.sample.sizes),
@@ -146,10 +150,7 @@ class Update:
             forwards=tuple(forwards),
             update=self.number,
         )
-        tensors = {"gradients": _present(gradients, divisor)}
-        if summed is not None:
-            tensors["summed"] = _present(summed.gradients, divisor)
-        return tensors
+        return {"gradients": used} if summed is None else {"gradients": used, "summed": summed}
 
     def capture_after_step(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
         """Takes weights, settings and buffers after the step.
@@ -184,13 +185,10 @@ class Update:
         storage.tensors(f"rows-{self.number}", self.rows)
 
 
-def _present(gradients: Sequence[torch.Tensor | None], divisor: float) -> dict[int, torch.Tensor]:
-    """Gradients by the position of their parameter; the optimizer's own scale is taken out."""
-    return {
-        at: gradient if divisor == 1.0 else gradient / divisor
-        for at, gradient in enumerate(gradients)
-        if gradient is not None
-    }
+def divisor_of(entry: Watched) -> float:
+    """Returns what a fused optimizer divides its gradients by itself: the scale of a `GradScaler`."""
+    scale = getattr(entry.optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 
 def leave_together(meeting: Path, rank: int, ranks: int) -> None:
@@ -209,6 +207,11 @@ def leave_together(meeting: Path, rank: int, ranks: int) -> None:
         time.sleep(0.01)
 
 
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes that tensors take on the disk."""
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
+
+
 def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
     """Returns which gradients, by position, are addends of a sum still to be made, and how many ranks hold each.
 
@@ -223,14 +226,6 @@ def addends_of(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
             # Ranks along a replicated dimension of the mesh hold the same addend, which counts once.
             counts[at] = math.prod(size for placement, size in sizes if placement.is_replicate())
     return counts
-
-
-def shards_alone(
-    tensors: Mapping[str, Mapping[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
-) -> dict[str, dict[int, torch.Tensor]]:
-    """Returns the tensors of sharded parameters alone, by position: every rank holds all others as a whole."""
-    sharded = {at for at, parameter in enumerate(parameters) if hasattr(parameter.data, "placements")}
-    return {kind: {at: value for at, value in members.items() if at in sharded} for kind, members in tensors.items()}
 
 
 # Writes the events of a run: each with the number of its update and the script's line.

@@ -9,6 +9,7 @@ Shapes: S sampled elements of all parameters of one optimizer, laid end to end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from gaverify.passes.layouts import leaves
 from gaverify.passes.precision import Arithmetic, coarsest_unit, rounded_products, rounded_unit, short_name
-from gaverify.records.events import ArithmeticSummary
+from gaverify.passes.wrappers import is_sharded, offset_of_shard
+from gaverify.records.events import ArithmeticSummary, Shard
 from gaverify.torch_internals import (
     is_fake,
     is_functorch_tensor,
@@ -83,33 +85,6 @@ def suspend_modes() -> Iterator[None]:
     modes = without_active_modes()
     with without_torch_function(), torch.no_grad(), modes:
         yield
-
-
-class KeptGradients:
-    """The gradients of some parameters as they were when this was made.
-
-    Each is a copy: one more set of them from the last backward pass to the step. Torch's lazy clones share memory until
-    one side is written to, but CUDA's fused kernels (clipping, unscaling, optimizers) write without asking; what was
-    kept would be the clipped gradient, and a forgotten division would be equivalent.
-
-    Args:
-        parameters: Those whose `.grad` is kept.
-        sampled: A few elements of all of them, as `Sample.gradients` reads them.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], sampled: torch.Tensor) -> None:
-        self.sampled = sampled
-        self.gradients = [None if parameter.grad is None else copy_values(parameter.grad) for parameter in parameters]
-
-    def differs(self, gradients: Sequence[torch.Tensor | None], sampled: torch.Tensor) -> bool:
-        """Whether any element of the gradients has changed since; NaN that stays NaN has not.
-
-        Args:
-            gradients: Those of the same parameters as they are later.
-            sampled: The same elements of them.
-        """
-        pairs = zip(self.gradients, gradients, strict=True)
-        return not same(self.sampled, sampled) or not all(same(earlier, now) for earlier, now in pairs)
 
 
 def copy_values(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -176,6 +151,23 @@ class Sample:
         parts = [torch.full((size,), count / max(size, 1), dtype=torch.float64, device="cpu") for count, size in pairs]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
+    def gradients_from_whole(self) -> torch.Tensor | None:
+        """Returns the elements of the gradients that a process with whole parameters chooses, as `read` does.
+
+        They are zero where this process does not hold them, so that those of all shards add up; None without shards.
+        """
+        if not any(map(is_sharded, self.parameters)):
+            return None
+        counts = [math.prod(parameter.shape) for parameter in self.parameters]
+        parts = []
+        for at, parameter in enumerate(self.parameters):
+            chosen = positions(at, counts[at], sum(counts))
+            is_held, places = places_in_shard(chosen, parameter.shape, shard_of(parameter))
+            part = torch.zeros(len(chosen), dtype=torch.float64, device="cpu")
+            part[is_held] = read([(parameter.grad, places)])[0]
+            parts.append(part)
+        return torch.cat(parts)
+
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Returns the elements of tensors of the parameters' shapes as float64 on the CPU; zero where there is none."""
         parts = read(list(zip(tensors, self._positions, strict=True)))
@@ -214,6 +206,26 @@ def positions(ordinal: int, numel: int, total: int) -> torch.Tensor:
         * _RUN
     )
     return (starts[:, None] + torch.arange(_RUN, device="cpu")).flatten().clamp_max(numel - 1)
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Returns the piece of a parameter that this process holds; None where it holds all of it."""
+    data: Any = parameter.data
+    return Shard(offset_of_shard(data), tuple(data.to_local().shape)) if is_sharded(data) else None
+
+
+def places_in_shard(
+    chosen: torch.Tensor, shape: Sequence[int], shard: Shard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which positions of a whole parameter lie in a piece of it, and where these are in the piece."""
+    if shard is None:
+        return torch.ones(len(chosen), dtype=torch.bool, device="cpu"), chosen
+    is_held = torch.ones(len(chosen), dtype=torch.bool, device="cpu")
+    places = torch.zeros_like(chosen)
+    for index, offset, size in zip(torch.unravel_index(chosen, tuple(shape)), shard.offset, shard.shape, strict=True):
+        is_held &= (index >= offset) & (index < offset + size)
+        places = places * size + index - offset
+    return is_held, places[is_held]
 
 
 # torch.compile, Fabric, FSDP, activation checkpointing

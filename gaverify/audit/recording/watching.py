@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gaverify.audit.recording.values import KeptGradients, Sample, copy_values, plain, same
+from gaverify.audit.recording.sketching import KeptGradients
+from gaverify.audit.recording.values import Sample, plain, same
 from gaverify.torch_internals import has_post_accumulate_hooks
 
 
@@ -53,7 +54,7 @@ class Watched:
     forwards: set[int] = field(default_factory=set)
     steps: int = 0
     summed: KeptGradients | None = None
-    used: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    used: dict[int, KeptGradients] = field(default_factory=dict)
     clipped: bool = False
 
     @property
@@ -68,7 +69,7 @@ class Watched:
 
     def keep(self) -> None:
         """Keeps the gradients as they are now."""
-        self.summed, self.used = KeptGradients(self.sample.parameters, self.gradients), {}
+        self.summed, self.used = KeptGradients(self.index, self.sample, self.gradients), {}
 
     def keep_used(self) -> bool:
         """Keeps the gradients of parameters that have just moved, unless they are gone; returns whether any moved."""
@@ -77,7 +78,8 @@ class Watched:
         moved = [at for at, pair in enumerate(pairs) if at not in self.used and not same(*pair)]
         gradients = {at: self.sample.parameters[at].grad for at in moved}
         left = {at: gradient for at, gradient in gradients.items() if gradient is not None and bool(gradient.any())}
-        self.used |= {at: copy_values(gradient) for at, gradient in left.items()}
+        for at, gradient in left.items():
+            self.used[at] = KeptGradients(self.index, self.sample, self.sample.elements(at, gradient), only=at)
         return bool(moved)
 
 

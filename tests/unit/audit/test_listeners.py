@@ -29,6 +29,7 @@ from gaverify.audit.recording.listeners.other_calls import (
     ZeroGradCall,
     ZeroGradListener,
 )
+from gaverify.audit.recording.listeners.updates import WindowListener
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Journal, Storage
 from gaverify.records.events import (
@@ -261,3 +262,29 @@ class TestProtocol:
         record = ClosingRecord(Ending.EXIT, "0", 2, groups=(TrainedGroup((weight,), (0,)), TrainedGroup(is_part=True)))
         read = read_closing_record(write_closing_record(record))
         assert read == record and read.is_sharded
+
+
+@pytest.mark.parametrize(
+    ("updates", "count", "free", "copied"),
+    [
+        (1, 5, 1 << 40, None),  # a single update needs none
+        (3, 5, 90, 3),
+        (2, (1 << 23) + 1, 1 << 40, 1),  # 67 MB for two updates
+        (2, (1 << 23) + 1, 2 * (4 << 23), 0),  # not twice
+    ],
+)
+def test_small_gradients_are_copied_of_every_update_and_large_ones_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: int, count: int, free: int, copied: int | None
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    shared = recording(tmp_path, [])
+    shared.job = Job(Command(""), "full", updates, folder=str(tmp_path))
+    weight = torch.zeros(1).expand(count).requires_grad_()  # takes no memory
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    entry = shared.watch.of(shared.watch.add(optimizer))
+    entry.sample.parameters[0].grad = torch.ones(2)
+    monkeypatch.setattr(shared.watch, "all_parameters", lambda: iter([weight]))
+    windows = WindowListener(shared, SimpleNamespace(open=SimpleNamespace(number=1)))  # type: ignore[arg-type]
+    windows._copy(entry)
+    assert (windows.copies and windows.copies.updates) == copied
+    assert [path.name for path in tmp_path.glob("copy-*")] == (["copy-1-0.pt"] if copied else [])

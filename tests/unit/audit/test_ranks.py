@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from gaverify.audit.processes import check_parameters
 from gaverify.audit.ranks import RankedRun, distance_between_ranks, rank_facts
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.samples import input_rows
-from gaverify.audit.recording.storage import shards_alone
 from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
@@ -324,13 +322,4 @@ def test_the_recorder_sends_nothing_between_ranks(tmp_path: Path, engine: Engine
     assert [rank.traffic for rank in recorded] == [rank.traffic for rank in bare]
     assert min(rank.collectives for rank in bare) > 0 and min(rank.traffic.bytes_moved for rank in bare) > GRADIENT
     stored = [rank.stored for rank in recorded]
-    if engine is Engine.DDP:  # two updates of the whole in rank 0, samples in the other
-        assert stored[0] > 2 * GRADIENT and stored[1] < GRADIENT
-    else:  # half of each in both
-        assert min(stored) > GRADIENT and max(stored) < 2 * GRADIENT
-
-
-def test_what_is_kept_of_another_rank() -> None:
-    replica, shard = SimpleNamespace(data=torch.zeros(2)), SimpleNamespace(data=SimpleNamespace(placements=()))
-    tensors = {"gradients": {0: torch.ones(2), 1: torch.ones(1)}}
-    assert shards_alone(tensors, [replica, shard]) == {"gradients": {1: tensors["gradients"][1]}}  # type: ignore[list-item]
+    assert max(stored) < GRADIENT / 4  # sketches of two updates, and samples

@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.audit.folders import COPY
 from gaverify.audit.recording.bus import Bus
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, StepCall, UpdateEnd
 from gaverify.audit.recording.listeners.gradients import GradientListener
 from gaverify.audit.recording.listeners.other_calls import ClipCall
-from gaverify.audit.recording.storage import Update, addends_of, shards_alone
-from gaverify.audit.recording.values import out_of_sight, place_in_group
+from gaverify.audit.recording.storage import Update, addends_of, bytes_of, divisor_of
+from gaverify.audit.recording.values import out_of_sight, place_in_group, plain
 from gaverify.audit.recording.watching import StandIn, Watched
-from gaverify.audit.same_data import ForwardInputs
+from gaverify.audit.same_data import ForwardInputs, StoredGradients
 from gaverify.passes.wrappers import is_sharded
-from gaverify.records.events import Ending, Step
+from gaverify.records.events import Ending, GradientCopies, Step
 from gaverify.tracebacks import Place
 
 GRACE = 2.0
@@ -85,6 +86,10 @@ class UpdateListener:
         self.close()
 
 
+_SMALL_COPIES = 1 << 26
+"""Bytes of the gradients of all updates up to which each update's are copied: as much as a run's sketches take."""
+
+
 class WindowListener:
     """Stores what each step is made of, and opens the next window of its optimizer.
 
@@ -104,6 +109,8 @@ class WindowListener:
         """For each optimizer, as at its last step, what `addends_of` tells of its gradients."""
         self.had_gradients = False
         """Whether any step had something to use."""
+        self.copies: GradientCopies | None = None
+        """What was copied for the steps of later runs; None before the first step that they could make."""
         self.rank, self.ranks = 0, 1
 
     def record(self, call: StepCall) -> None:
@@ -116,6 +123,8 @@ class WindowListener:
         recording.journal.add(Step(*stamp, optimizer=entry.index, inside=recording.phase.in_backward, by_hand=by_hand))
         self.rank, self.ranks = max((self.rank, self.ranks), place_in_group(), key=lambda place: place[1])
         self.store(entry)
+        if call.can_lead:
+            self._copy(entry)
         self.had_gradients = self.had_gradients or not entry.is_cleared
 
     def note_result(self, call: StepCall) -> None:
@@ -142,21 +151,52 @@ class WindowListener:
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         self.addends[entry.index] = addends_of(entry.sample.parameters)
-        tensors = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
-        if self.rank and not job.is_reference:
-            tensors = shards_alone(tensors, entry.sample.parameters)  # of replicas, those of rank 0 are read
+        kept = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
         if self.stores_gradients and update.number <= max(job.updates, 1):
-            self._write(entry, tensors, max(job.updates, 1) - update.number + 1)
+            divisor, left_out = divisor_of(entry), self._replicas(entry)
+            stored = {kind: gradients.stored(divisor, left_out) for kind, gradients in kept.items()}
+            self._write(entry, stored, max(job.updates, 1) - update.number + 1)
         entry.pending, entry.increments, entry.forwards = 0, [], set()
         entry.summed, entry.used = None, {}
 
-    def _write(self, entry: Watched, tensors: dict[str, dict[int, torch.Tensor]], updates_left: int) -> None:
+    def _replicas(self, entry: Watched) -> list[int]:
+        """Returns the places of the parameters that another rank stores: of replicas, those of rank 0 are read."""
+        if not self.rank or self._recording.job.is_reference:
+            return []
+        return [at for at, parameter in enumerate(entry.sample.parameters) if not is_sharded(parameter.data)]
+
+    def _write(self, entry: Watched, stored: dict[str, StoredGradients], updates_left: int) -> None:
         # Every rank writes its shards, on what may be the same disk.
         shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
         storage = self._recording.storage
-        storage.reserve((value for members in tensors.values() for value in members.values()), updates_left * shared)
-        for kind, members in tensors.items():
+        tensors = [each for part in stored.values() for each in (*part.values.values(), *part.sketches.values())]
+        storage.reserve(tensors, updates_left * shared)
+        for kind, members in stored.items():
             storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
+
+    def _copy(self, entry: Watched) -> None:
+        """Copies the gradients of a step, so that later runs can make the same one.
+
+        Small ones are copied of every update; of large ones those of the first update alone, if they fit twice.
+        """
+        recording, number = self._recording, self._updates.open.number
+        # The next update starts where this step leads: a single update needs no copy. Shards are never led.
+        if recording.job.updates < 2 or not recording.job.is_reference or any(map(is_sharded, entry.sample.parameters)):
+            return
+        if self.copies is None:
+            wanted, free = bytes_of(recording.watch.all_parameters()), recording.storage.free
+            updates = recording.job.updates
+            if wanted * updates > _SMALL_COPIES:
+                updates = int(free is None or 2 * wanted <= free)
+            self.copies = GradientCopies(updates, wanted, free or 0)
+        if number <= self.copies.updates:
+            divisor = divisor_of(entry)
+            gradients = {
+                at: gradient if divisor == 1.0 else gradient / divisor
+                for at, parameter in enumerate(entry.sample.parameters)
+                if parameter.grad is not None and (gradient := plain(parameter.grad)) is not None
+            }
+            recording.storage.tensors(f"{COPY}-{entry.index}-{entry.steps}", gradients)
 
 
 # Changes that a script makes itself: of weights, gradients and settings between calls, and steps of its own.
