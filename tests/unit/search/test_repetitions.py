@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import problems_state
@@ -14,7 +16,8 @@ from torch.nn.functional import cross_entropy
 import gaverify
 from gaverify import Verdict
 from gaverify.passes import gradients
-from gaverify.search import state, weights
+from gaverify.records.comparison import Method
+from gaverify.search import investigation, state, weights
 from gaverify.verdict import measurement
 
 
@@ -199,3 +202,40 @@ def test_layers_without_running_statistics_are_not_presumed_to_explain_everythin
     """Evaluation mode changes nothing there: the search in the part goes on, and no search of the whole follows."""
     verdict, _, double = verify_in_part(problem(network(NormAct(8, track_running_stats=False))), monkeypatch)
     assert fault_codes(verdict) == ["GAV101"] and 16 not in double
+
+
+# --- The question that CONTRIBUTING shows ----------------------------------------------------------------------------
+
+
+def capped(cap: float) -> tuple[nn.Module, Any, Any]:
+    """Samples with a loss of about 9 and of about 1; a micro-batch of the first samples, and one of all, is above 6."""
+    torch.manual_seed(0)
+    targets = torch.ones(16, 1)
+    targets[[0, 1, 12, 13, 14, 15]] = 3.0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().mean().clamp(max=cap)
+
+    model = nn.Linear(6, 1)
+    with torch.no_grad():
+        model.weight.mul_(0.01)
+        model.bias.zero_()
+    return model, loss, (torch.randn(16, 6), targets)
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 60], ids=["confirmed on all of the batch", "asked of all of the batch"])
+def test_the_question_that_contributing_shows_is_asked_and_confirmed(
+    worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Intervention" in code]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setattr(measurement, "WORTH", worth)
+    monkeypatch.setattr(investigation, "QUESTIONS", (investigation.weights.ask, names["ask_caps"]))
+    verdict = gaverify.verify(*capped(6.0), steps=4)
+    assert (verdict.method is Method.FLOAT64_PART) is (worth == 0)
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
+    assert (finding.code, finding.proven) == ("GAV103", True) and "caps on the loss left out" in control.statement
+    assert gaverify.verify(*capped(60.0), steps=4).outcome is gaverify.Outcome.EQUIVALENT
