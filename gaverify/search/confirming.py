@@ -57,7 +57,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         return facts
     if weight_facts.remedy is not None:
         return _mark_weights(bench, facts)
-    second = bench.possible(lambda: _make_second_batch(bench))
+    second, cause = bench.possible(lambda: _make_second_batch(bench)), next(iter(causes), None)
     if second is None:
         return facts
     if state_facts is not None and state_facts.blamed:
@@ -65,14 +65,14 @@ def ask(bench: Bench, facts: Facts) -> Facts:
             _mark_run(run, second.possible(partial(second.run, *run.interventions))) for run in state_facts.remedies
         ]
         return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
-    (cause,) = causes
-    second_cause = second.possible(partial(proof.rerun_cause, second, cause)) if cause.control is not None else None
+    if cause is None or cause.control is None:
+        return facts
+    second_cause = second.possible(lambda: proof.rerun_cause(second, cause))
     if second_cause is None:
         return facts
-    second_runs = {run.kind: run for run in (second_cause.control, *second_cause.remedies) if run is not None}
+    second_runs = {run.kind: run for run in second_cause.remedies}
     remedies = tuple(_mark_run(run, second_runs.get(run.kind)) for run in cause.remedies)
-    control = cause.control and _mark_run(cause.control, second_cause.control)
-    marked = replace(cause, control=control, remedies=remedies)
+    marked = replace(cause, control=_mark_run(cause.control, second_cause.control), remedies=remedies)
     return replace(facts, forward=replace(facts.forward, causes=(marked,)))
 
 
@@ -186,21 +186,16 @@ def _run_weights_repair(second: Bench, weight_facts: AccumulationWindow) -> Cont
     if weighting is None and are_ones(weight_facts.fit.weights, weight_facts.fit.residual):
         weighting = "none"
     if weighting is not None:
-        weigh = partial(_weigh_by_word, weighting)
-        return second.run(Intervention("with these weights", ControlKind.WEIGHTS, change=weigh, in_reference=False))
+        return second.run(weights.weigh(weighting))
     factor = next(c / w for c, w in zip(weight_facts.fit.weights, weight_facts.used, strict=True) if w)
-    times = Intervention("with these weights", ControlKind.WEIGHTS, lambda _: _Times(factor), in_reference=False)
+    times = Intervention("with these weights", ControlKind.WEIGHTS, partial(_Times, factor), in_reference=False)
     return second.run(times)
-
-
-def _weigh_by_word(weighting: str, experiment: Experiment) -> Experiment:
-    return replace(experiment, weighting=weighting)
 
 
 class _Times(PassProbe):
     """Multiplies every micro-batch's loss."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, _: Experiment) -> None:
         self._factor = factor
 
     @hands_over

@@ -35,6 +35,10 @@ from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_d
 from gaverify.verdict.measurement import Measurement, is_large
 from gaverify.verdict.sketches import keep_sketch
 
+_CONSTANT_DRAWS = Intervention(
+    "every random draw kept constant", ControlKind.DRAWS_PINNED, change=Experiment.with_constant_draws
+)
+
 
 def _ask_draws(bench: Bench, facts: Facts) -> Facts:
     """Replaces every random draw by one typical value in both runs, if some could not be distributed to samples."""
@@ -56,7 +60,7 @@ def _choose_bench(bench: Bench, facts: Facts) -> Bench:
 
 
 def _hold_draws(bench: Bench) -> Bench:
-    return replace(bench, experiment=bench.experiment.with_constant_draws(), reference=None, live=bench)
+    return replace(bench.neutralise(_CONSTANT_DRAWS), reference=None, live=bench)
 
 
 QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
@@ -104,9 +103,9 @@ def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
     return bench.run(weigh(fit.weights))
 
 
-def weigh(weights: Sequence[float]) -> Intervention:
-    """Other micro-batch weights."""
-    change = partial(Experiment.with_weights, weights=weights)
+def weigh(weighting: str | Sequence[float]) -> Intervention:
+    """Other micro-batch weights, as a word or as numbers."""
+    change = partial(replace, weighting=weighting)
     return Intervention("with these weights", ControlKind.WEIGHTS, change=change, in_reference=False)
 
 
