@@ -179,7 +179,7 @@ def _audit_files(
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
     reports: list[AuditReport] = []
     failures: list[Failure] = []
-    as_rows = quiet and form == "text"
+    row_width = max(len(str(file)) for file, _ in files) if quiet and form == "text" else None
     for number, (file, missing) in enumerate(files):
         try:
             if missing:
@@ -188,17 +188,17 @@ def _audit_files(
             report = _run_audit(options.request, number, len(files), quiet=quiet)
         except SpecError as error:  # its options are checked in several places: all stand in this file
             named = SpecError(error.problems, str(file))
-            ended = failures_of(named, str(file), invocation, as_rows=as_rows)
+            ended = failures_of(named, str(file), invocation, row_width=row_width)
             failures += [failure._replace(position=number) for failure in ended]
             continue
         except (Exception, SystemExit) as error:  # Ctrl-C ends them all
-            ended = failures_of(error, str(file), invocation, as_rows=as_rows)
+            ended = failures_of(error, str(file), invocation, row_width=row_width)
             failures += [failure._replace(position=number) for failure in ended]
             continue
         final_report = mark_accepted(report, options.accept, project, expect=options.expect, strict=strict)
         reports.append(replace(final_report, source=str(file)))
-        if as_rows:
-            print_line(reports[-1])
+        if row_width is not None:
+            print_line(reports[-1], row_width)
     code = exit_code_of(reports, project, failures, strict=strict)
     show(
         reports,
@@ -207,7 +207,7 @@ def _audit_files(
         show_all=show_all,
         failures=failures,
         exit_code=code,
-        printed=as_rows,
+        printed=row_width is not None,
         quiet=quiet,
     )
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,6 @@ from gaverify.cli.streams import (
     SeveralProgress,
     failures_of,
     guests,
-    harmless,
     note_answers,
     pause_collector,
     report_failure,
@@ -110,6 +109,7 @@ def _read_word(tokens: list[str]) -> Choice:
 
 
 _COMMAND_LINE = "command line"
+_WIDEST_NAME = 48
 _PrintEach = Callable[["Verdict"], None]
 
 
@@ -125,6 +125,8 @@ class Gate:
     """Stale entries fail, and specs that would be skipped."""
     quiet: bool = False
     """Say nothing of what is begun where there is no terminal."""
+    row_width: int | None = None
+    """Columns of the names where each run is a row; None: runs have no rows."""
 
 
 _GATE_OPTIONS = options_of(Gate)
@@ -208,7 +210,9 @@ def run(
         found_jobs = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
         if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
             # A single answer is left to `show`: there is nothing to wait for behind it.
-            print_each = _print_row if quiet else partial(_print_table, show_all=show_all)
+            width = _name_width(found_jobs)
+            gate = replace(gate, row_width=width if quiet else None)
+            print_each = partial(_print_row, width) if quiet else partial(_print_table, show_all)
         _verify_all(found_jobs, invocation, results, project, print_each, gate)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
@@ -286,7 +290,6 @@ def _verify_all(
     Ctrl-C ends the list: what was not verified by then is a failure. A spec that lacks a package is skipped, unless
     that is strict; a model that the command line names has to run.
     """
-    as_rows = print_each is _print_row
     failed = 0
     with closing(_answers(jobs, gate, debug=invocation.debug)) as answers:
         for at, (source, spec) in enumerate(jobs):
@@ -297,9 +300,9 @@ def _verify_all(
             except BaseException as error:
                 if isinstance(error, MissingPackage) and source != _COMMAND_LINE and not gate.strict:
                     results.skipped.append(Failure(source, str(error), error.exit_code, at))
-                    _tell_skipped(results.skipped[-1], as_row=as_rows)
+                    _tell_skipped(results.skipped[-1], gate.row_width)
                     continue
-                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, as_rows=as_rows)
+                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, row_width=gate.row_width)
                 if ended[0].code == INTERRUPTED:
                     why = "interrupted before there was a verdict"
                     missed = enumerate(jobs[at:], at)
@@ -370,21 +373,38 @@ def _name_error(spec: Spec) -> SpecError | None:
     return None
 
 
-def _tell_skipped(skipped: Failure, *, as_row: bool) -> None:
-    if as_row:
-        click.echo(harmless(f"SKIPPED {skipped.source}, {' '.join(skipped.message.split())}"))
-    else:
+def _tell_skipped(skipped: Failure, row_width: int | None) -> None:
+    if row_width is None:
         say(f"{skipped.source}: {skipped.message}", "skipped")
+        return
+    from gaverify.report import print_no_answer
 
-
-def _print_row(verdict: Verdict) -> None:
-    from gaverify.report import print_line
-
-    print_line(verdict)
+    print_no_answer("skipped", skipped.source, skipped.message, row_width)
     sys.stdout.flush()
 
 
-def _print_table(verdict: Verdict, show_all: bool) -> None:
+def _print_row(width: int, verdict: Verdict) -> None:
+    from gaverify.report import print_line
+
+    print_line(verdict, width)
+    sys.stdout.flush()
+
+
+def _name_width(jobs: Iterable[tuple[str, Spec | SpecError]]) -> int:
+    """Columns that the names of runs take; one that is much longer than the others moves its own row alone."""
+    names = [_name_of(source, spec) for source, spec in jobs]
+    return min(max(map(len, names), default=0), _WIDEST_NAME)
+
+
+def _name_of(source: str, spec: Spec | SpecError) -> str:
+    """What reports call a run."""
+    if isinstance(spec, SpecError):
+        return source
+    file, name = "" if source == _COMMAND_LINE else source, spec.name or ""
+    return f"{file} ({name})" if file and name else file or name or spec.model
+
+
+def _print_table(show_all: bool, verdict: Verdict) -> None:
     from gaverify.report import print_answer
 
     print_answer(verdict, show_all=show_all)

@@ -233,7 +233,7 @@ class Failure(NamedTuple):
 
 
 def failures_of(
-    error: BaseException, source: str, invocation: Invocation, *, alone: bool = False, as_rows: bool = False
+    error: BaseException, source: str, invocation: Invocation, *, alone: bool = False, row_width: int | None = None
 ) -> list[Failure]:
     """Tells on stderr what one of several specs ended with; returns it as rows.
 
@@ -242,16 +242,25 @@ def failures_of(
         source: The spec's file, or what stands for it.
         invocation: How gaverify was called.
         alone: Whether it is the only spec: its name then stands in front of nothing.
-        as_rows: Print it on stdout, where other specs have a row; a fault of gaverify is told on stderr all the same.
+        row_width: Print it on stdout, where other specs have a row with a name of so many columns; None: on stderr, as
+            a fault of gaverify is in any case.
     """
     names_itself = isinstance(error, SpecError) and error.source == source
     sentences = (
         error.problems if isinstance(error, SpecError) and names_itself else (failure_message(error, invocation.words),)
     )
     foreseen = as_foreseen(error)
-    if as_rows and foreseen is not None and foreseen.exit_code == USAGE and not (_received or invocation.debug):
+    if (
+        row_width is not None
+        and foreseen is not None
+        and foreseen.exit_code == USAGE
+        and not (_received or invocation.debug)
+    ):
+        from gaverify.report import print_no_answer
+
         for sentence in sentences:
-            click.echo(harmless(f"ERROR {source}, {' '.join(sentence.split())}"))
+            print_no_answer("error", source, sentence, row_width)
+        sys.stdout.flush()
         return [Failure(source, sentence, USAGE) for sentence in sentences]
     code = report_failure(error, invocation, "" if names_itself or alone else source)
     return [Failure(source, sentence, code) for sentence in sentences]

@@ -14,7 +14,7 @@ from gaverify.errors import SpecError
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
 from gaverify.report.layout import Layout, Line, plain
 from gaverify.report.pages import Answer, NoAnswer, Report, page_of
-from gaverify.report.text import page_line, page_lines, report_lines, short_lines, summary_lines, time_text
+from gaverify.report.text import page_line, page_lines, page_row, report_lines, row_lines, short_lines, summary_lines
 
 __all__ = [
     "FORMATS",
@@ -29,6 +29,7 @@ __all__ = [
     "line_text",
     "print_answer",
     "print_line",
+    "print_no_answer",
     "print_report",
     "print_summary",
     "render",
@@ -111,13 +112,17 @@ def print_summary(report: Report, file: IO[str] | None = None) -> None:
     _print(lambda layout: summary_lines(report, [page_of(answer) for answer in report.answers], layout), file)
 
 
-def print_line(answer: Answer, file: IO[str] | None = None) -> None:
-    """Prints one answer as one line, however long, so that a program can read it."""
-    page = page_of(answer)
-    _print(lambda layout: [[(layout.text(page_line(page) + time_text(page)), "")]], file)
+def print_line(answer: Answer, width: int = 0) -> None:
+    """Prints one answer as one line in columns; names take `width` of them."""
+    _print(lambda layout: page_row(page_of(answer), layout, width))
 
 
-def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None) -> None:
+def print_no_answer(word: str, source: str, message: str, width: int = 0) -> None:
+    """Prints such a line of a run that came to no answer: an `error`, or one that was `skipped`."""
+    _print(lambda layout: row_lines(word, source, message, layout, width))
+
+
+def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None = None) -> None:
     from gaverify.report.text import layout_for, write_lines
 
     # looked up at each call: tests and notebooks replace `sys.stdout`

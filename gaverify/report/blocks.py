@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
+from gaverify.records.numbers import count_text
 from gaverify.records.profile import Row
 
 Call = tuple[str, str]
@@ -32,6 +33,8 @@ class Headline:
     """What made the answer, as `gaverify 0.1.0 audit`; empty: a profile without a setting."""
     states: tuple[str, ...] = ()
     """What accepted or expected outcomes make of the answer, a word or two each."""
+    stale: str = ""
+    """How many entries accept nothing any more, in words; empty: none."""
     remarks: tuple[str, ...] = ()
     """What follows from accepted divergences, expectations and an interruption, in sentences."""
     passed: bool = False
@@ -40,7 +43,7 @@ class Headline:
     @property
     def words(self) -> str:
         """The outcome, and what the user's entries and expectation make of it: `divergent, as expected`."""
-        return ", ".join((self.outcome.value, *self.states))
+        return ", ".join(filter(None, (self.outcome.value, *self.states, self.stale)))
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,17 @@ class Page:
     """The rows of a profile."""
 
     @property
+    def why(self) -> str:
+        """Code and place of the first cause, and the sentence: what a list of answers says of each."""
+        faults = [block.finding for block in self.findings if block.finding.severity == "fault"]
+        # Stable: a cause that is not accepted is the one to look at.
+        faults.sort(key=lambda finding: bool(finding.accepted))
+        cause = _code_and_place(faults[0]) if faults else ""
+        if len(faults) > 1:
+            cause += f" and {count_text(len(faults) - 1, 'other cause')}"
+        return "; ".join(filter(None, (cause, self.headline.sentence, self.headline.stale)))
+
+    @property
     def blocks(self) -> Iterator[Block]:
         """Every block of every section."""
         return (block for section in self.sections for block in section.blocks)
@@ -197,3 +211,13 @@ class Page:
     def comparisons(self) -> list[Parameters]:
         """The compared parameters: one table of a verdict, one per update of an audit, none of a profile."""
         return [block for block in self.blocks if isinstance(block, Parameters)]
+
+
+def _code_and_place(finding: Finding) -> str:
+    """Returns `GAV101 in layer features.1 at cnn.py:9`."""
+    place, words = finding.location, [finding.code]
+    if place is not None and place.module is not None:
+        words.append(f"in layer {place.module}" if place.module else "in the model itself")
+    if place is not None and place.file is not None:
+        words.append(f"at {place.file}" if place.line is None else f"at {place.file}:{place.line}")
+    return " ".join(words)

@@ -98,31 +98,49 @@ def headline_of(
         version: What made the answer.
         states: More words about the answer, behind those about acceptance.
     """
-    acceptance, is_expected = answer.acceptance, answer.acceptance.expected is answer.outcome
-    words: list[str] = []
-    sentences: list[str] = []
-    if answer.accepted:
-        words.append("accepted")
-        sentences.append("accepted: every cause of the divergence is one that is known and wanted")
-    if acceptance.expected is not None:
-        asked = acceptance.expected.value
-        words.append("as expected" if is_expected else f"{asked} was expected")
-        sentences.append(
-            f'as expected (`expect = "{asked}"`)'
-            if is_expected
-            else f"not as expected: {asked} was expected, and the outcome is {answer.outcome.value}; "
-            "change `expect` if that is right"
-        )
-    words += ["stale entries"] if acceptance.stale else []
-    sentences += [f"stale: {sentence}" for sentence in acceptance.stale]
-    sentences += [f"not accepted: {sentence}" for sentence in acceptance.refused]
+    own_states = _states(answer)
+    acceptance = answer.acceptance
+    remarks = [*own_states.values()]
+    remarks += [f"stale: {entry}" for entry in acceptance.stale]
+    remarks += [f"not accepted: {entry}" for entry in acceptance.refused]
     return Headline(
         title,
         answer.outcome,
         sentence,
         method,
         version,
-        (*words, *states),
-        tuple(sentences),
+        (*own_states, *states),
+        _word_stale(len(acceptance.stale)),
+        tuple(filter(None, remarks)),
         answer.exit_code == 0,
     )
+
+
+def _states(answer: Verdict | AuditReport) -> dict[str, str]:
+    """What the user's entries and expectation make of the outcome: words, each with its sentence or ""."""
+    expected = answer.acceptance.expected
+    states: dict[str, str] = {}
+    if answer.accepted:
+        states["accepted"] = "accepted: every cause of the divergence is one that is known and wanted"
+    if expected is answer.outcome:
+        states["as expected"] = f'as expected (`expect = "{expected.value}"`)'
+    elif expected is not None:
+        states[f"{expected.value} was expected"] = (
+            f"not as expected: {expected.value} was expected, and the outcome is {answer.outcome.value}; "
+            "change `expect` if that is right"
+        )
+    # Only where there are entries does anybody think that a divergence is accepted.
+    elif answer.outcome is Outcome.DIVERGENT and not answer.accepted and _has_entries(answer):
+        states["not accepted"] = ""
+    return states
+
+
+def _has_entries(answer: Verdict | AuditReport) -> bool:
+    acceptance = answer.acceptance
+    return bool(acceptance.stale or acceptance.refused) or any(finding.accepted for finding in answer.findings)
+
+
+def _word_stale(count: int) -> str:
+    if count == 0:
+        return ""
+    return "1 accept entry no longer occurs" if count == 1 else f"{count} accept entries no longer occur"

@@ -40,7 +40,7 @@ def _overview(runs: Iterable[Page | Unanswered]) -> list[str]:
             rows += [(f"{_NO_ANSWER[run.word]} {run.word}", text(run.source), text(each)) for each in run.messages]
         else:
             headline = run.headline
-            rows.append((_outcome_with_sign(headline), text(headline.title), text(headline.sentence)))
+            rows.append((_outcome_with_sign(headline), text(headline.title), text(run.why)))
     return ["## gaverify", "", *_table(("", "run", "result"), rows), ""]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text, seconds_text
 from gaverify.records.verdict import Verdict
 from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table
@@ -237,29 +236,38 @@ def _table(table: Table, layout: Layout) -> list[Line]:
 def page_line(page: Page) -> str:
     """Returns an answer in one line: outcome, name, code and place of its first cause, why.
 
-    `DIVERGENT cnn.py:factory GAV101 features.1 cnn.py:9, 8 of 10 parameters differ, relative difference up to 8.5e-01`
+    `DIVERGENT cnn.py:factory: GAV101 in layer features.1 at cnn.py:9; 8 of 10 parameters differ, …`
     """
-    outcome = ", ".join([page.headline.outcome.name, *page.headline.states])
-    faults = [block.finding for block in page.findings if block.finding.severity == "fault"]
-    faults.sort(key=lambda finding: bool(finding.accepted))  # stable: what is not accepted has to be looked at first
-    words = [outcome, page.headline.title, *(_code_and_place(fault) for fault in faults[:1])]
-    if len(faults) > 1:
-        words.append(f"and {count_text(len(faults) - 1, 'other cause')}")
-    return clean(f"{' '.join(words)}, {page.headline.sentence}")
+    return clean(f"{page.headline.outcome.name} {page.headline.title}: {_with_states(page)}")
 
 
-def time_text(page: Page) -> str:
-    """Returns how long an answer took, for the end of its line; "" where that is not known."""
-    return f" ({seconds_text(page.seconds)})" if page.seconds else ""
+def row_lines(word: str, name: str, text: str, layout: Layout, width: int = 0) -> list[Line]:
+    """Returns a run as one line in columns, however long, so that a program can read it.
+
+    Args:
+        word: The outcome, or what came in its place.
+        name: What was run.
+        text: What follows.
+        layout: What the stream shows.
+        width: Columns of the names of all runs.
+    """
+    lead = f"{word.upper():<{_OUTCOME}}"
+    return [[(lead, _STYLES[word]), (layout.text(f"{pad(name, width)}  {' '.join(text.split())}"), "")]]
 
 
-def _code_and_place(finding: Finding) -> str:
-    place, words = finding.location, [finding.code]
-    if place is not None and place.module is not None:
-        words.append(place.module or "(root)")
-    if place is not None and place.file is not None:
-        words.append(place.file if place.line is None else f"{place.file}:{place.line}")
-    return " ".join(words)
+def page_row(page: Page, layout: Layout, width: int) -> list[Line]:
+    """Returns an answer as such a line."""
+    return row_lines(page.headline.outcome.value, page.headline.title, _describe(page), layout, width)
+
+
+def _describe(page: Page) -> str:
+    """What a list says of an answer: what the user made of it, cause, sentence and time."""
+    return _with_states(page) + (f" ({seconds_text(page.seconds)})" if page.seconds else "")
+
+
+def _with_states(page: Page) -> str:
+    states = ", ".join(page.headline.states)
+    return f"{states}: {page.why}" if states else page.why
 
 
 def report_lines(report: Report, layout: Layout) -> list[Line]:
@@ -282,8 +290,7 @@ def summary_lines(report: Report, pages: Sequence[Page], layout: Layout) -> list
                 lines += _summary_row(run.word, layout.wrap(f"{run.source}: {message}", indent=2 + _OUTCOME))
             continue
         headline = run.headline
-        summary = f"{headline.sentence} ({', '.join(headline.states)})" if headline.states else headline.sentence
-        body = layout.wrap(summary + time_text(run), indent=2 + _OUTCOME + widest + 2)
+        body = layout.wrap(_describe(run), indent=2 + _OUTCOME + widest + 2)
         name = pad(layout.shorten(headline.title, _WIDEST), widest)
         body[0][:1] = [("", ""), (name + "  ", "")]
         lines += _summary_row(headline.outcome.value, body)
@@ -385,7 +392,7 @@ class ReportText:
     def __init__(self, verdict: Verdict, path: str, line: int) -> None:
         page = verdict_page(verdict)
         self.lines = page_lines(page, layout_for(io.StringIO()))
-        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {page.headline.sentence}")
+        self.reprcrash = _Crash(path, line, f"{verdict.outcome.value}: {page.why}")
 
     def __str__(self) -> str:
         return f"{self.reprcrash.message}\n\n" + plain(self.lines).rstrip("\n")

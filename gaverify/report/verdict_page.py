@@ -15,6 +15,8 @@ from gaverify.report.common_blocks import blamed_modules, finding_blocks, headli
 from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import FIT_EXACT, TENTH
 
+_NO_ACCUMULATION = "K = 1, nothing was accumulated"
+
 
 def verdict_page(verdict: Verdict) -> Page:
     """Returns the page of a verdict."""
@@ -27,6 +29,7 @@ def verdict_page(verdict: Verdict) -> Page:
             sentence(verdict),
             method(verdict),
             f"gaverify {run.environment.gaverify}",
+            [_NO_ACCUMULATION] if run.steps == 1 and verdict.is_equivalent else (),
         ),
         finding_blocks(verdict.findings, verdict.parameters),
         Facts(tuple(_facts(verdict))),

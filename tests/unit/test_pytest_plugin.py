@@ -64,7 +64,7 @@ def test_specs_are_items(project: pytest.Pytester) -> None:
     assert "INCONCLUSIVE" in text
     assert re.search(r"gaverify: accepted divergences", text)
     assert "configs/known.toml: GAV101 batch-statistics at `1` (BatchNorm1d): ghost batch norm" in text
-    assert "FAILED configs/wrong.toml::gaverify - divergent: 3 of 6 parameters differ" in text
+    assert "FAILED configs/wrong.toml::gaverify - divergent: GAV101 in layer 1; 3 of" in text
     assert "ERROR configs/open.toml::gaverify - inconclusive: " in text
     assert "pytest_plugin.py" not in text  # nobody wants to read our traceback
     assert "other.toml" not in text
@@ -158,7 +158,7 @@ def test_xdist(project: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2, failed=1, errors=2)
     text = result.stdout.str()
     assert "DIVERGENT  3 of 6" in text and "ghost batch norm" in text
-    assert "FAILED configs/wrong.toml::gaverify - divergent: 3 of 6 parameters differ" in text
+    assert "FAILED configs/wrong.toml::gaverify - divergent: GAV101 in layer 1; 3 of" in text
 
 
 def test_it_can_be_switched_off(project: pytest.Pytester) -> None:

@@ -163,7 +163,8 @@ def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_audit_in_a_line_and_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--full", "--b 8", "--accumulated", "--b 2"]
     assert main(["audit", "train.py", *pair, "-q", "--name", "small"]) == 1
-    assert capsys.readouterr().out.startswith("DIVERGENT small GAV") and capsys.readouterr().out.count("\n") <= 1
+    out = capsys.readouterr().out
+    assert out.startswith("DIVERGENT     small  GAV") and out.count("\n") == 1
     assert main(["audit", "train.py", *pair, "-v", "--name", "small"]) == 1
     out = capsys.readouterr().out
     assert "audit: small" in out and "train.py" in out

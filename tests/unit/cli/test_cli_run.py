@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from gaverify.cli import main
 from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.answers import Environment
 from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Location
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import OPTIONS, Spec
 from gaverify.spec.entries import Accept
@@ -246,7 +248,9 @@ def test_quiet_is_a_line_for_each(fake: Fake, tmp_path: Path, capsys: pytest.Cap
     fake.verify = raising(ProblemError("a sentence that does not fit a line of eighty columns " * 3))
     assert main(["run", "-q", "mlp"]) == 2
     out, err = capsys.readouterr()
-    assert out.startswith("ERROR command line, a sentence") and out.endswith("columns\n") and out.count("\n") == 1
+    assert (
+        out.startswith("ERROR         command line  a sentence") and out.endswith("columns\n") and out.count("\n") == 1
+    )
     assert not err, "the error is told once"
 
 
@@ -257,15 +261,52 @@ def test_a_quiet_row_names_code_and_line(
     fake.verify = lambda spec: samples.divergent()
     assert main(["run", "-q", "mlp"]) == 1
     why = "3 of 6 parameters differ, relative difference up to 8.8e-01"
-    assert capsys.readouterr().out == f"DIVERGENT mlp-batchnorm GAV101 1 train.py:12, {why} (500 ms)\n"
+    row = "DIVERGENT     mlp-batchnorm  "
+    assert capsys.readouterr().out == f"{row}GAV101 in layer 1 at train.py:12; {why} (500 ms)\n"
     assert main(["run", "-q", "mlp", "--expect", "divergent"]) == 0
-    assert capsys.readouterr().out.startswith("DIVERGENT, as expected mlp-batchnorm GAV101 ")
+    assert capsys.readouterr().out.startswith(f"{row}as expected: GAV101 ")
     assert main(["run", "-q", "mlp", "--expect", "equivalent"]) == 1
-    assert capsys.readouterr().out.startswith("DIVERGENT, equivalent was expected mlp-batchnorm ")
+    assert capsys.readouterr().out.startswith(f"{row}equivalent was expected: GAV101 ")
     entry = Accept("GAV101", "1", "ghost batch norm")
     monkeypatch.setattr("gaverify.cli.running.project_settings", lambda: Project((entry,)))
     assert main(["run", "-q", "mlp"]) == 0
-    assert capsys.readouterr().out.startswith("DIVERGENT, accepted mlp-batchnorm GAV101 1 train.py:12")
+    assert capsys.readouterr().out.startswith(f"{row}accepted: GAV101 in layer 1 at train.py:12; ")
+
+
+def test_a_quiet_row_begins_with_what_is_new(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (known,) = (finding for finding in samples.divergent().findings if finding.severity == "fault")
+    new = replace(known, code="GAV202", location=Location(file="train.py", line=7))
+    fake.verify = lambda spec: samples.divergent(findings=(known, new))
+    entry = '[[accept]]\ncode = "{}"\nlocation = "{}"\nreason = "wanted"\n'
+    entries = entry.format("GAV101", "1") + entry.format("GAV102", "gone")
+    (tmp_path / "a.toml").write_text(f'model = "divergent"\n{entries}')
+    assert main(["run", "-q", str(tmp_path)]) == 1
+    _, name, *words = capsys.readouterr().out.split()
+    assert name == str(tmp_path / "a.toml")
+    line = " ".join(words)
+    assert line.startswith("not accepted: GAV202 at train.py:7 and 1 other cause; 3 of 6 parameters differ"), line
+    assert "; 1 accept entry no longer occurs (500 ms)" in line
+
+
+def test_quiet_rows_have_columns_and_colours(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.verify = lambda spec: verdict(Outcome(spec.model))
+    folder = specs(tmp_path, "equivalent", "divergent", "inconclusive")
+    (folder / "a-much-longer-name.toml").write_text('model = "equivalent"\nsteps = 0')
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-q", "."]) == 2
+    rows = capsys.readouterr().out.splitlines()
+    widest = 14 + len("a-much-longer-name.toml")
+    assert len(rows) == 4 and {(row[13], row[widest : widest + 2]) for row in rows} == {(" ", "  ")}
+    assert {row[14:widest].strip() for row in rows} == {path.name for path in tmp_path.glob("*.toml")}
+    assert main(["run", "-q", ".", "--color", "always"]) == 2
+    coloured = capsys.readouterr().out.splitlines()
+    assert all(re.match(r"\x1b\[[\d;]+m(EQUIV|DIVER|INCON|ERROR)", row) for row in coloured)
+    whole = verdict(Outcome.EQUIVALENT)
+    fake.verify = lambda spec: replace(whole, run=replace(whole.run, micro_batches=(8,)))
+    assert main(["run", "-q", "mlp"]) == 0
+    assert "K = 1, nothing was accumulated: " in capsys.readouterr().out
 
 
 def test_an_outcome_that_does_not_come_as_expected_is_a_sentence(
@@ -316,7 +357,7 @@ def test_a_spec_that_lacks_a_package_is_skipped_named_or_in_a_folder(
     assert out.count("2 runs: 1 equivalent, 1 skipped\n") == 2
     assert main(["run", str(folder), "-q"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"SKIPPED {lacking}, `gpt2` needs") and not err, "it is told once"
+    assert out.startswith(f"SKIPPED       {lacking}  `gpt2` needs") and not err, "it is told once"
     assert main(["run", str(folder), "--strict"]) == main(["run", "gpt2", other]) == 2
     out, err = capsys.readouterr()
     assert "skipped" not in err and out.count("2 runs: 1 equivalent, 1 error\n") == 2

@@ -219,7 +219,7 @@ def test_calls_in_order_are_a_success_that_is_not_called_equivalent() -> None:
     assert render([checked], "text").splitlines()[0].endswith("audit: calls")
     assert json.loads(render([checked], "sarif"))["runs"][0]["results"] == []
     assert "<error" not in render([checked], "junit")
-    assert "INCONCLUSIVE, calls in order calls" in repr(checked)
+    assert "INCONCLUSIVE calls: calls in order: " in repr(checked)
     for expected, stale, code in ((Outcome.DIVERGENT, (), 3), (None, ("stale",), 1)):
         acceptance = replace(checked.acceptance, expected=expected, stale=stale, strict=True)
         assert replace(checked, acceptance=acceptance).exit_code == code

@@ -243,7 +243,10 @@ def test_a_page_of_a_saved_document_is_the_same(sample) -> None:
 
 def test_several_answers_have_an_overview() -> None:
     text = Reader(page(samples.divergent(), samples.equivalent(), errors=[("b.toml", "no `model`")])).text
-    assert text.index("3 runs") < text.index("b.toml: no model") < text.index("GAV101")
+    assert (
+        text.index("3 runs") < text.index("GAV101 in layer 1 at train.py:12; 3 of 6") < text.index("b.toml: no model")
+    )
+    assert text.index("b.toml") < text.index("GAV101 batch-statistics")
     assert "runs" not in Reader(page(samples.equivalent())).text
 
 
