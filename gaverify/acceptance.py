@@ -82,7 +82,7 @@ def mark_accepted(
     ]
     acceptance = Acceptance(
         expected=Outcome(expect) if expect else None,
-        stale=tuple(f"{entry} matches nothing any more; remove it from `accept`" for entry in stale),
+        stale=tuple(f"accept entry {entry} matches nothing any more: remove it" for entry in stale),
         strict=strict or project.strict,
         refused=tuple(dict.fromkeys(refused)),
     )
@@ -93,7 +93,7 @@ def describe_unused_entries(answers: Iterable[Verdict | AuditReport], project: P
     """Returns a sentence for each of the project's entries that fits no finding of any answer."""
     findings = [finding for answer in answers for finding in answer.findings]
     stale = [entry for entry in project.accept if not any(_fits(entry, finding) for finding in findings)]
-    return tuple(f"{project.source}: {entry} matches nothing any more; remove it from `accept`" for entry in stale)
+    return tuple(f"{project.source}: accept entry {entry} matches nothing any more: remove it" for entry in stale)
 
 
 def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept], list[str]]:

@@ -259,8 +259,9 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]
     if decisive:
-        named, blind_spot = _list_findings(decisive), _describe_blind_spot(record)
-        return Outcome.DIVERGENT, f"{_describe_agreement(record)}the loop is at fault: {named}{blind_spot}"
+        codes = ", ".join(dict.fromkeys(finding.code for finding in decisive))
+        blind_spot = _describe_blind_spot(record)
+        return Outcome.DIVERGENT, f"the loop is at fault ({codes}){_describe_right_passes(record)}{blind_spot}"
     if request.events_only:
         complete_count = len(record.complete)
         calls = f"the calls of {count_text(complete_count, 'update')} are in the right order{_short(record)}"
@@ -393,6 +394,17 @@ def _describe_other_updates(record: Record) -> str:
     alike = all(math.isfinite(update.started_apart) for update in judged)
     weights = ", each compared from the same weights" if alike else ""
     return f"; {sum(update.differs for update in judged)} of {len(judged)} updates differ{weights}"
+
+
+def _describe_right_passes(record: Record) -> str:
+    """The remark that gradients agree where the loop is at fault; empty if not all of them were found to agree."""
+    judged = [update for update in record.updates if update.judged]
+    if not judged or any(update.outcome is not Outcome.EQUIVALENT for update in judged):
+        return ""
+    # a factor that the step undoes: there the gradients themselves differ
+    if any(update.step.takes_factor and update.window.fit is not None for update in judged):
+        return f"; {_describe_agreement(record).rstrip('; ')}"
+    return "; the backward passes themselves agree"
 
 
 def _describe_agreement(record: Record) -> str:

@@ -309,13 +309,13 @@ def _summary(child: Child, members: list[RecordedRun]) -> RunSummary:
     job, run = child.job, members[0]
     disk = sum(member.disk_bytes for member in members)
     replay = job.find(ReplayData)
-    replayed = f"{'batches' if replay and replay.way == 'batches' else 'samples'} and random numbers"
+    replayed = "batches" if replay and replay.way == "batches" else "samples"
     ended = " ".join(filter(None, (run.closing.ending.value, run.closing.exit_code)))
     notes = {
         "without compilation": job.find(DisableCompilation),
         "attention on math kernels": job.find(UseMathKernels),
         "steps detected by changed weights": run.closing.steps_itself,
-        f"with the full-batch run's {replayed}": replay and job.sources,
+        f"fed with the {replayed} and random numbers of the full-batch run": replay and job.sources,
     }
     how = ", ".join(note for note, applies in notes.items() if applies)
     return RunSummary(job.name, str(job.command), run.updates, child.seconds, disk, ended, how)

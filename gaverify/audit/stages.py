@@ -21,7 +21,7 @@ from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.audit import Clip, SettingDifference, Stage, StageComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
-from gaverify.records.events import Backward, Clipping
+from gaverify.records.events import Backward, Clipping, Step
 from gaverify.records.experiment import LossTerm, WeightFit
 from gaverify.records.windows import Round, Window, common_rounds
 from gaverify.thresholds import (
@@ -295,10 +295,17 @@ def clips_of(window: Window) -> tuple[Clip, ...]:
     """Returns the clippings after the last backward pass of a window."""
     # Clipping between micro-batches is another fault, with a rule of its own: it does not limit the sum.
     last = max((at for at, event in enumerate(window.events) if isinstance(event, Backward)), default=-1)
+    step = max((at for at, event in enumerate(window.events) if isinstance(event, Step)), default=len(window.events))
     return tuple(
-        Clip(event.call, event.active, *(math.nan if value is None else value for value in (event.norm, event.limit)))
-        for event in window.events[last + 1 :]
-        if isinstance(event, Clipping)
+        Clip(
+            event.call,
+            event.active,
+            norm=math.nan if event.norm is None else event.norm,
+            limit=math.nan if event.limit is None else event.limit,
+            after_step=at > step,
+        )
+        for at, event in enumerate(window.events)
+        if at > last and isinstance(event, Clipping)
     )
 
 

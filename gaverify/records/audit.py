@@ -66,6 +66,8 @@ class Clip:
     """Norm that it measured; NaN where not known."""
     limit: Number = math.nan
     """Largest norm, or value, that it lets through; NaN where not known."""
+    after_step: bool = False
+    """Whether it was called after the optimizer's step, where it changes nothing that is used."""
 
 
 @dataclass(frozen=True)

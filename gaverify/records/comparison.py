@@ -135,6 +135,11 @@ class ParameterComparison(NamedTuple):
     """Why the gradients could not be compared; None where they were."""
 
     @property
+    def word(self) -> str:
+        """The outcome in a table: `unused` where neither run has a gradient."""
+        return "unused" if self.why is NotCompared.UNUSED else self.outcome.value
+
+    @property
     def reason(self) -> str:
         """Why nothing was compared, in words; empty where it was."""
         return self.why.text if self.why is not None else ""

@@ -46,10 +46,17 @@ class Location:
     excerpt: Excerpt | None = field(default=None, compare=False)
     """The lines around it; None where they were not read."""
 
+    @property
+    def module_text(self) -> str:
+        """The module in backticks with its class; the model itself by its class."""
+        if self.module:
+            return f"`{self.module}`" + (f" ({self.kind})" if self.kind else "")
+        return f"`{self.kind}` (the model itself)" if self.kind else "the model itself"
+
     def __str__(self) -> str:
         parts = []
         if self.module is not None:
-            parts.append(f"`{self.module or '(root)'}`" + (f" ({self.kind})" if self.kind else ""))
+            parts.append(self.module_text)
         if self.file is not None:
             parts.append(f"{self.file}:{self.line}" if self.line is not None else self.file)
         return " at ".join(parts)

@@ -83,7 +83,7 @@ def _facts(report: AuditReport) -> list[tuple[str, str]]:
     for role, run in last.items():
         if role in _ROLES:
             updates_and_time = f"{count_text(run.updates, 'update')} in {run.seconds:.1f} s"
-            how = f", {run.how}, so that what it does can be seen" if run.how else ""
+            how = f", {run.how}" if run.how else ""
             rows.append((_ROLES[role], f"{run.command} ({updates_and_time}{how})"))
     seconds: dict[str, float] = {}
     for run in report.runs:
@@ -136,7 +136,8 @@ def _describe_update(update: UpdateComparison) -> Iterable[str]:
         # a forward pass may have no backward pass of its own: an evaluation, a micro-batch that is skipped
         yield rows if len(sizes) == update.window.steps else f"{count_text(len(sizes), 'forward pass')} ({rows})"
     if update.window.valid_targets and update.window.ignored_targets:
-        yield f"valid targets {' + '.join(map(str, update.window.valid_targets[:12]))}"
+        what = "sums of class weights" if update.window.has_class_weights else "valid targets"
+        yield f"{what} {' + '.join(map(str, update.window.valid_targets[:12]))}"
     data = update.data
     if not data.checked:
         yield "samples could not be compared"
@@ -156,9 +157,10 @@ def _describe_other_rows(data: RowCheck) -> str:
     if data.differing == abs(data.full - data.accumulated):
         which = f"only in the {'full-batch' if data.full > data.accumulated else 'accumulated'} run"
     # an input without a name is called by its position
-    path = data.path if data.path.startswith("argument ") else f"argument `{data.path}`"
+    position = data.path.removeprefix("argument ")
+    name = f"(argument {position} of `forward`)" if position != data.path else f"`{data.path}`"
     verb = "is" if data.differing == 1 else "are"
-    return f"{count_text(data.differing, 'row')} of the forward's {path} {verb} {which}"
+    return f"{count_text(data.differing, 'sample')} of the input {name} {verb} {which}"
 
 
 def _stages(update: UpdateComparison) -> str:
@@ -193,7 +195,10 @@ def _clip(clip: Clip) -> str:
     sizes = [
         f"{label} {value:.4g}" for label, value in (("norm", clip.norm), ("limit", clip.limit)) if math.isfinite(value)
     ]
-    return f"{clip.call} {'active' if clip.active else 'inactive'}" + (f" ({', '.join(sizes)})" if sizes else "")
+    does = "active" if clip.active else "inactive"
+    if clip.after_step:
+        does = "called after `step()`: it does not change this update"
+    return f"{clip.call} {does}" + (f" ({', '.join(sizes)})" if sizes else "")
 
 
 def _after(update: UpdateComparison) -> str:
@@ -223,8 +228,8 @@ def _method(report: AuditReport) -> str:
         how = "by the rounding noise of the full-batch run"
         how = METHODS[report.method] if report.method in (Method.WEIGHTS, Method.FLOAT32_RUNS) else how
         text = f"compared at every optimizer step, decided {how}"
-        if math.isfinite(decisive.resolution):
-            text += f"; {word_resolution(decisive.resolution, report.outcome)}"
+        if math.isfinite(decisive.resolution) and report.outcome is not Outcome.DIVERGENT:
+            text += f"; {word_resolution(decisive.resolution)}"
         return text
     return "judged by the order of the script's calls" if report.events_only else ""
 

@@ -38,7 +38,7 @@ def _summary_and_place(finding: Finding) -> tuple[str, str]:
     place, text = finding.location, finding.summary
     if place is None or not str(place):
         return text, ""
-    if place.module is not None and f"`{place.module or '(root)'}`" in text:
+    if place.module is not None and (f"`{place.module}`" if place.module else place.module_text) in text:
         if place.file is None:
             return text, ""
         return text, f"{place.file}:{place.line}" if place.line is not None else place.file
@@ -101,7 +101,7 @@ def headline_of(
     own_states = _states(answer)
     acceptance = answer.acceptance
     remarks = [*own_states.values()]
-    remarks += [f"stale: {entry}" for entry in acceptance.stale]
+    remarks += acceptance.stale
     remarks += [f"not accepted: {entry}" for entry in acceptance.refused]
     return Headline(
         title,

@@ -93,7 +93,7 @@ def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, .
             row.name or "(unnamed)",
             *measures(row),
             number(row.working_difference_norm),
-            row.outcome.value,
+            row.word,
             str(row.method),
             (worst(row) if show_all else "") or row.reason,
         )

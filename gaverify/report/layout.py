@@ -51,10 +51,9 @@ def footnotes(rows: Sequence[ParameterComparison], mark: str = "*") -> list[str]
     return notes
 
 
-def word_resolution(resolution: float, outcome: Outcome) -> str:
-    """Says which difference the deciding method does not miss; it may have found one."""
-    verb = "is" if outcome is Outcome.DIVERGENT else "would have been"
-    return f"a relative difference above {number(resolution)} {verb} detected"
+def word_resolution(resolution: float) -> str:
+    """Says which difference the deciding method does not miss."""
+    return f"a relative difference above {number(resolution)} would have been detected"
 
 
 def number(value: float) -> str:

@@ -113,7 +113,7 @@ def _parameters(parameters: Parameters, show_all: bool) -> Iterator[str]:
 
 
 def _cells(row: ParameterComparison) -> tuple[str, ...]:
-    return (text(row.name or "(unnamed)"), *measures(row, f" {_NORM}"), row.outcome.value)
+    return (text(row.name or "(unnamed)"), *measures(row, f" {_NORM}"), row.word)
 
 
 def _rows(table: Table) -> Iterator[str]:

@@ -92,6 +92,9 @@ def _finding(number: int, block: FindingBlock, layout: Layout) -> list[Line]:
     lines = layout.wrap(f"{head}: {block.summary}", indent=4)
     style = _STYLES["divergent"] if finding.severity == "fault" else "bold"
     lines[0] = [(lines[0][1][0], style)]  # the heading starts at the margin, what follows hangs
+    # a note that needs no action is one line beside the causes; pages and documents hold what was measured
+    if block.kind == "note" and not finding.remedy:
+        return lines
     # the page of words is named once in a report
     see = f"gaverify explain {finding.code}" + (", gaverify explain words" if number == 0 else "")
     heads = [("where", block.place), ("accepted", finding.accepted)]
@@ -171,7 +174,7 @@ def _parameter_rows(rows: Sequence[ParameterComparison], layout: Layout, with_wo
         if cells(name) > room:  # what is cut off might be what tells two parameters apart: it has a line of its own
             lines += layout.wrap(name, indent=2)
             name = ""
-        style = "bold" if at == 0 else _STYLES[rows[at - 1].outcome.value]
+        style = "bold" if at == 0 else _STYLES.get(rows[at - 1].word, "")
         middle = [*tail[:-2], *([wide[at]] if wide else []), tail[-2]]
         text = f"  {pad(name, room)}  {'  '.join(middle)}  "
         lines.append([(text, "bold" if at == 0 else ""), (tail[-1], style)])
@@ -192,7 +195,7 @@ def _parameter_cells(row: ParameterComparison) -> tuple[str, ...]:
     if row.method == Method.NOT_COMPARED:
         # where nothing was compared nothing was allowed
         sizes = [number(row.relative_difference), "-"]
-    return row.name or "(unnamed)", sized, norm, *sizes, row.outcome.value
+    return row.name or "(unnamed)", sized, norm, *sizes, row.word
 
 
 def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int) -> list[str] | None:

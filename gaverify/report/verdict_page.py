@@ -237,7 +237,9 @@ def method(verdict: Verdict) -> str:
     uncompared = len(verdict.parameters) - counts.total()
     # where methods are mixed, each says for how many parameters it decided
     if len(counts) > 1:
-        text = f"{verb} " + ", ".join(f"{METHODS[name]} ({count})" for name, count in counts.most_common())
+        (first, most), *others = counts.most_common()
+        text = f"{verb} for {count_text(most, 'parameter')} {METHODS[first]}"
+        text += "".join(f", for {count} {METHODS[name]}" for name, count in others)
     elif verdict.method == Method.NOT_COMPARED:
         return "nothing was compared"
     else:
@@ -263,6 +265,7 @@ def method(verdict: Verdict) -> str:
         text += f"; {what} the first {sum(verdict.run.part)} of {verdict.run.batch_size} samples"
     if verdict.control_failure:
         text += f"; float64 was impossible: {verdict.control_failure}"
-    if math.isfinite(verdict.resolution) and verdict.resolution > 0:
-        text += f"; {word_resolution(verdict.resolution, verdict.outcome)}"
+    # beside a difference that was found it tells nothing
+    if math.isfinite(verdict.resolution) and verdict.resolution > 0 and verdict.outcome is not Outcome.DIVERGENT:
+        text += f"; {word_resolution(verdict.resolution)}"
     return text

@@ -12,6 +12,7 @@ from gaverify.records.experiment import Cause, ControlKind, DifferenceKind, Firs
 from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.rule import (
+    RAN_EQUIVALENT,
     control,
     control_evidence,
     difference,
@@ -70,7 +71,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             continue
         operation = suspect.culprit
         remedies = [
-            f"replace it by {run.what}, which changes the model (tested in its place: accumulated and "
+            f"replace it by {run.what}, which changes the model (gaverify ran it in its place: accumulated and "
             "full-batch gradient agree)"
             for run in cause.remedies
             if run.repairs and run.kind is ControlKind.REPLACED
@@ -143,7 +144,7 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
             remedy = "take the same branch whatever number of samples a batch has"
             run = cause.control
             if run is not None and run.kind is ControlKind.LARGER_MICRO_BATCHES:
-                remedy += f"; or use {run.what}: tested, equivalent"
+                remedy += f"; or use {run.what}{RAN_EQUIVALENT}"
         # a repair that has run comes before one that follows from the kind of operation
         remedy = find_constant_remedy(cause) or find_pairing_remedy(suspect) or remedy
         what = f"{module_name(operation.module, operation.kind)} {what}"
@@ -188,8 +189,8 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
         # an earlier cause in the model spoils this control unless it is repaired before
         before = facts.forward.causes[: facts.forward.causes.index(cause)]
-        tested = f"tested{word_earlier_fixes(before)}"
-        return f"{cached}: {tested}, gives the full-batch gradient with the memory of one micro-batch"
+        fixes = word_earlier_fixes(before)
+        return f"{cached}; gaverify ran it{fixes}: the full-batch gradient, with the memory of one micro-batch"
     constant_remedy = find_constant_remedy(cause)
     if constant_remedy:
         return constant_remedy
@@ -215,7 +216,7 @@ def loss_inputs_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
             remedy = "cut it in the order of the samples, so that each micro-batch gets the values of its own rows"
         elif not suspect.samples:
             remedy = "use the same value in every micro-batch as in the full batch"
-        tested = ": tested" if cause.control is not None and cause.control.rounding else ""
+        tested = RAN_EQUIVALENT if cause.control is not None and cause.control.rounding else ""
         yield finding_of(
             what,
             _value_evidence(facts, cause, value),

@@ -11,6 +11,7 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import Engine, RankFacts
 from gaverify.rules.rule import (
+    RAN_EQUIVALENT,
     backward_place,
     beside_one_process,
     control_evidence,
@@ -94,7 +95,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         *evidence,
         # the line that changed them after the reduction is not known
         location=None if after else backward_place(facts),
-        remedy=remedy + (": tested, equivalent" if repaired else ""),
+        remedy=remedy + (RAN_EQUIVALENT if repaired else ""),
         proven=proven or repaired,
     )
 
@@ -134,7 +135,7 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
         location=backward_place(facts),
         remedy="call `set_requires_gradient_sync(True)` before the last backward pass of the accumulation window"
         + (", and `set_requires_all_reduce(True)`" if ranks.reduction.stepped_without and ranks.reductions else "")
-        + (": tested, equivalent" if proven else ""),
+        + (RAN_EQUIVALENT if proven else ""),
         proven=proven,
     )
 
@@ -292,7 +293,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
             factor=factor,
         ),
         *rank_trial(ranks, f"each rank's loss multiplied by {1 / factor:.6g}"),
-        remedy=remedy + (": tested, equivalent" if ranks.is_rounding(ranks.weights_control) else ""),
+        remedy=remedy + (RAN_EQUIVALENT if ranks.is_rounding(ranks.weights_control) else ""),
         proven=ranks.is_rounding(ranks.weights_control),
     )
 
@@ -345,7 +346,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
         word_control("gather", "with `gaverify.remedies.all_gather` instead, the difference", difference_left, proven),
         location=_place(facts),
         remedy="use `gaverify.remedies.all_gather`, which passes gradients back, instead of the gather"
-        + (": tested, equivalent" if proven else ""),
+        + (RAN_EQUIVALENT if proven else ""),
         proven=proven,
     )
 

@@ -249,7 +249,7 @@ def low_precision_accumulation(facts: Facts) -> Iterator[Finding]:
         return
     better = ""
     if loss.in_float32 is not None:
-        better = f": tested, the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
+        better = f"; gaverify ran it: the error is {loss.in_float32:.1e} instead of {loss.accumulated:.1e}"
     of = f" (of {loss.samples} samples, plus the loss from summing)" if loss.samples else ""
     yield finding_of(
         f"accumulating in {loss.dtype} loses {min(loss.bits_lost, loss.bits_regained):.1f} bits of the gradient",

@@ -15,6 +15,7 @@ from gaverify.records.events import Backward, Event
 from gaverify.records.experiment import MOVES_ROWS, Cause, ControlKind, ControlRun, Operation, Suspect
 from gaverify.records.facts import Facts
 from gaverify.records.findings import ALSO, Evidence, Finding, Location, Severity
+from gaverify.records.numbers import count_text
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 from gaverify.thresholds import COINCIDENCE, FIT_EXACT, FIT_FLOAT64, NEGLIGIBLE, NO_WEIGHT, SMALL_PART
@@ -126,7 +127,7 @@ _DENOMINATOR = 10_000  # of fractions that people recognise: shares of samples a
 
 def module_name(path: str | None, kind: str = "") -> str:
     """Returns a module path in backticks, with its class."""
-    return f"`{path or '(root)'}`" + (f" ({kind})" if kind else "")
+    return str(Location(module=path or "", kind=kind or None))
 
 
 def join_texts(texts: Sequence[str], most: int = 3) -> str:
@@ -140,11 +141,16 @@ def quote_names(names: Iterable[str]) -> str:
     return join_texts([f"`{name}`" for name in names])
 
 
+RAN = "gaverify ran it:"
+RAN_EQUIVALENT = f"; {RAN} equivalent"
+"""The end of a repair that was run and gave the full batch's gradient."""
+
+
 def word_trial(run: ControlRun, behind: str = "") -> str:
     """Says how a remedy that was run came out; `behind`: with what beside it."""
     if run.rounding and not run.holds:
-        return "tested, equivalent on this batch but not on another one: find what these numbers are computed from"
-    return f"tested{behind}, equivalent" if run.rounding else f"tested, leaves {run.left:.0e}"
+        return f"{RAN} equivalent on this batch, not on another one. Find what these numbers are computed from"
+    return f"gaverify ran it{behind}: equivalent" if run.rounding else f"{RAN} a difference of {run.left:.0e} is left"
 
 
 def harm(facts: Facts) -> tuple[Evidence, ...]:
@@ -157,7 +163,9 @@ def harm(facts: Facts) -> tuple[Evidence, ...]:
     ratio = total / fit.noise
     word = "negligible" if ratio < NEGLIGIBLE else "medium" if ratio < 1.0 else "high"
     text = f"{word}: the difference is {ratio:.2g} times the normal variation of the gradient from batch to batch"
-    text += f" (estimated from {fit.samples} samples)" if fit.samples else ""
+    text += (
+        f" (estimated from {count_text(fit.samples, 'sample') if fit.samples else 'the micro-batches'} of this batch)"
+    )
     return (Evidence("harm", "harm", text, {"ratio": ratio, "noise": fit.noise, "difference": total}),)
 
 
@@ -380,7 +388,7 @@ def control(facts: Facts, cause: Cause) -> Evidence:
             else f": {_word_share(cause.explained)}{remainder}"
         )
     if cause.difference_alone > 0 and has_several_causes(facts):
-        text += f"; with the other causes removed, it alone makes a difference of {cause.difference_alone:.0e}: proven"
+        text += f". With the other causes removed, it alone makes a difference of {cause.difference_alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
     return control_evidence(
@@ -392,7 +400,7 @@ def _word_share(share: float) -> str:
     """How much of the difference went away."""
     # 99.9% would hide how much is left
     most = f"all but {1 - share:.1g} of it" if share > 1 - SMALL_PART else f"{share:.0%}"
-    return f"this explains {most}, " if share > 0 else ""
+    return f"this explains {most}, and " if share > 0 else ""
 
 
 def word_difference_left(run: ControlRun, article: str = "") -> str:
@@ -430,7 +438,7 @@ def find_constant_remedy(cause: Cause) -> str:
     run = next((run for run in cause.remedies if run.kind is ControlKind.FULL_BATCH_VALUE), None)
     if run is None or not run.repairs:
         return ""
-    return "compute it once over the full batch and use this constant in every micro-batch: tested, equivalent"
+    return f"compute it once over the full batch and use this constant in every micro-batch{RAN_EQUIVALENT}"
 
 
 def find_pairing_remedy(suspect: Suspect) -> str:

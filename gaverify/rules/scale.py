@@ -185,7 +185,7 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
         result=_word_result(facts, run, means=means),
         proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
         refuted=means and not (run.rounding or is_explained),
-        tested=f": {word_trial(run, word_other_fixes(facts) if loop is None else '')}" if run.rounding else "",
+        tested=f"; {word_trial(run, word_other_fixes(facts) if loop is None else '')}" if run.rounding else "",
     )
 
 
@@ -229,7 +229,7 @@ def word_count_place(weights: AccumulationWindow) -> str:
     if place is None:
         return ""
     line = f": `{place.source}`" if place.source else ""
-    return f"; averaged by {place}{line}" + (f" ({place.caller})" if place.caller else "")
+    return f"; computed by {place}{line}" + (f" ({place.caller})" if place.caller else "")
 
 
 def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple[ParameterComparison, ...]] | None:

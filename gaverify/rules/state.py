@@ -12,6 +12,8 @@ from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
 from gaverify.rules.rule import (
+    RAN,
+    RAN_EQUIVALENT,
     control,
     control_evidence,
     explain_rest,
@@ -106,7 +108,7 @@ def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Ev
         text = word_difference_left(state.control, article)
         if state.difference_alone > 0:
             text += (
-                f"; with the other causes removed, it alone makes a difference of {state.difference_alone:.0e}: proven"
+                f". With the other causes removed, it alone makes a difference of {state.difference_alone:.0e}: proven"
             )
         if state.accumulated_change > 0:
             text += f"; restoring it alone changes the accumulated gradient by {state.accumulated_change:.0e}: proven"
@@ -135,18 +137,19 @@ def _remedy(state: State) -> str:
         )
     first = "run one forward pass on a full batch first, without a step"
     if is_set_once(state) and _moves_on(state):
-        return f"{first}, and update the state once per optimizer step, after it: tested with the state kept fixed"
+        first += ", and update the state once per optimizer step, after it"
+        return f"{first}; {RAN} equivalent with the state kept fixed"
     if is_set_once(state):
-        return f"{first}: tested, equivalent"
+        return first + RAN_EQUIVALENT
     if state.difference_alone > 0 or state.accumulated_change > 0:
         return (
-            "update the state once per optimizer step, after it: tested with the state kept fixed, together with the "
-            "other repairs"
+            "update the state once per optimizer step, after it; gaverify ran it with the state kept fixed, "
+            "together with the other repairs"
         )
     if state.remedies:
         once = "or update it once per optimizer step, after the last backward pass (not tested)"
         return f"{_word_restoring(state)}; {once}"
-    text = "update the state once per optimizer step, after it: tested with the state kept fixed, equivalent"
+    text = f"update the state once per optimizer step, after it; {RAN} equivalent with the state kept fixed"
     if not state.new_state_difference > SAME_IN_FLOAT32:
         return text
     return (
@@ -166,7 +169,7 @@ def _word_restoring(state: State) -> str:
     if following.from_forward <= following.rounding:
         restore += " and after the last one; then run one forward pass of the full batch without gradients"
         return f"{restore} ({trial} in two updates; without that pass the second one differs)"
-    return f"{restore} (tested: it repairs one update, and leaves a difference in the next one)"
+    return f"{restore} ({RAN} it repairs one update, and leaves a difference in the next one)"
 
 
 @rule("GAV403")
@@ -261,7 +264,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
             f"{count_text(draws.count, 'random draw')} (such as dropout) {were} aligned: each "
             f"{'row' if draws.uneven else 'sample'} got the same values in both runs",
             measured_evidence("random-draws", _word_split_draws(facts), draws=draws.count, dealt=draws.dealt),
-            remedy="no action needed: in training the draws differ, and the gradients agree on average",
+            remedy="",  # in training the draws differ, and the gradients agree on average
             severity="note",
             proven=True,
         )
@@ -326,7 +329,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
             text = f"with {still.what} in both runs the difference is {still.left:.0e}: nothing else is shown to differ"
         if facts.draws.difference_alone > 0:
             difference = f"{facts.draws.difference_alone:.0e}"
-            text += f"; with the other causes removed, the draws alone make a difference of {difference}: proven"
+            text += f". With the other causes removed, the draws alone make a difference of {difference}: proven"
         evidence.append(control_evidence("random-draws", text, left=still.left))
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.difference_alone > 0
     # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.

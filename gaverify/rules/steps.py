@@ -255,7 +255,12 @@ def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
     return finding_of(
         f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier updates again",
         count_calls(loop.complete),
-        Evidence("events", "used again", f"{times(len(stale))}, in {updates(numbers)}", {"updates": numbers}),
+        Evidence(
+            "events",
+            "reused",
+            f"{passes(sum(entry.backwards for entry in stale))}, in {updates(numbers)}",
+            {"updates": numbers},
+        ),
         remedy="call `optimizer.zero_grad()` once per update, after the step or before the first backward pass",
         location=place(stale[0].step),
         proven=True,

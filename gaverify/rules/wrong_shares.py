@@ -407,14 +407,27 @@ def _describe_count(count: Count) -> str:
 def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
     """The rule behind weights that differ from window to window, and behind those of terms that nothing divides."""
     divided = [count for count in counts if count.term is None]
-    instead = "instead of its own" + (" and of 1/K" if any(count.adds_up for count in divided) else "")
+    # the full batch's number stands in place of the micro-batch's own, and of 1/K where the micro-batches' add up to it
+    without = ", and do not divide this term by K" if any(count.adds_up for count in divided) else ""
     if counts[0].added_up:
-        instead = "and add the losses up, without 1/K"
-    steps = [f"in {places(divided)} use the full batch's number in every micro-batch, {instead}"]
-    for kind, weight in ((TermKind.SUM, "1 in each micro-batch (K times 1/K)"), (TermKind.PENALTY, "1/K in each")):
-        if of_kind := [count for count in counts if count.term is kind]:
-            steps.append(f"give {places(of_kind)} a weight of {weight}")
-    return f"{'; '.join(steps if divided else steps[1:])}: {word_trial(run, word_other_fixes(facts))}"
+        without = ", and do not divide the loss by K"
+    steps = [f"in {_word_window_numbers(divided)} in every micro-batch{without}"] if divided else []
+    if sums := [count for count in counts if count.term is TermKind.SUM]:
+        steps.append(
+            f"do not divide {places(sums)} by K, because it is a sum over samples: divide only the other terms"
+        )
+    if penalties := [count for count in counts if count.term is TermKind.PENALTY]:
+        steps.append(f"divide {places(penalties)} by K, because each micro-batch counts it again")
+    return f"{'; '.join(steps)}; {word_trial(run, word_other_fixes(facts))}"
+
+
+def _word_window_numbers(counts: Sequence[Count]) -> str:
+    """Says of each operation by which number of the full batch it has to divide or multiply."""
+    parts = [
+        f"{count.operation} {'multiply' if count.times else 'divide'} by the full batch's number ({count.window:.4g})"
+        for count in counts
+    ]
+    return " and in ".join(parts)
 
 
 def places(counts: Sequence[Count]) -> str:

@@ -268,6 +268,9 @@ class _Cut(PassProbe):
         return value
 
 
+_LOSS_ONCE = "the loss computed once over the full batch's outputs"
+
+
 def cached_gradients(inside: frozenset[int]) -> Intervention:
     """The two-pass cached gradient: the loss once on all outputs, the model backward per micro-batch.
 
@@ -282,7 +285,7 @@ def cached_gradients(inside: frozenset[int]) -> Intervention:
     Setup, 2021, section 3.
     """
     accumulate = partial(_cache_gradients, inside)
-    return Intervention("cached gradients", ControlKind.CACHED_GRADIENTS, accumulate=accumulate, in_reference=False)
+    return Intervention(_LOSS_ONCE, ControlKind.CACHED_GRADIENTS, accumulate=accumulate, in_reference=False)
 
 
 def _cache_gradients(inside: frozenset[int], experiment: Experiment) -> Callable[[PassResult], Gradients]:

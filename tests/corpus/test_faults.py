@@ -115,14 +115,17 @@ def test_a_second_cause_beside_state_shows_in_the_second_update() -> None:
     number, average = (finding for finding in verdict.findings if finding.severity == "fault")
     assert (number.code, average.code) == ("GAV103", "GAV403") and number.proven and average.proven
     assert "in a second update, in both runs the difference is " in str(number.evidence)
-    assert "(tested: it repairs one update, and leaves a difference in the next one); or " in average.remedy
+    assert "(gaverify ran it: it repairs one update, and leaves a difference in the next one); or " in average.remedy
 
 
 @pytest.mark.parametrize(
     ("id", "text"),
     [
-        ("global-step", "back before each other one (tested, equivalent); or "),
-        ("D05", "without gradients (tested, equivalent in two updates; without that pass the second one differs); or "),
+        ("global-step", "back before each other one (gaverify ran it: equivalent); or "),
+        (
+            "D05",
+            "(gaverify ran it: equivalent in two updates; without that pass the second one differs); or ",
+        ),
     ],
 )
 def test_a_repair_of_state_is_tested_in_the_next_update_too(id: str, text: str) -> None:
@@ -135,7 +138,7 @@ def test_branch_on_a_shape_is_proven_by_larger_micro_batches_and_can_be_avoided_
     (finding,) = next(case for case in FAULTS if case.id == id).verify().findings
     control = next(evidence for evidence in finding.evidence if evidence.label == "control")
     assert control.statement.startswith(f"with micro-batches of at least {least} samples the difference is ")
-    assert finding.remedy.endswith(f"or use micro-batches of at least {least} samples: tested, equivalent")
+    assert finding.remedy.endswith(f"or use micro-batches of at least {least} samples; gaverify ran it: equivalent")
     assert "not all forwards run `mul` at" in finding.evidence[0].statement
     assert "samples interact through choices" not in str(finding.evidence)
 
@@ -160,7 +163,7 @@ def test_partners_and_their_targets_are_one_fault(id: str) -> None:
     assert finding.code == "GAV103" and finding.proven
     assert finding.remedy.startswith("mix before the batch is split: ") and "fix 1 of" not in finding.remedy
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
-    assert "kept constant and with cached gradients in both runs the difference is " in control.statement
+    assert "kept constant and with the loss computed once over the full batch" in control.statement
 
 
 def test_forgotten_division_names_its_factor() -> None:
@@ -200,7 +203,7 @@ def test_mean_of_means_names_the_right_weights(id: str, weights: list[float]) ->
 def test_weights_that_hide_behind_draws_or_few_numbers_are_repaired(id: str) -> None:
     (finding, *_) = next(case for case in FAULTS if case.id == id).verify().findings
     remedy = finding.remedy or ""
-    assert remedy.endswith("tested, equivalent") and ("--weighting" in remedy or "by-hand" in id), remedy
+    assert remedy.endswith("gaverify ran it: equivalent") and ("--weighting" in remedy or "by-hand" in id), remedy
 
 
 def test_a_micro_batch_of_weight_zero_and_class_weights_are_named_as_such() -> None:
@@ -217,7 +220,7 @@ def test_sums_in_micro_batches_of_unequal_size_are_added_up() -> None:
     verdict = next(case for case in FAULTS if case.id == "sum-by-samples").verify()
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV202"]
     assert finding.proven
-    assert "--weighting none): tested, equivalent" in (finding.remedy or "")
+    assert "--weighting none); gaverify ran it: equivalent" in (finding.remedy or "")
 
 
 def test_scale_alone_would_miss_ragged_tokens() -> None:
@@ -453,8 +456,8 @@ def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held()
         assert "0.25 times the full-batch gradient (= 1/K)" in scale.summary
         assert (
             scale.remedy
-            == "multiply each micro-batch's loss by 4 (loss weights 1, 1, 1, 1): tested with the state kept fixed, "
-            "equivalent"
+            == "multiply each micro-batch's loss by 4 (loss weights 1, 1, 1, 1); gaverify ran it with the state kept "
+            "fixed: equivalent"
         )
 
 
@@ -499,7 +502,7 @@ def test_weights_that_explain_nearly_everything_are_named_before_a_small_couplin
     weights, coupling = verdict.findings[:2]
     assert "the other causes listed explain it" in weights.evidence[1].statement
     assert weights.remedy.startswith("fix 1 of 2") and coupling.remedy.startswith("fix 2 of 2")
-    assert any("with the other causes removed, it alone" in each.statement for each in coupling.evidence)
+    assert any("With the other causes removed, it alone" in each.statement for each in coupling.evidence)
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-3])
@@ -523,7 +526,10 @@ def test_what_rounding_hides_is_no_cause_beside_weights(size: float) -> None:
     """Nor does it make of the full batch one that does not repeat itself."""
     verdict = gaverify.verify(_summed(size), steps=4)
     assert [f.code for f in verdict.findings if f.severity == "fault"] == ["GAV201"], story(verdict)
-    assert verdict.findings[0].proven and "(loss weights 1, 1, 1, 1): tested, equivalent" in verdict.findings[0].remedy
+    assert (
+        verdict.findings[0].proven
+        and "(loss weights 1, 1, 1, 1); gaverify ran it: equivalent" in verdict.findings[0].remedy
+    )
 
 
 def test_a_coupling_beside_a_mean_brings_no_weights_into_play() -> None:

@@ -149,7 +149,9 @@ def test_one_full_batch_forward_first_is_the_repair(layer: type[nn.Module]) -> N
     assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV401"}, story(verdict)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.proven and "run one forward pass on a full batch first" in finding.remedy, finding.remedy
-    assert "tested, equivalent" in finding.remedy and finding.summary.startswith("the first forward initialises")
+    assert "gaverify ran it: equivalent" in finding.remedy and finding.summary.startswith(
+        "the first forward initialises"
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "all is restored"
     model(batch())  # what the remedy says
     assert gaverify.verify(model, loss, batch(), steps=4).outcome is Outcome.EQUIVALENT

@@ -95,7 +95,7 @@ def test_constants_of_the_batch_are() -> None:
     verdict = verified(whitened)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.code == "GAV103", story(verdict)
-    assert "tested" in finding.remedy, finding.remedy
+    assert "gaverify ran it" in finding.remedy, finding.remedy
 
 
 def weighed(case: str) -> gaverify.Finding:
@@ -107,10 +107,10 @@ def weighed(case: str) -> gaverify.Finding:
 @pytest.mark.parametrize(
     ("case", "number", "instead"),
     [
-        ("normalised-sum", "`div`", "and add the losses up, without 1/K: tested"),
-        ("normalised-mean", "`div`", "instead of its own: tested"),
-        ("hard-examples", "`mean`", "instead of its own and of 1/K: tested"),
-        ("kinds", "`div`", "instead of its own: tested"),
+        ("normalised-sum", "`div`", "and do not divide the loss by K; gaverify ran it"),
+        ("normalised-mean", "`div`", ") in every micro-batch; gaverify ran it"),
+        ("hard-examples", "`mean`", "and do not divide this term by K; gaverify ran it"),
+        ("kinds", "`div`", ") in every micro-batch; gaverify ran it"),
     ],
 )
 def test_weights_that_differ_from_window_to_window_are_told_as_their_rule(case: str, number: str, instead: str) -> None:
@@ -142,7 +142,7 @@ def test_a_micro_batch_that_holds_nothing_to_count_is_counted_as_that(loss) -> N
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert finding.code == "GAV202" and finding.proven and finding.location is not None, story(verdict)
     assert (
-        "use the full batch's number in every micro-batch" in finding.remedy and "tested, equivalent" in finding.remedy
+        "divide by the full batch's number (" in finding.remedy and "gaverify ran it: equivalent" in finding.remedy
     ), finding.remedy
 
 
@@ -162,7 +162,7 @@ def test_a_number_that_is_zero_for_the_whole_batch_alone_is_no_count() -> None:
 
 def test_every_term_has_its_count() -> None:
     finding = weighed("positives")
-    assert finding.remedy.count("`div` at ") == 2 and "tested, equivalent" in finding.remedy
+    assert finding.remedy.count("`div` at ") == 2 and "gaverify ran it: equivalent" in finding.remedy
     (own,) = [e.values["counts"] for e in finding.evidence if e.label == "measured"]
     (window,) = [e.values["counts"] for e in finding.evidence if e.label == "control"]
     assert sorted(map(sum, own)) == sorted(window), "the window's count is the sum of theirs"
@@ -189,13 +189,13 @@ def test_by_hand_the_printed_repair_gives_the_gradient_of_another_window() -> No
 
 
 def test_a_repair_that_fails_on_a_second_batch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of repair, where the second batch says otherwise: the finding stays, `tested` goes."""
-    assert "tested" in " ".join(finding.remedy for finding in verified(dice).findings)
+    """Every kind of repair, where the second batch says otherwise: the finding stays, `equivalent` goes."""
+    assert "gaverify ran it" in " ".join(finding.remedy for finding in verified(dice).findings)
     monkeypatch.setattr(confirming, "_mark_run", lambda run, _: replace(run, holds=False))
     for loss in (dice, whitened):
         verdict = verified(loss)
         assert fault_codes(verdict) == {"GAV103"} and verdict.findings[0].proven, story(verdict)
-        assert "tested" not in " ".join(finding.remedy for finding in verdict.findings)
+        assert "equivalent" not in " ".join(finding.remedy for finding in verdict.findings)
 
 
 def worst_of_two(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -247,7 +247,10 @@ def test_repairs_of_several_causes_are_told_in_their_order_and_the_last_with_tho
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert (first.code, last.code) == ("GAV101", "GAV103") and first.proven and last.proven, story(verdict)
     assert first.remedy.startswith("fix 1 of 2, in this order: keep it in evaluation mode")
-    assert last.remedy.startswith("fix 2 of 2, in this order: ") and "tested together with the fixes" in last.remedy
+    assert (
+        last.remedy.startswith("fix 2 of 2, in this order: ")
+        and "gaverify ran it together with the fixes" in last.remedy
+    )
 
 
 def _count_and_sum(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -286,7 +289,7 @@ def test_a_summed_term_is_not_hidden_by_a_control_that_holds_what_it_is_a_sum_of
     [
         (problems_weights.hard_examples, "GAV202", "in `"),
         (problems_weights.normalised_sum, "GAV202", "in `"),
-        (problems_weights.summed_beside_mean, "GAV201", "give `mul`"),
+        (problems_weights.summed_beside_mean, "GAV201", "do not divide `mul`"),
         (_count_and_sum, "GAV202", "in `"),
     ],
 )
@@ -300,8 +303,8 @@ def test_a_count_behind_batch_norm_is_a_count_and_no_coupled_loss(
     first, last = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert (first.code, last.code) == ("GAV101", code) and first.proven and last.proven, story(verdict)
     assert last.remedy.startswith(f"fix 2 of 2, in this order: {repair}"), last.remedy
-    assert ("a weight of 1" in last.remedy) == (term in (_count_and_sum, problems_weights.summed_beside_mean))
-    assert "tested together with the fixes before it, equivalent" in last.remedy
+    assert ("because it is a sum" in last.remedy) == (term in (_count_and_sum, problems_weights.summed_beside_mean))
+    assert "gaverify ran it together with the fixes before it: equivalent" in last.remedy
 
 
 @pytest.mark.parametrize(("frozen", "left"), [(False, 0.5), (True, 0.0)])
@@ -383,7 +386,7 @@ class Spread(torch.autograd.Function):
 def test_what_runs_in_a_transform_is_neither_cut_nor_held_nor_cached(loss, code: str) -> None:  # type: ignore[no-untyped-def]
     verdict = verified(loss)
     assert fault_codes(verdict) == {code}, story(verdict)
-    assert "tested" not in " ".join(finding.remedy for finding in verdict.findings), story(verdict)
+    assert "gaverify ran it" not in " ".join(finding.remedy for finding in verdict.findings), story(verdict)
     if loss is slopes:  # held inside, its derivative there would be another function's
         (tried,) = [e for finding in verdict.findings for e in finding.evidence if e.label == "control"]
         assert "inside a transform of torch.func cannot be kept constant" in tried.statement

@@ -37,7 +37,7 @@ def test_a_baseline_makes_the_run_pass_until_it_is_stale(spec: Path, capsys: pyt
     assert main(["baseline", str(spec)]) == 0 and spec.read_text() == written
     spec.write_text(written.replace("mlp-batchnorm", "mlp"))
     assert main(["run", str(spec)]) == 0
-    assert "stale: GAV101 at `1`" in capsys.readouterr().out
+    assert "accept entry GAV101 at `1` matches nothing any more" in capsys.readouterr().out
     assert main(["run", str(spec), "--strict"]) == 1
 
 

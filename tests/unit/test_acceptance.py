@@ -123,7 +123,7 @@ def test_a_stale_entry_is_told_and_strict_makes_it_fail() -> None:
     quiet = mark_accepted(verdict(fault()), [entry()], Project(), strict=True)
     assert quiet.acceptance.stale == () and quiet.exit_code == 0
     made = mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project())
-    assert made.acceptance.stale == ("GAV101 at `gone.*` matches nothing any more; remove it from `accept`",)
+    assert made.acceptance.stale == ("accept entry GAV101 at `gone.*` matches nothing any more: remove it",)
     assert made.exit_code == 0
     assert mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project(), strict=True).exit_code == 1
     assert mark_accepted(samples.equivalent(), [entry()], Project((), True)).exit_code == 1
@@ -135,7 +135,7 @@ def test_entries_of_the_project_are_judged_over_all_answers() -> None:
     made = [mark_accepted(verdict(fault()), [], project), mark_accepted(samples.equivalent(), [], project)]
     assert made[1].acceptance.stale == ()
     assert describe_unused_entries(made, project) == (
-        "pyproject.toml: GAV101 at `gone.*` matches nothing any more; remove it from `accept`",
+        "pyproject.toml: accept entry GAV101 at `gone.*` matches nothing any more: remove it",
     )
 
 
@@ -158,7 +158,7 @@ def test_expect(outcome: str, expect: str | None, code: int) -> None:
 def test_reports_name_what_is_accepted() -> None:
     made = mark_accepted(verdict(fault()), [entry(), entry("gone.*")], Project())
     text = " ".join(render([made], "text").split())
-    for words in ("GAV101 x (accepted)", "accepted on purpose", "stale: GAV101 at `gone.*`", "every cause"):
+    for words in ("GAV101 x (accepted)", "accepted on purpose", "entry GAV101 at `gone.*` matches", "every cause"):
         assert words in text
         assert words not in render([verdict(fault())], "text")
     (suite,) = ElementTree.fromstring(render([made], "junit"))

@@ -484,7 +484,7 @@ class TestWeights:
         for run, proven in ((weighed, False), (ControlRun("each loss multiplied", 1e-7, True), True)):
             found = findings_for(record(RIGHT, "BSZ BSZ", updates=(differs,), weighted_run=run))
             assert {each.proven for each in found} == {proven}, found
-            assert ("tested, equivalent" in found[-1].remedy) == proven, found
+            assert ("gaverify ran it: equivalent" in found[-1].remedy) == proven, found
 
     @pytest.mark.parametrize(("right", "runs"), [((1.2, 1.2 - 1e-8, 1.0, 0.6), False), ((4.0, 3.0, 2.0, 1.0), True)])
     def test_weights_fall_by_more_than_rounding_where_passes_overwrite(
@@ -924,7 +924,8 @@ class TestOutcome:
 
     def test_a_fault_of_the_loop_is_divergent_although_gradients_agree(self) -> None:
         outcome, reason = self.outcome(record("BBBBS BBBBS", "BS BS", updates=(update(), update(2))))
-        assert outcome is Outcome.DIVERGENT and "GAV602" in reason
+        assert outcome is Outcome.DIVERGENT
+        assert reason == "the loop is at fault (GAV602); the backward passes themselves agree"
 
     def test_a_suspicion_alone_is_no_verdict(self) -> None:
         """The first window may be short on purpose, and the gradients agree."""
@@ -1138,7 +1139,7 @@ class TestFrameworks:
             (
                 ACCELERATE,
                 TWICE,
-                "remove the script's own division by 4 (equivalent to a loss times 4: tested",
+                "remove the script's own division by 4 (equivalent to a loss times 4; gaverify ran it",
             ),
             (LIGHTNING, TWICE, "remove the division by 4 from `training_step`"),
             (replace(TRAINER, divides=True), TWICE, "remove the division by 4 from `compute_loss`"),

@@ -63,7 +63,7 @@ def test_each_signature_has_its_rule(name: str) -> None:
 def test_a_gather_that_explains_most_is_not_proven() -> None:
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1e-3)
     (finding,) = gather_without_gradient.judge(replace(record(), ranks=measured))
-    assert not finding.proven and "tested" not in finding.remedy
+    assert not finding.proven and "gaverify ran it" not in finding.remedy
 
 
 def test_a_run_without_ranks_has_no_such_finding() -> None:
@@ -259,7 +259,7 @@ def test_without_a_control_that_came_out_nothing_is_proven(facts: RankFacts) -> 
     (finding,) = [replace(found) for found in judged(facts).values()] or [None]
     assert finding is not None and not finding.proven
     assert "proven" not in " ".join(evidence.statement for evidence in finding.evidence).replace("not proven", "")
-    assert "tested" not in finding.remedy
+    assert "gaverify ran it" not in finding.remedy
 
 
 def test_a_parameter_that_was_forgotten_is_named_and_no_repair_that_failed() -> None:

@@ -45,7 +45,9 @@ def test_batch_statistics_prints_the_remedies_that_were_run() -> None:
     finding = only(divergent(causes=(norm(remedies=(group, failed)),)))
     assert finding.summary == "layer `1` (BatchNorm1d) normalises with the statistics of the micro-batch"
     assert finding.location == Location("1", "BatchNorm1d")
-    assert finding.remedy.startswith("replace it by GroupNorm(2, 8), which changes the model (tested in its place")
+    assert finding.remedy.startswith(
+        "replace it by GroupNorm(2, 8), which changes the model (gaverify ran it in its place"
+    )
     assert "; or keep it in evaluation mode (`.eval()`" in finding.remedy
     assert "LayerNorm" not in finding.remedy
     assert finding.proven
@@ -63,7 +65,7 @@ def test_proven_only_where_a_control_run_shows_it(control: ControlRun | None, cl
 
 def test_one_of_several_causes_says_how_much_it_explains() -> None:
     alone = findings_for(divergent(causes=(norm(control=HALVED),)))[0]
-    assert evidence(alone, "control").endswith("this explains 75%, another cause remains")
+    assert evidence(alone, "control").endswith("this explains 75%, and another cause remains")
     beside = findings_for(divergent(causes=(norm(control=HALVED),), cleared=True))[0]
     assert evidence(beside, "control").endswith("the other causes listed explain the rest")
 
@@ -96,7 +98,7 @@ def test_held_statistics_are_a_repair_only_where_their_gradient_came_out(left: f
     tried = ControlRun("held", left, left < 1e-6, kind=ControlKind.FULL_BATCH_VALUE)
     for make in (coupled, cause):
         finding = only(divergent(causes=(make(control=held, remedies=(tried,)),)))
-        assert ("use this constant in every micro-batch: tested, equivalent" in finding.remedy) is told
+        assert ("use this constant in every micro-batch; gaverify ran it: equivalent" in finding.remedy) is told
 
 
 def test_partners_are_paired_before_the_window_is_cut() -> None:
@@ -181,7 +183,7 @@ def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) 
     assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
     assert (f" (= {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
     assert finding.evidence[0].values["factor"] == pytest.approx(factor)
-    assert finding.remedy.endswith("(loss weights 0.25, 0.25, 0.25, 0.25): tested, equivalent")
+    assert finding.remedy.endswith("(loss weights 0.25, 0.25, 0.25, 0.25); gaverify ran it: equivalent")
     assert finding.proven
 
 
@@ -196,7 +198,7 @@ def test_mean_of_means_says_what_the_weights_are() -> None:
     shares = tuple(length / 29 for length in lengths)
     tokens = only(divergent(valid_targets=lengths, **fitted(*shares)))
     assert evidence(tokens, "control").endswith("of valid targets: 8 of 29, 4 of 29, 11 of 29, 6 of 29")
-    assert "--weighting tokens" in tokens.remedy and tokens.remedy.endswith("tested, equivalent")
+    assert "--weighting tokens" in tokens.remedy and tokens.remedy.endswith("gaverify ran it: equivalent")
     samples = only(divergent(sizes=(6, 6, 2, 2), **fitted(6 / 16, 6 / 16, 2 / 16, 2 / 16)))
     assert "--weighting samples" in samples.remedy
     unknown = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5)))
@@ -208,7 +210,7 @@ def test_mean_of_means_admits_what_it_cannot_tell() -> None:
     finding = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5, determined=False)))
     assert "other weights fit as well" in evidence(finding, "control")
     unproven = findings_for(divergent(**fitted(0.1, 0.2, 0.3, 0.5, left=0.1)))[0]
-    assert not unproven.proven and "tested" not in unproven.remedy
+    assert not unproven.proven and "gaverify ran it" not in unproven.remedy
 
 
 def test_weights_whose_control_failed_are_no_repair() -> None:
@@ -285,7 +287,7 @@ def test_hidden_state_out_of_reach_is_suspected() -> None:
 def test_precision_says_how_many_bits_and_what_float32_would_give() -> None:
     finding = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2, in_float32=3.1e-3)))
     assert finding.summary == "accumulating in bfloat16 loses 2.0 bits of the gradient"
-    assert finding.remedy.endswith("tested, the error is 3.1e-03 instead of 1.2e-02")
+    assert finding.remedy.endswith("gaverify ran it: the error is 3.1e-03 instead of 1.2e-02")
     untried = only(record(precision=PrecisionLoss("bfloat16", 3e-3, 1.2e-2)))
     assert untried.remedy == "accumulate the gradients in float32"
     for no_better in (2e-2, 1.1e-2):
@@ -325,7 +327,7 @@ def test_harm_is_told_once_against_the_sampling_noise(noise: float, word: str) -
 def test_what_a_part_of_the_batch_tells_says_so(samples: int | None) -> None:
     fit = WeightFit((), 0.4, noise=0.5, samples=samples)
     found = only(divergent(fit=fit, causes=(coupled(),)))
-    assert ("(estimated from 4 samples)" in evidence(found, "harm")) is (samples is not None)
+    assert ("(estimated from 4 samples of this batch)" in evidence(found, "harm")) is (samples is not None)
     assert ("reproduce the gradient of the first 4 samples" in evidence(found, "fit")) is (samples is not None)
 
 
@@ -407,14 +409,17 @@ def test_how_many_samples_differ_is_told_where_rows_were_compared() -> None:
 @pytest.mark.parametrize(
     ("following", "text"),
     [
-        (None, "put the copy back before each other one (tested, equivalent in one update); or"),
-        (NextUpdate(1e-6, 1e-7, 1e-7), "put the copy back before each other one (tested, equivalent); or"),
-        (NextUpdate(1e-6, 0.1, 1e-7, 1e-7), "without gradients (tested, equivalent in two updates; without that pass"),
+        (None, "put the copy back before each other one (gaverify ran it: equivalent in one update); or"),
+        (NextUpdate(1e-6, 1e-7, 1e-7), "put the copy back before each other one (gaverify ran it: equivalent); or"),
+        (
+            NextUpdate(1e-6, 0.1, 1e-7, 1e-7),
+            "without gradients (gaverify ran it: equivalent in two updates; without that pass",
+        ),
         (
             NextUpdate(1e-6, 0.1, 1e-7, 0.1),
-            "(tested: it repairs one update, and leaves a ",
+            "(gaverify ran it: it repairs one update, and leaves a ",
         ),
-        (NextUpdate(1e-6, 0.1, 0.1), "(tested: it repairs one update, and leaves a "),
+        (NextUpdate(1e-6, 0.1, 0.1), "(gaverify ran it: it repairs one update, and leaves a "),
     ],
 )
 def test_a_repair_of_state_says_for_which_updates_it_was_tested(following: NextUpdate | None, text: str) -> None:

@@ -140,7 +140,7 @@ def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_
     assert single[-5:] == BATCH and len(single) <= 10 + len(PART)
     assert double == [*PART, *TRACE, *PART]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
-    assert finding.proven and "tested" in finding.remedy and "eval()" in finding.remedy
+    assert finding.proven and "gaverify ran it" in finding.remedy and "eval()" in finding.remedy
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
     assert "first 4 samples" in control.statement, "it ran there alone"
 

@@ -513,7 +513,7 @@ def test_a_scale_is_told_exactly() -> None:
     verdict = verify(made, diagnose=True)
     assert verdict.method == Method.FLOAT64_PART
     assert verdict.findings[0].code == "GAV201" and verdict.findings[0].proven
-    told = "loss by 4 (loss weights 1, 1, 1, 1): tested, equivalent"
+    told = "loss by 4 (loss weights 1, 1, 1, 1); gaverify ran it: equivalent"
     assert verdict.findings[0].remedy.endswith(told)
 
 
