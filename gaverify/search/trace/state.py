@@ -225,12 +225,10 @@ class StateWatch(PassProbe):
         # Between two micro-batches nothing runs that could change the state.
         follows = k is not None and self._last is not None and k == self._last[0] + 1
         before = self._last[1] if follows and self._last is not None else self._take_digests()
-        # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor.
-        names = {
-            address(value): name
-            for name, place in self._named.items()
-            if issubclass(type(value := place.get()), torch.Tensor)
-        }
+        # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor. The
+        # replaced one is held: another tensor at its address would be taken for it.
+        held = {name: place.get() for name, place in self._named.items()}
+        names = {address(value): name for name, value in held.items() if issubclass(type(value), torch.Tensor)}
         self._gradients = self._stamp_gradients()
         gradients = {address(g): _GRADIENT for g in self._read_gradients() if g is not None}
         with (

@@ -13,7 +13,7 @@ import problems_state
 import problems_weights
 import pytest
 import torch
-from problems import fault_codes
+from problems import fault_codes, story
 from torch import nn
 
 import gaverify
@@ -445,3 +445,27 @@ def test_neighbouring_micro_batches_are_merged_with_their_weights(weighting: obj
 def test_micro_batches_that_a_function_weights_are_not_merged() -> None:
     with pytest.raises(ControlFailed, match="not known"):
         proof._merge_micro_batches(_Cut((3, 3, 3, 3), len), 2)  # type: ignore[arg-type]
+
+
+class _Replaces(nn.Module):
+    """Replaces an attribute in each forward, and writes to tensors that may lie where the replaced one lay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.memory = torch.ones(3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(rows) * self.memory.mean()
+        self.memory = self.memory * 0.9
+        for scratch in [torch.empty(3) for _ in range(400)]:
+            scratch.fill_(0.5)
+        return outputs
+
+
+def test_a_tensor_at_the_address_of_replaced_state_is_another() -> None:
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    verdict = verify(_Replaces(), lambda model, rows: model(rows).square().mean(), batch, steps=4)
+    (finding,) = verdict.findings
+    assert finding.code == "GAV403", story(verdict)
+    assert "`memory` is written by `assignment`" in finding.evidence[0].statement
