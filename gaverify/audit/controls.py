@@ -103,6 +103,7 @@ def control_clipping(trial: Trial, record: Record) -> Record:
     windows = windows_of(control.accumulated.events, control.numbers)
     # weights that fit are tried on the small losses, too: clipping would hide what they do
     with_weights = control_weights(control, replace(record, updates=unclipped, windows=windows))
+    trial.runner.drop_copies(control.full)
     judged_updates = {update.number: update for update in unclipped if update.judged}
     updates = tuple(
         _decide_without_clips(update, judged_updates[update.number])

@@ -254,9 +254,11 @@ class _Audit:
             changes = (ReplayData(way, micro_batches_per_batch(first.record)), *first.changes)
             comparison = self._compare(self._runner.run("full", *changes), changes)
             if comparison.has_same_samples:
+                self._runner.drop_copies(first.full)
                 # The first comparison stays without a cause: other draws alone may be what made it differ.
                 return _explain(comparison)
             unaligned |= comparison.record.unaligned
+            self._runner.drop_copies(comparison.full)
         explained = _explain(first)
         return replace(explained, record=replace(explained.record, unaligned=unaligned))
 
@@ -278,6 +280,7 @@ class _Audit:
         """Compares in float32, if rounding below it hides the outcome or the cause; the report is of the first runs."""
         if not is_hidden_below_float32(comparison.record):
             return comparison
+        self._runner.drop_copies(comparison.full)  # the difference is explained as far as these runs can
         changes = merge_changes(comparison.changes, [ComputeInFloat32(), DisableCompilation()])
         with suppress(ProblemError):  # a script may not run in float32
             full = self._runner.run("full", *changes, shown_as="float32")
@@ -298,6 +301,7 @@ class _Audit:
             why = "with several ranks, gaverify does not change the loaders" if self._request.has_ranks else why
             why = "the disk has no room for a copy of the gradients" if has_no_copy else why
             return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
+        self._runner.drop_copies(comparison.full)
         self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
         replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
         tail = _explain(self._compare(self._runner.run("full", replay, *changes), (replay, *changes)))

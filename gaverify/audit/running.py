@@ -29,6 +29,7 @@ from gaverify.audit.job import (
     merge_changes,
 )
 from gaverify.audit.launchers import free_port
+from gaverify.audit.memory import fit_side_by_side
 from gaverify.audit.processes import Child, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
 from gaverify.errors import ProblemError
@@ -65,6 +66,7 @@ class Runner:
         self.timings: dict[str, float] = {}
         self.updates = self.request.updates
         self.done, self._last = 0, -1  # runs that have ended, and the number of the last one
+        self._fits_twice = True  # whether two runs fit into the memory
 
     def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
         """Makes the first run of an audit, and returns it with the changes that were needed to record it.
@@ -80,6 +82,7 @@ class Runner:
             # Reading a record needs torch: this process imports it while the script trains, not after that.
             threading.Thread(target=_import_torch).start()
         run = self.run(role)
+        self._fits_twice = fit_side_by_side(run.closing.memory, self.request.ranks or 1)
         # A script that starts ranks by itself would compare ranks with ranks, which hides every fault of theirs.
         if self.request.launcher and not self.request.full_launcher and run.closing.ranks > 1:
             raise ProblemError(
@@ -100,9 +103,13 @@ class Runner:
 
     def _run_again(self, run: RecordedRun, *changes: Change) -> RecordedRun:
         """Makes a first run once more, which takes the place of the one that was made."""
+        self.drop_copies(run)
+        return self.run(run.role, *changes)
+
+    def drop_copies(self, run: RecordedRun) -> None:
+        """Removes the gradients that a run has copied for the steps of others: no run follows it any more."""
         if not self.reuse_records:
             remove_copies(run.folder)
-        return self.run(run.role, *changes)
 
     def run(self, role: Role, *changes: Change, shown_as: str = "") -> RecordedRun:
         """Makes one run that follows no other.
@@ -136,7 +143,7 @@ class Runner:
         return Run(command, role, self.updates if updates is None else updates, sources, changes, shown_as)
 
     def record(self, *runs: Run) -> list[RecordedRun]:
-        """Makes runs, two side by side, and returns what they recorded.
+        """Makes runs, two side by side where the memory allows it, and returns what they recorded.
 
         Raises:
             ProblemError: A run failed, or did not train.
@@ -177,8 +184,8 @@ class Runner:
         """Returns the processes of all jobs, which have ended."""
         if self.reuse_records:
             return [Child.read(Path(job.folder)) for job in jobs]
-        # Runs without a private view of files may write into the same folder: one after the other.
-        children, at_once = list[Child](), 1 if self.request.in_place else 2
+        # Runs that have no memory beside each other, or that may write into the same folder, are made one by one.
+        children, at_once = list[Child](), 2 if self._fits_twice and not self.request.in_place else 1
         for at in range(0, len(jobs), at_once):
             side_by_side = jobs[at : at + at_once]
             children += run_jobs(side_by_side, self.request.timeout, lambda what: self.progress(what, self.done, 3))

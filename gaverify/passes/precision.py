@@ -384,9 +384,9 @@ class Coins:
         device = like.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        # Not by `torch.sign` of normal numbers: zero would be a third side.
-        sides = torch.randint(0, 2, like.shape, generator=self._generators[device], device=device)
-        return sides.to(like.dtype) * 2 - 1
+        # Not by `torch.sign` of normal numbers: zero would be a third side. A byte each, because a weight may be large.
+        sides = torch.randint(0, 2, like.shape, generator=self._generators[device], dtype=torch.int8, device=device)
+        return sides.mul_(2).sub_(1)
 
 
 @torch.no_grad()

@@ -462,6 +462,18 @@ class GradientCopies:
 
 
 @dataclass(frozen=True)
+class PeakMemory:
+    """The most memory that a process has had, in bytes; zeros where that is not known."""
+
+    host: int = 0
+    """Main memory."""
+    device: int = 0
+    """Memory of its device that torch had reserved."""
+    device_room: int = 0
+    """Memory of its device that was free when it ended, or that torch still had."""
+
+
+@dataclass(frozen=True)
 class ClosingRecord:
     """What a process tells of its run when it ends; only a run that has one is complete."""
 
@@ -501,6 +513,8 @@ class ClosingRecord:
     """What could not be recorded."""
     control: ControlSummary = ControlSummary()
     """What only controls record."""
+    memory: PeakMemory = PeakMemory()
+    """The most memory that it had."""
     torch: str = ""
     """Version of PyTorch."""
 

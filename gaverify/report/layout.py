@@ -113,8 +113,11 @@ def worst(row: ParameterComparison) -> str:
     """Returns the worst element as `[3, 4]: 0.1 vs 0.2` (full batch against accumulated).
 
     Empty for equivalent rows: which element rounding hits most, and whether it hits any, differs between processors.
+    It is not known of a sketch, or of a parameter whose parts lie in several processes.
     """
-    if row.worst is None or row.outcome is Outcome.EQUIVALENT:
+    if row.worst is None:
+        return "not known" if row.outcome is Outcome.DIVERGENT and math.isfinite(row.difference_norm) else ""
+    if row.outcome is Outcome.EQUIVALENT:
         return ""
     index = f"[{', '.join(str(at) for at in row.worst.index)}]"
     return f"{index}: {value(row.worst.reference)} vs {value(row.worst.accumulated)}"

@@ -210,7 +210,7 @@ def _worst_column(rows: Sequence[ParameterComparison], layout: Layout, room: int
 
 def _worst_element(row: ParameterComparison) -> str:
     if row.worst is None or not worst(row):
-        return ""
+        return f"worst element {worst(row)}" if worst(row) else ""
     index = worst(row).partition(":")[0]
     return f"worst element {index}: full {value(row.worst.reference)}, accumulated {value(row.worst.accumulated)}"
 

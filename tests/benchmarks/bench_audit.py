@@ -1,25 +1,24 @@
-"""What an audit costs: recording time against the script's own, bytes on disk against the gradients' size.
+"""What an audit costs beside the script alone: bytes on the disk, peak memory of a process, time.
 
-    python tests/benchmarks/bench_audit.py [--repeats 3] [--threads 1]
+    python tests/benchmarks/bench_audit.py [--sizes 1 50 300] [--wrong] [--dtype bfloat16] [--threads 1]
 
-The script is a language model of 30 million parameters with dropout. Its own time is that of `python script.py` until
-the second update has been made, import of torch included; the recorded time is that of the child process of an audit,
-less the time that a plain `torch.save` of the same gradients takes (the one-time write, measured beside it). Wall clock
-and processor time are given: on a machine that has other work, only the second one says something.
+The script trains blocks of two linear layers with AdamW, until its second update. Its own figures are those of `python
+script.py` with the full batch, import of torch included. An audit's are the largest folder of a run without copied
+gradients, all copies together, the most memory that one of its processes had, and its time as a multiple of the
+script's. On a machine that has other work, times say little; memory and disk do not depend on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -27,121 +26,147 @@ import argparse, torch
 from torch import nn
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--rows", type=int)
 parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--wrong", action="store_true")
+parser.add_argument("--width", type=int)
+parser.add_argument("--depth", type=int)
+parser.add_argument("--dtype", default="float32")
 parser.add_argument("--threads", type=int, default=1)
 args = parser.parse_args()
 torch.manual_seed(0)
 torch.set_num_threads(args.threads)
+width = args.width
+
+def block():
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 class Model(nn.Module):
-    def __init__(self, words=16000, width=512, layers=4, length=64):
+    def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, words)
+        self.blocks = nn.ModuleList(block() for _ in range(args.depth))
 
-    def forward(self, tokens):
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.tokens(tokens) + self.places(torch.arange(length))
-        return self.head(self.layers(hidden, mask=mask, is_causal=True))
+    def forward(self, x):
+        for each in self.blocks:
+            x = x + each(x)
+        return x.float().square().mean(1)
 
-model = Model()
+model = Model().to(getattr(torch, args.dtype))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-data = torch.randint(0, 16000, (64, 65), generator=torch.Generator().manual_seed(1))
+size = args.rows // args.accum
 updates = 0
-for i, rows in enumerate(data.split(args.batch_size)):
-    logits = model(rows[:, :-1])
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    (loss / args.accum).backward()
-    if (i + 1) % args.accum == 0:
+for number, rows in enumerate(torch.randn(2 * args.rows, width).to(getattr(torch, args.dtype)).split(size), 1):
+    loss = model(rows).mean()
+    (loss if args.wrong else loss / args.accum).backward()
+    if number % args.accum == 0:
         optimizer.step()
         optimizer.zero_grad()
         updates += 1
         if updates == 2:
             break
 """
-ROLES = {"full": ("--batch-size", "8", "--accum", "1"), "accumulated": ("--batch-size", "2", "--accum", "4")}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of 8 · depth · width² parameters, and the rows of its full batch."""
+
+    width: int
+    depth: int
+    rows: int
+
+
+SIZES = {1: Size(256, 2, 1024), 50: Size(1024, 6, 512), 300: Size(2048, 9, 128)}
+
+
+@dataclass
+class Cost:
+    """What a command took: seconds, the peak memory of its largest process, and bytes on the disk at most."""
+
+    seconds: float = 0.0
+    memory: int = 0
+    folder: int = 0
+    copies: int = 0
 
 
 def main() -> None:
-    """Prints the figures of every repeat and their medians."""
+    """Prints a row for each size."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[*SIZES], help="millions of parameters")
+    parser.add_argument("--wrong", action="store_true", help="leave the division out")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", default="1", help="of torch; more only on a machine that does nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train.py"
+        script, records = Path(folder) / "train.py", Path(folder) / "records"
         script.write_text(SCRIPT, encoding="utf-8")
-        measured = [_measure(script, options.threads) for _ in range(options.repeats)]
-    for role in ROLES:
-        for clock in ("wall", "processor"):
-            own, recorded = (min(times[role, clock][at] for times in measured) for at in (0, 1))
-            middle = median(times[role, clock][1] / times[role, clock][0] for times in measured)
+        records.mkdir()
+        for millions in options.sizes:
+            size = SIZES[millions]
+            rows, words = str(size.rows), f"--width {size.width} --depth {size.depth} --dtype {options.dtype}".split()
+            words += ["--threads", options.threads]
+            alone = _cost([sys.executable, str(script), "--rows", rows, *words], records)
+            accumulated = f"--rows {rows} --accum 4" + " --wrong" * options.wrong
+            command = [sys.executable, "-m", "gaverify", "audit", str(script), "--full", f"--rows {rows} --accum 1"]
+            audited = _cost([*command, "--accumulated", accumulated, "--", *words], records)
             print(
-                f"recording, {role}, {clock} time: least {recorded:.2f} s / {own:.2f} s = {recorded / own:.3f}, "
-                f"median of ratios {middle:.3f} (target 1.10)"
+                f"{millions} million parameters, {options.dtype}, {'wrong' if options.wrong else 'right'}: "
+                f"folder {audited.folder / 1e6:.1f} MB, copies {audited.copies / 1e6:.0f} MB, "
+                f"memory {audited.memory / 1e6:.0f} / {alone.memory / 1e6:.0f} MB = "
+                f"{audited.memory / alone.memory:.2f}, time {audited.seconds:.1f} / {alone.seconds:.1f} s = "
+                f"{audited.seconds / alone.seconds:.2f}",
+                flush=True,
             )
 
 
-def _measure(script: Path, threads: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns own and recorded time of each run, by both clocks, the latter without the gradient writes."""
-    times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for role, arguments in ROLES.items():
-            words = (*arguments, "--threads", threads)
-            own = _timed(lambda words=words: subprocess.run([sys.executable, str(script), *words], check=True))
-            recorded = _timed(lambda role=role, words=words: _recorded(script, Path(folder), role, words))
-            write = _written(Path(folder), role)
-            for clock, alone, with_recorder, saved in zip(("wall", "processor"), own, recorded, write, strict=True):
-                times[role, clock] = (alone, with_recorder - 2 * saved)
-    return times
+def _cost(command: Sequence[str], records: Path) -> Cost:
+    """Runs a command and looks ten times a second at its processes and its temporary files."""
+    cost, begun = Cost(), time.monotonic()
+    environment = {**os.environ, "TMPDIR": str(records), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        cost.memory = max([cost.memory, *map(_peak, _family(process.pid))])
+        runs: dict[str, int] = {}
+        copies = 0
+        for folder, inner, names in os.walk(records):
+            inner[:] = [name for name in inner if name != "written"]  # what the script writes itself
+            for name in names:
+                try:
+                    size = (Path(folder) / name).stat().st_size
+                except OSError:  # it has just gone
+                    continue
+                if name.startswith("copy-"):
+                    copies += size
+                else:
+                    runs[folder] = runs.get(folder, 0) + size
+        cost.folder, cost.copies = max([cost.folder, *runs.values()]), max(cost.copies, copies)
+        time.sleep(0.1)
+    cost.seconds = time.monotonic() - begun
+    return cost
 
 
-def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Returns wall clock and the processor time of the child processes."""
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    work()
-    wall, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def _family(process: int) -> list[int]:
+    """Returns a process and all that it and its children have started."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+    family = [process]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family
 
 
-def _recorded(script: Path, folder: Path, role: str, arguments: tuple[str, ...]) -> None:
-    """Runs one job of an audit."""
-    from gaverify.audit.job import Command, Job, LeadSteps
-    from gaverify.audit.processes import run_jobs
-
-    follows = role == "accumulated"
-    job = Job(
-        Command(str(script), arguments=arguments),
-        role,  # type: ignore[arg-type]
-        2,
-        (str(folder / "full"),) if follows else (),
-        (LeadSteps(),) if follows else (),
-        folder=str(folder / role),
-    )
-    run_jobs([job], 600, lambda _: None)
-
-
-def _written(folder: Path, role: str) -> tuple[float, float]:
-    """Prints what a run has stored; returns what writing its gradients takes, by both clocks."""
-    import torch
-
-    from gaverify.audit.reading import RecordedRun
-
-    run = RecordedRun(role, folder / role, 0.0)  # type: ignore[arg-type]
-    gradients = run.gradients(((0, 1),))
-    size = sum(gradient.numel() for gradient in gradients.values())
-    share = run.disk_bytes / (4 * size * run.updates)
-    print(f"    {role}: {size:,} parameters, {run.disk_bytes:,} bytes = {share:.4f} × (4 × parameters × updates)")
-    begun = time.monotonic(), time.process_time()
-    torch.save(gradients, folder / "written.pt")
-    return time.monotonic() - begun[0], time.process_time() - begun[1]
+def _peak(process: int) -> int:
+    """Returns the most memory that a process has had, in bytes."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return max((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), default=0)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = str(ROOT)
     main()

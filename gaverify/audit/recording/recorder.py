@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gaverify.audit.memory import peak_memory
 from gaverify.audit.recording.bus import Bus, Guard, Nesting, announce_calls, replace_function
 from gaverify.audit.recording.calls import (
     Assignment,
@@ -297,6 +298,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
             compiled_frames() > 0,  # steps inside a compiled graph are not seen
         ),
         control=recorder.controls.summarise(),
+        memory=peak_memory(),
         torch=torch.__version__,
     )
 

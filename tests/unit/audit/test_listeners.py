@@ -266,16 +266,17 @@ class TestProtocol:
 
 
 @pytest.mark.parametrize(
-    ("updates", "count", "free", "copied"),
+    ("updates", "count", "free", "rank", "copied"),
     [
-        (1, 5, 1 << 40, None),  # a single update needs none
-        (3, 5, 90, 3),
-        (2, (1 << 23) + 1, 1 << 40, 1),  # 67 MB for two updates
-        (2, (1 << 23) + 1, 2 * (4 << 23), 0),  # not twice
+        (1, 5, 1 << 40, 0, None),  # a single update needs none
+        (3, 5, 90, 0, 3),
+        (3, 5, 90, 1, None),  # all ranks follow rank 0's steps
+        (2, (1 << 23) + 1, 1 << 40, 0, 1),  # 67 MB for two updates
+        (2, (1 << 23) + 1, 2 * (4 << 23), 0, 0),  # not twice
     ],
 )
 def test_small_gradients_are_copied_of_every_update_and_large_ones_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: int, count: int, free: int, copied: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: int, count: int, free: int, rank: int, copied: int | None
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
     shared = recording(tmp_path, [])
@@ -286,6 +287,7 @@ def test_small_gradients_are_copied_of_every_update_and_large_ones_of_the_first(
     entry.sample.parameters[0].grad = torch.ones(2)
     monkeypatch.setattr(shared.watch, "all_parameters", lambda: iter([weight]))
     windows = WindowListener(shared, SimpleNamespace(open=SimpleNamespace(number=1)))  # type: ignore[arg-type]
+    windows.rank = rank
     windows._copy(entry)
     assert (windows.copies and windows.copies.updates) == copied
     assert [path.name for path in tmp_path.glob("copy-*")] == (["copy-1-0.pt"] if copied else [])

@@ -180,8 +180,10 @@ class WindowListener:
         Small ones are copied of every update; of large ones those of the first update alone, if they fit twice.
         """
         recording, number = self._recording, self._updates.open.number
-        # The next update starts where this step leads: a single update needs no copy. Shards are never led.
-        if recording.job.updates < 2 or not recording.job.is_reference or any(map(is_sharded, entry.sample.parameters)):
+        # The next update starts where this step leads: a single update needs no copy. All ranks follow rank 0's.
+        if recording.job.updates < 2 or not recording.job.is_reference or self.rank:
+            return
+        if any(map(is_sharded, entry.sample.parameters)):  # which are never led
             return
         if self.copies is None:
             wanted, free = bytes_of(recording.watch.all_parameters()), recording.storage.free
