@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from gaverify.audit.reading import RecordedRun, labels
 from gaverify.audit.recording.script_calls import EVERYWHERE, INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
-from gaverify.audit.script_trace import Agreement, Node, TraceComparison, read_trace
-from gaverify.audit.source_lines import assignment_of, deciding_line, is_kept, test_lines
+from gaverify.audit.script_trace import Agreement, Node, TraceComparison, assigning_lines, read_trace
+from gaverify.audit.source_lines import deciding_line, is_kept, test_lines
 from gaverify.errors import ProblemError
 from gaverify.passes.calls import walk_from
 from gaverify.records.audit import Record, Stage
@@ -51,6 +51,9 @@ from gaverify.thresholds import MANY_UNITS, TINY
 from gaverify.tracebacks import Place, display_path
 from gaverify.verdict.criteria import floors_allowed
 
+_ARITHMETIC = frozenset(
+    {"mul", "div", "add", "sub", "pow", "rsub", "clamp", "lerp", "__rdiv__", "__rsub__", "__rpow__"}
+)
 _SCALING = frozenset({"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "mul_", "div_"})
 
 
@@ -139,10 +142,19 @@ class Walk:
         """Returns how a call is related to the same call of the other run; for a micro-batch by its own rows."""
         if self.comparison.call(node)["name"] == PARAMETER:
             return Agreement.AGREES
-        if node >= 0:
-            return self.comparison.agreement(node)
         full = self._places.get(node)
-        return Agreement.UNKNOWN if full is None else self.comparison.agreement_of_part(*full)
+        if node >= 0:
+            agreement = self.comparison.agreement(node)
+        else:
+            agreement = Agreement.UNKNOWN if full is None else self.comparison.agreement_of_part(*full)
+        return Agreement.UNKNOWN if agreement is Agreement.DIFFERS and self._computes_places(node) else agreement
+
+    def _computes_places(self, node: Node) -> bool:
+        """Whether a call computes integers: places in a micro-batch are others than in the full batch, and right."""
+        call = self.comparison.call(node)
+        described = [result for result in call["results"] if result is not None]
+        is_from_outside = call["name"] == INPUT or (not call["arguments"] and "from_numpy" in call["name"])
+        return bool(described) and all(result["is_integer"] for result in described) and not is_from_outside
 
     def is_alone(self, node: Node) -> bool:
         """Whether one run alone makes a call, or some micro-batches do not."""
@@ -177,10 +189,28 @@ class Walk:
 
     def _origins(self, nodes: Sequence[Node]) -> list[Node]:
         """Returns the calls of the accumulated run that differ, and read nothing that differs already."""
-        alone = [at for at in nodes if self.agreement(at) is Agreement.DIFFERS and not self.is_tainted(at)]
-        together = [at for at in alone if not any(map(self.is_tainted, self._beside(at)))]
-        # What each micro-batch makes of the one before, as a moving average, is tainted in all of them but the first.
-        return together or alone
+        alone = [at for at in nodes if self._differs_by_itself(at) and not self.is_tainted(at)]
+        candidates = set(alone)
+        return [at for at in alone if not any(self._reads_another(each, candidates) for each in self._beside(at))]
+
+    def _reads_another(self, node: Node, candidates: Collection[Node]) -> bool:
+        """Whether a call depends on a candidate that is another call.
+
+        What each micro-batch makes of the one before, as a moving average, depends on itself.
+        """
+        full = self._places[node][0]
+        behind = self.reached(self.inputs(node)) if self.is_tainted(node) else []
+        return any(self._places[at][0] != full for at in behind if at in candidates)
+
+    def _differs_by_itself(self, node: Node) -> bool:
+        """Whether a call differs, or cannot be compared and is given another number."""
+        if self.agreement(node) is not Agreement.UNKNOWN or node not in self._places:
+            return self.agreement(node) is Agreement.DIFFERS
+        return self._is_given_number(node)
+
+    def _is_given_number(self, node: Node) -> bool:
+        name = self.comparison.call(node)["name"].rpartition(".")[2]
+        return name in _ARITHMETIC and bool(self.comparison.numbers(self._places[node][0]))
 
     def _beside(self, node: Node) -> list[Node]:
         """Returns the calls of all micro-batches, for a result without rows: any of them may keep it from adding up."""
@@ -199,7 +229,13 @@ class Walk:
         if first_alone is not None and (not origins or self._time_of(first_alone) < self._time_of(origins[0])):
             return self._branch(first_alone)
         if origins:
-            return self._describe(origins[0], DifferenceKind.VALUES)
+            decisions = (self._decision_before(at) for at in (origins[0], *self._beside(origins[0])))
+            decision = next(filter(None, decisions), None)
+            if decision is not None:
+                return decision
+            comparable = (at for at in origins if self._is_given_number(at) or not self._is_padded(at))
+            origin = next(comparable, None)
+            return None if origin is None else self._describe(origin, DifferenceKind.VALUES)
         micro = [-1 - at for at in range(len(comparison.micro))]
         hooks = [at for at in micro if comparison.call(at)["in_backward"] and comparison.call(at)["name"] != INPUT]
         origin = next(iter(self._origins(hooks)), None)
@@ -210,11 +246,41 @@ class Walk:
         origin = next(iter(self._origins(self.reached(writes))), None) if between is None else None
         return between if origin is None else self._describe(origin, DifferenceKind.AFTER_PASSES)
 
+    def _decision_before(self, node: Node) -> Found | None:
+        """Returns the last decision before a call that is given what another line made than in the full-batch run."""
+        full, part = self._places[node]
+        own, micro = self.comparison.call(full)["arguments"], self.comparison.call(node)["arguments"]
+        others = [path for path, at in micro.items() if self._places.get(-1 - at, (own.get(path),))[0] != own.get(path)]
+        if not others or self._state_behind(node) is not None:
+            return None
+        decisions = [
+            (at, each)
+            for each, partners in self.comparison.partners.items()
+            if partners.is_split and part in partners.parts
+            for at in [partners.calls[partners.parts.index(part)]]
+            if at < -1 - node and self._decides_otherwise(each)
+        ]
+        return self._describe_branch(max(decisions)[1], None) if decisions else None
+
+    def _is_padded(self, node: Node) -> bool:
+        """Whether a call reads rows of other lengths than in the full batch, which cannot be compared."""
+        for source in self._sources(node):
+            for full, micro in zip(
+                self.comparison.call(source)["results"], self.comparison.micro_calls(source)[0]["results"], strict=False
+            ):
+                if full is None or micro is None or len(full["shape"]) != len(micro["shape"]):
+                    continue
+                rows, places = self.comparison.parts[0]
+                changed = [(a, b) for a, b in zip(full["shape"], micro["shape"], strict=True) if a != b]
+                if len(changed) > 1 and any(a * len(places) != b * rows for a, b in changed):
+                    return True
+        return False
+
     def _changes_between_passes(self, micro: Sequence[Node]) -> Iterator[Found]:
         last = len(self.comparison.parts)
         for node in micro:
             call = self.comparison.call(node)
-            if call["changes_gradient"] and not call["in_backward"] and 0 < call["passes"] < last:
+            if call["changes_gradient"] and 0 < call["passes"] + call["in_backward"] < last:
                 difference = FirstDifference(DifferenceKind.BETWEEN_PASSES, self._operation(node))
                 yield Found(difference, node, None)
 
@@ -241,15 +307,27 @@ class Walk:
         line = next((found for place in call["lines"] if (found := deciding_line(place, self._lines_of_runs))), None)
         if line is None:
             return None
-        operation = replace(self._operation(node), file=display_path(line[0]), line=line[1], source=_source_of(line))
         decision = next(self._decisions(line), None)
+        return self._describe_branch(node if decision is None else decision, line)
+
+    def _describe_branch(self, node: Node, line: Place | None) -> Found:
+        """Returns the branch at a line, or at that of the call which reads the number that decides."""
+        call = self.comparison.call(node)
+        operation = self._operation(node)
+        if line is not None:
+            operation = replace(operation, file=display_path(line[0]), line=line[1], source=_source_of(line))
+        parts: tuple[int, ...] = ()
+        if call["value"] is not None and node >= 0:
+            values = [each["value"] for each in self.comparison.micro_calls(node)]
+            parts = tuple(part for part, value in enumerate(values) if value != call["value"])
         difference = FirstDifference(DifferenceKind.BRANCH, operation, in_model=call["module"] is not None)
-        if decision is None:
-            return Found(difference, node, None)
-        own, micro = comparison.call(decision), comparison.micro_calls(decision)
-        values = [each["value"] for each in micro]
-        parts = tuple(part for part, value in enumerate(values) if value != own["value"])
-        return Found(replace(difference, micro_batches=parts), decision, None)
+        return Found(replace(difference, micro_batches=parts), node, None)
+
+    def _decides_otherwise(self, node: Node) -> bool:
+        value = self.comparison.call(node)["value"]
+        others = [each["value"] for each in self.comparison.micro_calls(node)]
+        is_decision = self.comparison.call(node)["name"].endswith("__bool__")
+        return is_decision and value is not None and any(each != value for each in others)
 
     def _decisions(self, line: Place) -> Iterator[Node]:
         """Yields the calls that read another number in some micro-batches, where a condition stands."""
@@ -287,12 +365,13 @@ class Walk:
             difference, samples = float(each.max()), int((each > comparison.allowed).sum())
         sources = [at for at in self._sources(node) if at >= 0]
         number, assigned = self._number_of(full)
-        reader, path, writer = self._state_behind(node) or (full, "", full)
+        state = self._state_behind(node) if number is None else None
+        reader, path, writer = state or (full, "", full)
         kind = kind if not path else DifferenceKind.STATE
         found = FirstDifference(
             kind,
             self._operation(writer),
-            self._operation(reader) if path else None,
+            self._operation(reader) if path else None if rows else self._reader_of(full),
             comparison.name_of(reader, path),
             in_model=call["module"] is not None,
             sources=tuple(self._operation(at) for at in sources),
@@ -312,9 +391,11 @@ class Walk:
         for at, part in zip(partners.calls, partners.parts, strict=False):
             for path, maker in comparison.micro[at]["arguments"].items():
                 made, in_full = comparison.micro[maker], comparison.call(full)["arguments"].get(path)
-                place = self._places.get(-1 - maker, (None, made["passes"]))
-                is_earlier = place[1] < part and made["name"] not in (INPUT, PARAMETER)
-                if is_earlier and place[0] != in_full:
+                other, other_part = self._places.get(-1 - maker, (None, made["passes"]))
+                # what is made once, before all micro-batches, is left by none of them
+                is_split = other is None or comparison.partners[other].is_split
+                is_earlier = is_split and other_part < part and made["name"] not in (INPUT, PARAMETER)
+                if is_earlier and other != in_full:
                     yield path, -1 - maker
 
     def _state_behind(self, node: Node) -> tuple[Node, str, Node] | None:
@@ -352,16 +433,19 @@ class Walk:
                 found.append(self._places[each][0])
         return list(dict.fromkeys(found))
 
-    def _number_of(self, full: Node) -> tuple[DifferingNumber | None, Operation | None]:
-        call = self.comparison.call(full)
+    def _reader_of(self, full: Node) -> Operation | None:
+        """Returns the first call that reads a result without rows, at another line; None where there is none."""
+        readers = (at for at, call in enumerate(self.comparison.full) if full in call["arguments"].values())
+        found = (self._operation(at) for at in readers)
+        place = self._operation(full).place[2:]
+        return next((operation for operation in found if operation.place[2:] != place), None)
+
+    def _number_of(self, full: Node) -> tuple[DifferingNumber | None, tuple[Operation, ...]]:
+        """Returns the first number of a call that differs, and the lines that assign what it is computed from."""
         for path, number, numbers in self.comparison.numbers(full):
             name = self.comparison.name_of(full, path)
-            line = assignment_of(name, call["place"]) if name else None
-            assigned = None
-            if line is not None:
-                assigned = Operation("assignment", file=display_path(line[0]), line=line[1], source=_source_of(line))
-            return DifferingNumber(name, number, tuple(numbers)), assigned
-        return None, None
+            return DifferingNumber(name, number, tuple(numbers)), assigning_lines(self.comparison, full, name)
+        return None, ()
 
     def acts_on_rows(self, found: Found) -> bool:
         """Whether a call differs because rows of a micro-batch act on each other, and not by what it is given."""
@@ -394,9 +478,9 @@ class Walk:
         call, partners = self.comparison.call(node), self.comparison.partners.get(node)
         if partners is None or not partners.is_split or len(partners.parts) < len(self.comparison.parts):
             return ()
-        return (
-            PinnedCall(call["name"], *call["place"], partners.in_full, call["number"], tuple(paths), call["module"]),
-        )
+        where, module = call["place"], call["module"]
+        paths = tuple(paths)
+        return (PinnedCall(call["name"], *where, partners.in_full, call["number"], paths, module, partners.once),)
 
 
 def _source_of(place: Place) -> str:
@@ -446,13 +530,14 @@ def _with_cause(record: Record, found: FirstDifference, difference: float, *, is
     controls = replace(record.controls, coupling=())
     if found.kind is DifferenceKind.STATE or _is_kept(found):
         name = found.name or (number.name if number is not None else "") or operation.source
-        where = found.assigned or operation
+        where = found.assigned[0] if len(found.assigned) == 1 else operation
         change = StateChange(name, "attribute" if "." in name else "closure", replace(where, name=""))
         return replace(record, controls=replace(controls, state=State((change,), control, (change,))))
     source = next(iter(found.sources), None)
     is_value = number is not None or not is_meeting
     kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "values" if is_value else "rows"
-    value = LossValue(number.name if number else "", operation, made_with=number) if kind == "values" else None
+    name = number.name if number is not None else ""
+    value = LossValue(name, operation, made_with=number, assigned=found.assigned) if kind == "values" else None
     measured = 1.0 if math.isnan(found.difference) else found.difference
     suspect = Suspect(
         kind,  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from gaverify.audit.recording.script_calls import (
     TracedCall,
     locate_rows,
 )
+from gaverify.audit.source_lines import assignments_of
 from gaverify.passes.calls import walk_from
 from gaverify.records.experiment import DifferingNumber, LossValue, Operation, Suspect
 from gaverify.thresholds import COMPUTED_FLOAT32, TINY
@@ -69,6 +70,8 @@ class Partners:
     """Whether there is one for each micro-batch; else it is made once per update in both runs."""
     in_full: int
     """How often the full-batch run makes the call in an update."""
+    once: int = 0
+    """How many of these both runs make once per update, before those of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +115,37 @@ class TraceComparison:
         count = len(self.parts)
         for key, in_full in places[0].items():
             in_micro = places[1].get(key, [])
+            once = self._count_once(in_full, in_micro)
             for position, at in enumerate(in_full):
-                if len(in_micro) == count * len(in_full):
-                    yield (
-                        at,
-                        Partners(tuple(in_micro[position :: len(in_full)]), tuple(range(count)), True, len(in_full)),
-                    )
-                elif len(in_micro) == len(in_full) and (
-                    self._passes != count or _has_as_many(self.full[at], self.micro[in_micro[position]])
-                ):
+                if once is not None and position < once:
                     yield at, Partners((in_micro[position],), (), False, len(in_full))
+                elif once is not None:
+                    split = in_micro[position:][:: len(in_full) - once]
+                    yield at, Partners(tuple(split), tuple(range(count)), True, len(in_full), once)
                 elif self._passes == count:
-                    by_pass = [
-                        [each for each in in_micro if self.micro[each]["passes"] == part] for part in range(count)
-                    ]
+                    by_pass = [[each for each in in_micro if self.micro[each]["passes"] == k] for k in range(count)]
                     parts = tuple(part for part, each in enumerate(by_pass) if len(each) == len(in_full))
                     if parts:
                         yield at, Partners(tuple(by_pass[part][position] for part in parts), parts, True, len(in_full))
+
+    def _count_once(self, in_full: Sequence[int], in_micro: Sequence[int]) -> int | None:
+        """Returns how many calls of a name and line both runs make once per update, before those of micro-batches.
+
+        None where the numbers of calls fit no such loop: a branch leaves some of them out.
+        """
+        count = len(self.parts)
+        if count < 2:
+            return len(in_full) if len(in_full) == len(in_micro) else None
+        once, rest = divmod(count * len(in_full) - len(in_micro), count - 1)
+        if rest or not 0 <= once <= len(in_full):
+            return None
+        is_seen = self._passes == count and once == len(in_full)
+        # A call that one micro-batch makes is as frequent as one that is made for the whole batch.
+        if is_seen and not all(
+            _has_as_many(self.full[a], self.micro[b]) for a, b in zip(in_full, in_micro, strict=True)
+        ):
+            return None
+        return once
 
     def call(self, node: Node) -> TracedCall:
         """Returns the call of a node."""
@@ -236,6 +253,12 @@ class TraceComparison:
                 differing.append((path, number, numbers))
         return differing
 
+    def changing(self, node: Node) -> list[str]:
+        """Returns the attributes and entries whose numbers change from one micro-batch to the next before a call."""
+        held = [call["held"] for call in self.micro_calls(node)]
+        names = [name for name in held[0] if all(name in each for each in held)] if held else []
+        return [name for name in names if len({each[name] for each in held}) > 1]
+
     def _other_numbers(self, own: TracedCall, call: TracedCall) -> bool:
         # A number that was read out of a tensor is an input of the call like any other.
         return own["numbers"] != call["numbers"] and not (own["read"] and call["read"])
@@ -272,7 +295,9 @@ class TraceComparison:
         for reader, arguments in paths.items():
             call, partners = self.full[reader], self.partners[reader]
             where, number = call["place"], call["number"]
-            pin = PinnedCall(call["name"], *where, partners.in_full, number, tuple(arguments), call["module"])
+            pin = PinnedCall(
+                call["name"], *where, partners.in_full, number, tuple(arguments), call["module"], partners.once
+            )
             calls.append(pin)
         return tuple(calls)
 
@@ -478,6 +503,7 @@ def describe_value(comparison: TraceComparison, origin: Node) -> Suspect:
         _operation_of(comparison.call(value.reader)),
         samples > 0 and _are_reordered(comparison, rows),  # rows that agree are not those that were read
         next(iter(numbers), None),
+        assigning_lines(comparison, origin, numbers[0].name) if numbers else (),
     )
     made = _operation_of(comparison.call(comparison.first_line(origin)))
     return Suspect("values", made, None, difference, samples, False, False, value=loss_value)
@@ -507,3 +533,22 @@ def _operation_of(call: TracedCall) -> Operation:
     file, line = call["place"]
     name = call["name"].removeprefix("torch.")
     return Operation(name, file=display_path(file), line=line, source=linecache.getline(file, line).strip())
+
+
+def assigning_lines(comparison: TraceComparison, node: Node, name: str) -> tuple[Operation, ...]:
+    """Returns the lines that assign what holds a number which differs at a call, or what it may be computed from.
+
+    Args:
+        comparison: The calls of both runs.
+        node: The call that is given the number.
+        name: What holds it; empty where nothing does.
+    """
+    call = comparison.call(node)
+    files = sorted({line[0] for each in comparison.micro for line in each["lines"]})
+    place = next(iter(call["lines"]), call["place"])
+    names = dict.fromkeys((*([name] if name else []), *comparison.changing(node)))
+    lines = [line for each in names for line in assignments_of(each, place, files)]
+    return tuple(
+        Operation("assignment", file=display_path(file), line=line, source=linecache.getline(file, line).strip())
+        for file, line in dict.fromkeys(lines)
+    )

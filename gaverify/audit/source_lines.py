@@ -78,24 +78,48 @@ def test_lines(place: Place) -> range:
     return range(place[1], place[1] + 1)
 
 
-def assignment_of(name: str, place: Place) -> Place | None:
-    """Returns the line that assigns a variable, an attribute or an entry; None where several do, or none.
+def assignments_of(name: str, place: Place, files: Collection[str] = ()) -> list[Place]:
+    """Returns the lines that assign a variable, an attribute or an entry after its first value.
+
+    Those that compute it from itself, as a counter or an average is, if there are any.
 
     Args:
         name: As it is written: `scale`, `self.average`, `running[0]`.
         place: The line that reads it.
+        files: More files of the user's, in which the attribute may be assigned by another name of its object.
     """
     file, line = place
     function, tree = _function_around(file, line), _tree_of(file)
     if function is None or tree is None:
-        return None
-    is_variable = name.isidentifier()
-    inside = list(_assignments(function, name))
+        return []
+    inside = [(file, *found) for found in _assignments(function, name)]
     # A variable belongs to its function, unless an outer one has it; an attribute may be assigned anywhere.
-    everywhere = (
-        inside if is_variable and inside else [at for at in _assignments(tree, name) if not _is_first(tree, at)]
+    if not inside:
+        suffix = name[name.rindex(".") :] if "." in name and not name.endswith("]") else None
+        if _is_argument(function, name):  # what the function is given may be an attribute of that name
+            suffix = f".{name}"
+        trees = {each: found for each in dict.fromkeys((file, *files)) if (found := _tree_of(each)) is not None}
+        inside = [
+            (each, *found)
+            for each, scope in trees.items()
+            for found in _assignments(scope, name if each == file or suffix else "", suffix)
+            if not _is_first(scope, found[0])
+        ]
+    from_itself = [found for found in inside if found[2]]
+    return list(dict.fromkeys((each, at) for each, at, _ in from_itself or inside))
+
+
+def assignment_of(name: str, place: Place) -> Place | None:
+    """Returns the only line that assigns something, as `assignments_of` finds it; None where there are several."""
+    found = assignments_of(name, place)
+    return found[0] if len(found) == 1 else None
+
+
+def _is_argument(function: ast.AST, name: str) -> bool:
+    arguments = getattr(function, "args", None)
+    return isinstance(arguments, ast.arguments) and any(
+        each.arg == name for each in ast.walk(arguments) if isinstance(each, ast.arg)
     )
-    return (file, everywhere[0]) if len(set(everywhere)) == 1 else None
 
 
 def is_kept(name: str, place: Place) -> bool:
@@ -108,15 +132,19 @@ def is_kept(name: str, place: Place) -> bool:
     return name in shared or (name not in arguments and not any(_assignments(function, name)))
 
 
-def _assignments(scope: ast.AST, name: str) -> Iterator[int]:
+def _assignments(scope: ast.AST, name: str, suffix: str | None = None) -> Iterator[tuple[int, bool]]:
+    """Yields the lines that assign a name, or one that ends alike; and whether they compute it from itself."""
     for node in ast.walk(scope):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
             targets = [node.target]
-        if any(ast.unparse(part) == name for target in targets for part in _parts(target)):
-            yield node.lineno  # type: ignore[attr-defined]
+        for text in (ast.unparse(part) for target in targets for part in _parts(target)):
+            if text == name or (suffix is not None and text.endswith(suffix)):
+                value = getattr(node, "value", None)
+                reads = {ast.unparse(each) for each in ast.walk(value)} if value is not None else set()
+                yield node.lineno, isinstance(node, ast.AugAssign) or text in reads  # type: ignore[attr-defined]
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:

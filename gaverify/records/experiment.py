@@ -90,6 +90,8 @@ class LossValue:
     """Whether the micro-batches hold the full batch's values, and at other rows."""
     made_with: DifferingNumber | None = None
     """A number that differs where the value is made; None where there is none."""
+    assigned: tuple[Operation, ...] = ()
+    """Lines that assign what holds that number, or what it may be computed from; empty where none is known."""
 
 
 @dataclass(frozen=True)
@@ -380,7 +382,7 @@ class FirstDifference:
     operation: Operation
     """The call; of a branch the line that decides; of state the one that leaves it."""
     reader: Operation | None = None
-    """The call that reads the state; None elsewhere."""
+    """The call that reads the state, or a result without rows at another line; None where there is none."""
     name: str = ""
     """What holds the state there; empty where that is not known."""
     in_model: bool = False
@@ -397,7 +399,7 @@ class FirstDifference:
     """The micro-batches that differ, from 0."""
     number: DifferingNumber | None = None
     """A Python number that it is given, and that differs; None where there is none."""
-    assigned: Operation | None = None
-    """The only line that assigns the variable which holds the number; None where not known."""
+    assigned: tuple[Operation, ...] = ()
+    """Lines that assign what holds the number, or what it may be computed from; empty where none is known."""
     control: ControlRun | None = None
     """Both runs with the full batch's value in every micro-batch; None where that was not possible."""

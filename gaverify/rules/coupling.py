@@ -30,6 +30,7 @@ from gaverify.rules.rule import (
     rule,
     rule_of_loops,
     weights_text,
+    word_assignments,
     word_control,
     word_difference_left,
     word_earlier_fixes,
@@ -239,6 +240,8 @@ def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
         name = f"`{number.name}`" if number.name else "a number"
         micro_batches = weights_text(number.micro_batches)
         text += f", where {name} is {number.full:.4g} in the full batch and {micro_batches} in the micro-batches"
+    if value.assigned:
+        text += f"; {word_assignments(value.assigned)}"
     if reader.place[2:] != suspect.operation.place[2:]:
         text += f"; the loss reads it at {reader.file}:{reader.line}"
     return measured_evidence("loss-values", text, difference=suspect.difference, samples=suspect.samples)

@@ -20,6 +20,7 @@ from gaverify.rules.rule import (
     quote_names,
     rule,
     weights_text,
+    word_assignments,
     word_control,
 )
 from gaverify.rules.wrong_shares import empty_micro_batches
@@ -95,8 +96,7 @@ def _trace_evidence(first: FirstDifference) -> Evidence:
         name = f"`{first.number.name}`" if first.number.name else "a number"
         micro_batches = weights_text(first.number.micro_batches)
         texts.append(f"{name} is {first.number.full:.4g} in the full batch and {micro_batches} in the micro-batches")
-    if first.assigned is not None:
-        texts.append(f"assigned at {first.assigned.file}:{first.assigned.line}")
+    texts += [text for text in [word_assignments(first.assigned)] if text]
     if first.reader is not None:
         texts.append(f"{f'`{first.name}`' if first.name else 'it'} is read at {first.reader.file}:{first.reader.line}")
     if first.operation.caller:

@@ -291,6 +291,12 @@ def difference(update: UpdateComparison) -> str:
     return text + (f", norm ratio {update.norm_ratio:.3g}" if math.isfinite(update.norm_ratio) else "")
 
 
+def word_assignments(lines: Sequence[Operation]) -> str:
+    """Returns where a number, or what it may be computed from, is assigned; empty where that is not known."""
+    texts = [f"{line.file}:{line.line}" for line in lines]
+    return f"it, or what it is computed from, changes at {join_texts(texts, 4)}" if texts else ""
+
+
 def show_distinct(*sides: Sequence[float]) -> list[str]:
     """Returns each side's numbers in words, with as many digits as tell the sides apart."""
     texts = ([", ".join(f"{value:.{digits}g}" for value in side) for side in sides] for digits in (4, 6, 9, 17))

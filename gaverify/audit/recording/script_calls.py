@@ -44,7 +44,7 @@ _MOST_ENTRIES = 1 << 14  # of a dimension that are described one by one: 400 kB 
 _MOST_CALLS = 200_000  # of an update: about 1 kB each; behind them nothing is noted, and nothing compared
 _MOST_VARIABLES = 64  # of a function, or entries of a value, that are looked at for the name of an argument
 _MOST_NAMES = 8  # of one argument
-_DEEPEST = 3  # levels of names: `scale`, `self.scale`, `self.scales[0]`
+_DEEPEST = 2  # levels behind variables: `self.scale`, `self.scales[0]`
 _NAN, _INFINITE = 0.7368, 1e9  # stand for these in fingerprints
 _READS = frozenset({"__bool__", "__int__", "__index__", "item", "is_nonzero", "equal", "allclose"})
 INPUT = "input"
@@ -63,6 +63,8 @@ class Description(TypedDict):
     """Of each entry of the first and of the second dimension, shape (entries, 3)."""
     whole: torch.Tensor
     """Of all numbers in their order, shape (3,)."""
+    is_integer: bool
+    """Whether it holds integers, such as places of rows."""
 
 
 class TracedCall(TypedDict):
@@ -93,6 +95,8 @@ class TracedCall(TypedDict):
     """Positions of the calls that read such a number out of a tensor."""
     names: dict[str, list[str]]
     """Variables of the script that hold an argument, by its path; of a number those that are equal to it."""
+    held: dict[str, float]
+    """Numbers that attributes and entries hold there; empty unless it is given a number that no variable holds."""
     graded: bool
     """Whether gradients flow through it."""
     results: list[Description | None]
@@ -347,6 +351,7 @@ class TracedCalls(ScriptCalls):
         results = tensors_in(result)
         results += [tensor for tensor in written if not any(tensor is each for each in results)]
         value = float(result) if isinstance(result, float) or _reads_number(key) else None
+        names, held = _names_in(frame, tensors, numbers)
         at = len(self._calls)
         self._calls.append(
             {
@@ -356,7 +361,8 @@ class TracedCalls(ScriptCalls):
                 "numbers": numbers,
                 "value": value,
                 "read": [self._numbers[number] for number in numbers.values() if number in self._numbers],
-                "names": _names_in(frame, tensors, numbers),
+                "names": names,
+                "held": held,
                 "graded": any(each.requires_grad for each in results),
                 "results": [_describe(each) for each in results],
             }
@@ -385,6 +391,7 @@ class TracedCalls(ScriptCalls):
             "value": None,
             "read": [],
             "names": {},
+            "held": {},
             "graded": False,
             "results": [],
         }
@@ -482,6 +489,8 @@ class PinnedCall(NamedTuple):
     """The arguments; `RESULT` stands for a number that it returns."""
     module: str | None = None
     """The path of the module that makes it."""
+    once: int = 0
+    """How many calls of its name and line both runs make once per update, before those of micro-batches."""
 
     @property
     def key(self) -> CallKey:
@@ -517,7 +526,7 @@ class PinnedArguments(ScriptCalls):
         self._parts, self._is_full = parts, True
         calls = [PinnedCall(*each) for each in pinned]  # as plain tuples they came from the audit
         self._pinned = {(each.key, each.number): (at, each) for at, each in enumerate(calls)}
-        self._in_full = {key: each.in_full for (key, _), (_, each) in self._pinned.items()}
+        self._in_full = {key: (each.in_full, each.once) for (key, _), (_, each) in self._pinned.items()}
         self.kept: dict[str, Any] = {}
         """What the full-batch run keeps, by the position of the call and the path of the argument."""
         if source is not None:
@@ -528,10 +537,10 @@ class PinnedArguments(ScriptCalls):
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        in_full = self._in_full.get(key)
-        if in_full is not None:
-            part, position = (0, number) if self._is_full else divmod(number, in_full)
-            found = self._pinned.get((key, position))
+        in_full, once = self._in_full.get(key, (0, 0))
+        if number >= once < in_full:
+            part, position = (0, number - once) if self._is_full else divmod(number - once, in_full - once)
+            found = self._pinned.get((key, once + position))
             if found is not None and part < max(len(self._parts), 1):
                 args, kwargs = map_leaves((args, kwargs), lambda path, leaf: self._replace(*found, part, path, leaf))
                 result = func(*args, **kwargs)
@@ -603,36 +612,49 @@ def _arguments_of(arguments: Any) -> tuple[dict[str, torch.Tensor], dict[str, fl
 
 def _names_in(
     frame: FrameType, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
-) -> dict[str, list[str]]:
-    """Returns what holds an argument in a function, by the path of the argument.
+) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Returns what holds an argument in a function, by the path of the argument; and numbers that objects hold there.
 
-    A variable holds it, or an attribute or an entry of a variable's value: `scale`, `self.scale`, `running[0]`.
+    A variable holds it, or an attribute or an entry of a variable's value: `scale`, `self.scale`, `running[0]`. The
+    other numbers are looked at only where no variable holds a number: one of them may be what it is computed from.
     """
     space = frame.f_globals
     variables = {name: space[name] for name in frame.f_code.co_names if name in space} | dict(frame.f_locals)
-    held = list(_held_values(dict(islice(variables.items(), _MOST_VARIABLES))))
-    names = {path: [name for name, value in held if value is tensor] for path, tensor in tensors.items()}
-    for path, number in numbers.items():
-        names[path] = [name for name, value in held if type(value) in (int, float) and value == number]
-    return {path: found[:_MOST_NAMES] for path, found in names.items() if found}
+    named = list(islice(variables.items(), _MOST_VARIABLES))
+    names = {path: [name for name, value in named if value is tensor] for path, tensor in tensors.items()}
+    names |= {path: [name for name, value in named if _is_number(value, each)] for path, each in numbers.items()}
+    without = [path for path, found in names.items() if not found and (path in numbers or not tensors[path].is_leaf)]
+    without += [path for path, tensor in tensors.items() if not names[path] and not tensor.requires_grad]
+    held = dict(_held_values(named)) if without and owner_of(frame.f_code.co_filename) is Owner.USER else {}
+    for path in without:
+        wanted: Any = numbers[path] if path in numbers else tensors[path]
+        names[path] = [name for name, value in held.items() if value is wanted or _is_number(value, wanted)]
+    kept = {name: float(value) for name, value in held.items() if type(value) in (int, float)} if numbers else {}
+    return {path: found[:_MOST_NAMES] for path, found in names.items() if found}, kept
 
 
-def _held_values(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields tensors and numbers with their names, those that variables hold first, then what their values hold."""
-    named = list(variables.items())
+def _is_number(value: Any, number: Any) -> bool:
+    return type(value) in (int, float) and type(number) in (int, float) and value == number
+
+
+def _held_values(named: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields tensors and numbers that the values of variables hold, by their names."""
     for _ in range(_DEEPEST):
-        yield from ((name, value) for name, value in named if isinstance(value, float | int | torch.Tensor))
         named = [entry for name, value in named for entry in islice(_members(name, value), _MOST_VARIABLES)]
+        yield from ((name, value) for name, value in named if isinstance(value, float | int | torch.Tensor))
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, str | float | int | torch.Tensor | type | ModuleType | FunctionType | type(None)):
+        return
     if isinstance(value, list | tuple | deque):
         yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
     elif isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items()))
-    elif not isinstance(value, type | ModuleType | FunctionType | torch.Tensor | str | float | int):
+        yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items()) if isinstance(key, str | int))
+    elif not type(value).__module__.startswith("torch"):
         # a class may hold what its objects have not set yet
         spaces = [*map(vars, reversed(type(value).__mro__[:-1])), getattr(value, "__dict__", {})]
+        spaces = spaces[-1:] if isinstance(value, nn.Module) else spaces
         members = {key: each for space in spaces if isinstance(space, Mapping) for key, each in list(space.items())}
         yield from ((f"{name}.{key}", each) for key, each in members.items() if not key.startswith("__"))
 
@@ -682,9 +704,15 @@ def _describe(tensor: torch.Tensor) -> Description | None:
         if values.shape[dimension] <= _MOST_ENTRIES
     ]
     along = along if len(along) == min(values.dim(), 2) else []
-    return {"shape": tuple(values.shape), "along": along, "whole": summaries(real.reshape(1, -1))[0]}
+    whole, is_integer = summaries(real.reshape(1, -1))[0], not (values.is_floating_point() or values.is_complex())
+    return {
+        "shape": tuple(values.shape),
+        "along": along,
+        "whole": whole,
+        "is_integer": is_integer and values.dtype is not torch.bool,
+    }
 
 
 def _to_host(described: Description) -> Description:
     along = [entries.cpu() for entries in described["along"]]
-    return {"shape": described["shape"], "along": along, "whole": described["whole"].cpu()}
+    return {**described, "along": along, "whole": described["whole"].cpu()}
