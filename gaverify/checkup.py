@@ -19,7 +19,9 @@ Line = tuple[str, str, bool | None]
 def versions() -> Iterator[Line]:
     """Yields what is installed."""
     yield "gaverify", __version__, None
-    yield "Python", f"{platform.python_version()} on {platform.platform()}", None
+    # In two words: a narrow terminal cuts one that does not fit its line.
+    system = platform.platform().replace("-with-", " with ")
+    yield "Python", f"{platform.python_version()} on {system}", None
     kernels = torch.backends.cpu.get_cpu_capability()  # what torch's CPU kernels are compiled for, such as AVX2
     yield "torch", f"{torch.__version__}, {count_text(torch.get_num_threads(), 'thread')}, {kernels}", None
     for package, use in (

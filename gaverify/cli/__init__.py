@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 import click
@@ -24,7 +23,14 @@ from gaverify.cli.profiling import profile
 from gaverify.cli.running import run
 from gaverify.cli.scaffolding import init
 from gaverify.cli.showing import debug_option, report
-from gaverify.cli.streams import Invocation, interrupts_noted, open_closed_streams, report_failure, silence
+from gaverify.cli.streams import (
+    Invocation,
+    ignore_missing_numpy,
+    interrupts_noted,
+    open_closed_streams,
+    report_failure,
+    silence,
+)
 from gaverify.errors import INTERRUPTED, nearest
 
 add_completion_class(ColonComplete, "bash")
@@ -114,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    # NumPy is optional for torch and for gaverify; torch warns about it at every import all the same
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    ignore_missing_numpy()
     try:
         with interrupts_noted():
             code = _run(words, invocation)

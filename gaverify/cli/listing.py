@@ -72,7 +72,7 @@ def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
     wrong = 0
     for subject, answer, fine in lines:
         wrong += fine is False
-        click.echo(plain(layout.wrap(answer, first=f"  {subject:<29}{_MARKS[fine]}", indent=38)), nl=False)
+        click.echo(plain(layout.wrap(answer, first=f"  {subject:<16}{_MARKS[fine]}", indent=25)), nl=False)
     return wrong
 
 

@@ -114,6 +114,14 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 — lives as long as Python
 
 
+def ignore_missing_numpy() -> None:
+    """Hides that torch warns at its import where NumPy is missing, which is optional for torch and for gaverify.
+
+    To be called by every process that imports torch for a verification.
+    """
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+
 @contextmanager
 def guests() -> Iterator[None]:
     """While the user's code runs: its output goes to stderr, a warning is told once, the process stays as it is."""

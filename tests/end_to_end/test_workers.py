@@ -126,6 +126,17 @@ def test_rows_stand_in_the_order_of_the_files_whoever_is_done_first(folder: Path
     assert "raised ValueError at models.py:" in done.stdout
 
 
+def test_workers_are_as_silent_about_a_missing_numpy_as_one_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "without" / "numpy").mkdir(parents=True)
+    (folder / "without" / "numpy" / "__init__.py").write_text("raise ModuleNotFoundError('No module named numpy')")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "without"), prepend=os.pathsep)
+    for words in (["-j", "2"], ["--timeout", "300"]):
+        done = run(folder, "-q", "mlp", "mlp-batchnorm", *words)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_limit_that_is_not_reached_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for words in ([], ["--timeout", "300"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -128,6 +129,7 @@ def test_doctor_prints_versions_and_what_a_device_computes_in(capsys: pytest.Cap
     out = capsys.readouterr().out
     assert torch.__version__ in out and "for float64 checks: yes" in out and "WRONG" not in out
     assert out.endswith("All checks passed.\n")
+    assert all(len(line) <= 80 for line in out.splitlines()) and "…" not in out and platform.python_version() in out
 
 
 def test_a_failed_check_exits_70(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
