@@ -123,7 +123,7 @@ ROWS = [
     looped(SCALE, "ragged_batches", "GAV202", quick=True, words="by 1.125, 1.125, 0.75", **RAGGED),  # B13: 6, 6, 4
     looped(SCALE, "marked_means", "GAV202", quick=True, proven=True, words=INSTEAD_OF_SAMPLES, **RAGGED),
     looped(SCALE, "marked_means", "GAV202", "--by columns", proven=True, words=COUNTED, **RAGGED),
-    looped(SCALE, "marked_means", "GAV202", "--by average", words="other weights than in the full batch", **RAGGED),
+    looped(SCALE, "marked_means", "GAV403", "--by average", mark="", proven=True, words="changes `average`", **RAGGED),
     looped(SCALE, "marked_means", common="--by marked", **RAGGED),
     looped(SCALE, "matched_targets", "GAV202"),  # B11
     looped(SCALE, "class_weights", "GAV202", quick=True, proven=True, words=f"{TOTAL}{MULTIPLIED}"),
