@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import TypeVar
 
+from gaverify.errors import SpecError
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Excerpt, Finding, Location
 from gaverify.records.verdict import Verdict
-from gaverify.spec.entries import Accept
+from gaverify.spec.entries import Accept, read_entries
 from gaverify.spec.project import Project
 from gaverify.tracebacks import portable
 
@@ -57,9 +60,10 @@ def mark_accepted(
 ) -> Answer:
     """Returns the answer with its accepted findings marked.
 
-    A fault is accepted by an entry of its code whose pattern fits its place, if a control run proved it or the entry
-    says `suspected`. Entries of the answer's own spec that fit no finding are stale; those of the project may fit
-    another spec, so that `describe_unused_entries` judges them over all answers.
+    A fault is accepted by an entry of its code whose pattern fits its place, or by a comment at its line, if a control
+    run proved it or the entry says `suspected`, and if the entry's last day is not over. Entries of the answer's own
+    spec that fit no finding are stale; those of the project may fit another spec, so that `describe_unused_entries`
+    judges them over all answers.
 
     Args:
         answer: A verdict or an audit.
@@ -67,11 +71,14 @@ def mark_accepted(
         project: What `pyproject.toml` says; notes that it does not want are left out.
         expect: The outcome that the spec expects.
         strict: Stale entries make the exit code 1.
+
+    Raises:
+        SpecError: A comment at a line cannot be read, or has no reason.
     """
-    everywhere = (*entries, *project.accept)
-    findings_shown = [
+    findings_shown: list[Finding] = [
         finding for finding in answer.findings if finding.severity == "fault" or project.shows(finding.code)
     ]
+    everywhere = (*entries, *project.accept, *_read_comments(findings_shown))
     findings = tuple(_mark_finding(finding, everywhere) for finding in findings_shown)
     stale = [entry for entry in entries if not any(_fits(entry, finding) for finding in answer.findings)]
     refused = [
@@ -87,6 +94,56 @@ def mark_accepted(
         refused=tuple(dict.fromkeys(refused)),
     )
     return replace(answer, findings=findings, acceptance=acceptance)
+
+
+_COMMENT = re.compile(r"#\s*gaverify:\s*accept\b(.*)")
+_ACCEPTED = re.compile(r"\s+(GAV\d{3})\s*\(\s*(\S.*?)\s*\)\s*(?:#.*)?")
+_COMMENT_EXAMPLE = "`# gaverify: accept GAV202 (counts are equal in our data)`"
+
+
+def _read_comments(findings: Iterable[Finding]) -> list[Accept]:
+    """The entries that comments make, each at the line of a fault or alone in the line above."""
+    places = [place for finding in findings if finding.severity == "fault" for place in finding.places]
+    entries: list[Accept] = []
+    for place in dict.fromkeys(places):
+        if place is None or place.file is None or place.line is None:
+            continue
+        lines = [linecache.getline(place.file, number) for number in (place.line - 1, place.line) if number > 0]
+        above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
+        for text in (*above, lines[-1]):
+            where = f"{place.file}:{place.line - (text in above)}"
+            if entry := read_comment(text, where):
+                entries.append(replace(entry, location=f"{_escape(place.file)}:{place.line}"))
+    return entries
+
+
+def read_comment(line: str, where: str) -> Accept | None:
+    """Returns the entry that a comment in a line of code makes for this line; None where there is no such comment.
+
+    Raises:
+        SpecError: The comment cannot be read, or has no reason.
+    """
+    comment = _COMMENT.search(line)
+    if comment is None:
+        return None
+    accepted = _ACCEPTED.fullmatch(comment[1].rstrip())
+    if accepted is None:
+        raise SpecError(f"{where}: the comment needs a code and, in parentheses, a reason; write {_COMMENT_EXAMPLE}")
+    problems: list[str] = []
+    entries = read_entries([{"code": accepted[1], "location": where, "reason": accepted[2]}], where, problems)
+    if problems:
+        raise SpecError(problems)
+    return entries[0]
+
+
+def check_comments(file: str) -> None:
+    """Checks the comments of a script before it runs.
+
+    Raises:
+        SpecError: One of them cannot be read, or has no reason.
+    """
+    for number, line in enumerate(linecache.getlines(file), 1):
+        read_comment(line, f"{file}:{number}")
 
 
 def describe_unused_entries(answers: Iterable[Verdict | AuditReport], project: Project) -> tuple[str, ...]:
@@ -107,10 +164,30 @@ def entries_for(findings: Iterable[Finding], reason: str) -> tuple[list[Accept],
             reason_why_not = "no cause was found, and an unexplained divergence cannot be accepted"
             problems.append(f"{finding.code} {finding.name}: {reason_why_not}")
             continue
-        for place in finding.places:
-            entry = Accept(code=finding.code, location=_pattern(place), reason=reason, suspected=not finding.proven)
+        patterns = [_pattern(place) for place in finding.places]
+        # one entry for the layers of a finding, where their paths have something in common
+        if len(set(patterns)) > 1 and (common := _common_pattern(finding.places)):
+            patterns = [common]
+        for pattern in patterns:
+            entry = Accept(code=finding.code, location=pattern, reason=reason, suspected=not finding.proven)
             entries += [entry] if entry not in entries else []
     return entries, problems
+
+
+def _common_pattern(places: Sequence[Location | None]) -> str:
+    """Returns one pattern for the modules of several places, such as `layers.*.norm`; "" where none tells them."""
+    paths = [place.module.split(".") if place is not None and place.module else [] for place in places]
+    if not all(paths):
+        return ""
+    same_depth = len({len(path) for path in paths}) == 1
+    names = [names[0] if len(set(names)) == 1 else "*" for names in zip(*paths, strict=False)]
+    if not same_depth:  # what follows the names that all begin with
+        names = [*takewhile(lambda name: name != "*", names), "*"]
+    if set(names) != {"*"}:
+        return ".".join(name if name == "*" else _escape(name) for name in names)
+    # the layers of one `Sequential` have numbers only
+    is_numbered = same_depth and all(name.isdigit() for path in paths for name in path)
+    return ".".join(["[0-9]*"] * len(names)) if is_numbered else ""
 
 
 def _pattern(place: Location | None) -> str:
@@ -118,15 +195,24 @@ def _pattern(place: Location | None) -> str:
 
     The file is named as any machine knows it: the entry is written on a desk and read in CI.
     """
-    text = "*" if place is None else place.module or (portable(place.file) if place.file else "*")
-    return "".join(f"[{character}]" if character in "*?[" and text != "*" else character for character in text)
+    text = "" if place is None else place.module or (portable(place.file) if place.file else "")
+    return _escape(text) or "*"
+
+
+def _escape(text: str) -> str:
+    """The text as a pattern that fits it alone."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in text)
 
 
 def _mark_finding(finding: Finding, entries: Iterable[Accept]) -> Finding:
     """Every place of the finding has to be accepted: what is proven of all of them together is so of none alone."""
     if finding.severity != "fault":
         return finding
-    fitting = [entry for entry in entries if _fits(entry, finding) and (finding.proven or entry.suspected)]
+    fitting = [
+        entry
+        for entry in entries
+        if _fits(entry, finding) and (finding.proven or entry.suspected) and not entry.is_expired
+    ]
     all_accepted = fitting and not _places_without_entry(finding, fitting)
     return replace(finding, accepted=fitting[0].reason if all_accepted else "")
 
@@ -139,6 +225,8 @@ def _places_without_entry(finding: Finding, entries: Iterable[Accept]) -> list[L
 
 def _refusal(entry: Accept, finding: Finding, entries: Iterable[Accept]) -> str:
     """Says why an entry that fits a finding does not accept it."""
+    if entry.is_expired:
+        return f"{entry} was accepted until {entry.until}, which is over: repair it, or write a later day"
     open_places = _places_without_entry(finding, entries)
     if open_places:
         return f"{entry} does not cover everything: {', '.join(map(str, open_places))} was found too and has no entry"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from gaverify.acceptance import mark_accepted
+from gaverify.acceptance import check_comments, mark_accepted
 from gaverify.audit.request import OPTIONS, Request
 from gaverify.cli.options import add_options
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
@@ -216,5 +216,7 @@ def _audit_files(
 def _run_audit(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
     from gaverify.audit.flow import audit as run
 
+    if request.script is not None:
+        check_comments(request.script)
     with DelayedProgress(request.target, number, count, quiet=quiet, noun="audit") as progress:
         return replace(run(request, progress.report), name=request.name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass
+from datetime import date
 from functools import cache
 from importlib.resources import files as resources
 from typing import Any
 
 from gaverify.errors import nearest
 from gaverify.spec.options import explain_values, option, options_of, read_table
-from gaverify.spec.values import FLAG, TEXT
+from gaverify.spec.values import DATE, FLAG, TEXT
 
 EXAMPLE = '{ code = "GAV101", location = "backbone.*", reason = "ghost batch norm on purpose" }'
 _UNEXPLAINED = "GAV000"
@@ -22,13 +23,19 @@ class Accept:
     """A divergence that is known and wanted.
 
     `location` is a pattern (`*`, `?`, `[…]`) for the module's path (`(root)` for the model itself), the file or
-    `file:line`; `suspected` accepts a cause that no control run proved, too.
+    `file:line`; `suspected` accepts a cause that no control run proved, too. After the day `until` it accepts nothing.
     """
 
     code: str = option(TEXT, "", MISSING, "GAV101")
     location: str = option(TEXT, "", MISSING, "backbone.*")
     reason: str = option(TEXT, "", MISSING, "ghost batch norm on purpose")
     suspected: bool = option(FLAG, "", False, True)
+    until: str = option(DATE, "", "", "2027-03-01")
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the last day on which it accepts is over."""
+        return bool(self.until) and date.today() > date.fromisoformat(self.until)
 
     def __str__(self) -> str:
         """How sentences call the entry."""
@@ -67,7 +74,7 @@ def read_entries(value: Any, place: str, problems: list[str]) -> tuple[Accept, .
         return ()
     sentences = [text for at, entry in enumerate(value) for text in _entry_problems(entry, f"{place}[{at}]")]
     problems += sentences
-    return () if sentences else tuple(Accept(**entry) for entry in value)
+    return () if sentences else tuple(Accept(**read_table(_OPTIONS, entry, [])[0]) for entry in value)
 
 
 def _entry_problems(entry: Any, place: str) -> Iterator[str]:

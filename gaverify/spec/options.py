@@ -207,5 +207,7 @@ def write_example(option: Option, *, is_word: bool) -> str:
 
 def _write_value(value: Any) -> str:
     """The value as TOML or JSON would write it, cut to what fits a line."""
+    if isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value):  # TOML writes a day without quotes
+        return value
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

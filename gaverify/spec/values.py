@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any, Literal
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -81,6 +82,21 @@ def _is_whole(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether a value is a finite number that a float can hold."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _load_day(value: Any) -> Any:
+    # TOML reads an unquoted day as a date, which no JSON document could hold
+    return value.isoformat() if type(value) is date else value
+
+
+def _is_day(value: Any) -> bool:
+    if not isinstance(value, str) or not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+        return False
+    try:
+        date.fromisoformat(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_text(value: Any) -> bool:
@@ -197,6 +213,7 @@ INTEGER = Kind("a whole number", "N", _is_whole, read_number)
 SECONDS = above_zero("a number of seconds", "SECONDS", LONGEST_TIME)
 FLAG = Kind("true or false", "", lambda value: isinstance(value, bool))
 SHAPE = sizes("the sizes of one sample, whole numbers of at least 1", "N,N,…")
+DATE = Kind("a day such as 2027-03-01", "DAY", _is_day, load=_load_day)
 DEVICE = Kind(
     '"cpu", "cuda", "cuda:N", "xpu", "mps" or "auto"',
     "cpu|cuda|cuda:N|xpu|mps|auto",

@@ -6,14 +6,16 @@ Records that are derived: totals of a verdict, and whose passes and partners an 
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import samples
 
-from gaverify.acceptance import describe_unused_entries, entries_for, mark_accepted
+from gaverify.acceptance import check_comments, describe_unused_entries, entries_for, mark_accepted
 from gaverify.errors import SpecError
 from gaverify.records.comparison import (
     Method,
@@ -35,7 +37,7 @@ from gaverify.spec.loading import parse_spec
 from gaverify.spec.project import Project, project_settings
 
 
-def entry(location: str = "backbone.*", code: str = "GAV101", **more: bool) -> Accept:
+def entry(location: str = "backbone.*", code: str = "GAV101", **more: Any) -> Accept:
     return Accept(code=code, location=location, reason="on purpose", **more)
 
 
@@ -179,6 +181,75 @@ def test_a_part_of_a_finding_is_told_and_a_baseline_names_all_of_it() -> None:
     assert [made.location for made in entries_for([BOTH], "why")[0]] == ["backbone.1", "head"]
 
 
+@pytest.mark.parametrize(
+    ("modules", "pattern", "strange"),
+    [
+        (("layers.0.norm", "layers.11.norm"), "layers.*.norm", "head.0.norm"),
+        (("layers.0", "layers.1"), "layers.*", "head"),
+        (("layers.0.norm", "layers.1.a.norm"), "layers.*", "head.norm"),
+        (("1", "4", "10"), "[0-9]*", "head"),
+        (("a[0].x", "a[0].y"), "a[[]0].*", "a0.x"),
+    ],
+)
+def test_the_layers_of_a_finding_get_one_entry(modules: tuple[str, ...], pattern: str, strange: str) -> None:
+    found = several(*map(Location, modules))
+    (made,), _ = entries_for([found], "why")
+    assert made.location == pattern
+    assert mark_accepted(verdict(found), [made], Project()).exit_code == 0
+    assert mark_accepted(verdict(fault(strange)), [made], Project()).exit_code == 1
+
+
+def test_an_entry_accepts_until_its_last_day() -> None:
+    assert mark_accepted(verdict(fault()), [entry(until="9999-12-31")], Project()).exit_code == 0
+    made = mark_accepted(verdict(fault()), [entry(until="2020-03-01")], Project())
+    assert made.exit_code == 1 and not made.acceptance.stale
+    (told,) = made.acceptance.refused
+    assert told.startswith("GAV101 at `backbone.*` was accepted until 2020-03-01, which is over")
+    spec = "model = 'mlp'\naccept = [{ code = 'GAV101', location = 'a', reason = 'b', until = 2027-03-01 }]"
+    assert parse_spec(tomllib.loads(spec), "a.toml").accept[0].until == "2027-03-01"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ("x = 1\nloss = f(x)  # gaverify: accept GAV101 (wanted here)\n", 0),
+        ("# gaverify: accept GAV101 (wanted here)\nloss = f(x)\n", 0),
+        ("x = 1\nloss = f(x)  # noqa  # gaverify: accept GAV101 (a (b) c)  # more\n", 0),
+        ("x = 1  # gaverify: accept GAV101 (of another line)\nloss = f(x)\n", 1),
+        ("x = 1\nloss = f(x)  # gaverify: accept GAV102 (another fault)\n", 1),
+    ],
+)
+def test_a_comment_at_the_line_accepts_its_fault(lines: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train[1].py"
+    script.write_text(lines)
+    made = mark_accepted(verdict(fault(None, file=str(script), line=2)), [], Project())
+    assert made.exit_code == code and not made.acceptance.stale
+    suspected = mark_accepted(verdict(fault(None, file=str(script), line=2, proven=False)), [], Project())
+    assert suspected.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("comment", "words"),
+    [
+        ("# gaverify: accept GAV101", "needs a code and, in parentheses, a reason"),
+        ("# gaverify: accept GAV101 ()", "needs a code and, in parentheses, a reason"),
+        ("# gaverify: accept (known)", "needs a code and, in parentheses, a reason"),
+        ("# gaverify: accept GAV000 (known)", "an unexplained divergence cannot be accepted"),
+        ("# gaverify: accept GAV199 (known)", "there is no rule GAV199"),
+    ],
+)
+def test_a_comment_without_a_reason_is_an_error(comment: str, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"x = 1\nloss = f(x)  {comment}\n")
+    for check in (
+        lambda: check_comments(str(script)),
+        lambda: mark_accepted(verdict(fault(None, file=str(script), line=2)), [], Project()),
+    ):
+        with pytest.raises(SpecError) as caught:
+            check()
+        assert f"{script}:2" in str(caught.value) and words in str(caught.value)
+
+
 def test_why_an_entry_does_not_accept_is_told() -> None:
     made = mark_accepted(verdict(fault(proven=False)), [entry()], Project())
     assert "not accepted: GAV101 at `backbone.*` is only suspected" in " ".join(render([made], "text").split())
@@ -197,6 +268,11 @@ def test_why_an_entry_does_not_accept_is_told() -> None:
         ([{"code": "GAV101", "location": "a", "reason": "b", "why": 1}], "$.accept[0].why: unknown key"),
         ([{"code": "GAV101", "location": 3, "reason": "b"}], "$.accept[0].location: must be text"),
         ([{"code": "GAV101", "location": "a", "reason": "b", "suspected": 1}], "suspected: must be true or false"),
+        (
+            [{"code": "GAV101", "location": "a", "reason": "b", "until": "May"}],
+            "until: must be a day such as 2027-03-01",
+        ),
+        ([{"code": "GAV101", "location": "a", "reason": "b", "until": "2027-02-30"}], "write `until = 2027-03-01`"),
     ],
 )
 def test_wrong_entries_get_a_sentence(accept: object, words: str, tmp_path: Path) -> None:
