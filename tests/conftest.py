@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where it is set, each of the Pythons that tests start compiles all that it imports, and pytest rewrites every test.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
     sys.dont_write_bytecode = False
+# What failed last is remembered: of tests in a folder that nobody else reads.
+os.environ["GAVERIFY_CACHE"] = tempfile.mkdtemp(prefix="gaverify-cache-")
 # Where a CI says that it is one, each started run has a line on stderr.
 os.environ.pop("CI", None)
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.

@@ -167,6 +167,14 @@ def _complete_rules(ctx: click.Context, parameter: click.Parameter, start: str) 
     return codes or [CompletionItem(page.name, help=page.code) for page in pages if page.name.startswith(start)]
 
 
+def complete_notes(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    """Offers the codes of notes, each with its rule's name."""
+    from gaverify.rulebook import rule_pages
+
+    pages = (page for page in rule_pages() if "note" in page.severity and page.code.startswith(start.upper()))
+    return [CompletionItem(page.code, help=page.name) for page in pages]
+
+
 @click.command(short_help="Explain a rule, or the words of reports.")
 @click.argument("rule", metavar="CODE|words", shell_complete=_complete_rules)
 def explain(rule: str) -> int:

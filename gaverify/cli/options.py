@@ -79,7 +79,7 @@ def add_options(options: Iterable[Option]) -> Callable[[Command], Command]:
 HELP_GROUPS: Mapping[str, Sequence[str]] = {
     "What to verify": (
         *("model", "name", "model_args", "input_shape", "loss", "classes", "data", "pretrained", "batch_size"),
-        *("expression", "exclude"),
+        *("expression", "exclude", "last_failed", "only_list"),
     ),
     "How to verify": (
         *("steps", "weighting", "device", "dtype", "autocast", "seed", "mode", "strategy", "lr"),

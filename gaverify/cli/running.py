@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +13,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gaverify.acceptance import mark_accepted
+from gaverify.cli.choosing import (
+    COMMAND_LINE,
+    Choice,
+    Job,
+    choose,
+    leave_out_successes,
+    list_jobs,
+    name_width,
+    read_expression,
+    remember,
+)
+from gaverify.cli.listing import complete_notes
 from gaverify.cli.options import GroupedCommand, add_options, complete_specs, names_a_model
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
@@ -29,87 +40,19 @@ from gaverify.cli.streams import (
     say,
 )
 from gaverify.cli.workers import needs_worker, verify_in_workers
-from gaverify.errors import INTERRUPTED, BrokenTorch, MissingPackage, SpecError, cut_text
+from gaverify.errors import INTERRUPTED, BrokenTorch, MissingPackage, SpecError
 from gaverify.launched import await_first, is_first, read_launcher
 from gaverify.records.numbers import count_text
 from gaverify.spec import OPTIONS, Spec, parse_spec, read_specs
 from gaverify.spec.entries import code_problems
 from gaverify.spec.options import option, options_of, pop_values, read_words
 from gaverify.spec.project import Project, project_settings
-from gaverify.spec.values import whole
+from gaverify.spec.values import FLAG, whole
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
 
 
-# Which of the specs a run takes: the expression of `-k`, in the words of pytest.
-
-
-Choice = Callable[[str], bool]
-_TOKEN = re.compile(r"\s*(\(|\)|[^\s()]+)")
-
-
-def read_expression(text: str) -> Choice:
-    """Returns whether a name is chosen by an expression of words, `and`, `or`, `not` and parentheses.
-
-    A word chooses the names that contain it, in capitals or not.
-
-    Raises:
-        SpecError: It is no such expression.
-    """
-    tokens = _TOKEN.findall(text)
-    try:
-        choice = _read_or(tokens)
-    except IndexError:  # a word was missing, or stood where none of its kind may stand
-        tokens = ["its end"]
-    except RecursionError:
-        raise SpecError("-k: parentheses, or `not`, stand too deep in each other; a few are enough") from None
-    if tokens or not text.strip():
-        raise SpecError(
-            f"-k: `{cut_text(text)}` cannot be read{f' at {tokens[0]}' if tokens else ''}; write words with `and`, "
-            "`or`, `not` and parentheses, such as -k 'cnn and not slow'"
-        )
-    return choice
-
-
-# One function for each level of precedence, as in Python: `or` binds weakest, then `and`, then `not`. Each takes its
-# tokens off the front of the list.
-def _read_or(tokens: list[str]) -> Choice:
-    choices = [_read_and(tokens)]
-    while tokens and tokens[0] == "or":
-        tokens.pop(0)
-        choices.append(_read_and(tokens))
-    return lambda name: any(choice(name) for choice in choices)
-
-
-def _read_and(tokens: list[str]) -> Choice:
-    choices = [_read_word(tokens)]
-    while tokens and tokens[0] == "and":
-        tokens.pop(0)
-        choices.append(_read_word(tokens))
-    return lambda name: all(choice(name) for choice in choices)
-
-
-def _read_word(tokens: list[str]) -> Choice:
-    word = tokens.pop(0)
-    if word == "not":
-        choice = _read_word(tokens)
-        return lambda name: not choice(name)
-    if word == "(":
-        choice = _read_or(tokens)
-        if tokens.pop(0) != ")":
-            raise IndexError
-        return choice
-    if word in (")", "and", "or"):
-        raise IndexError
-    return lambda name: word.lower() in name.lower()
-
-
-# `gaverify run`: verify one problem, or every spec that was named.
-
-
-_COMMAND_LINE = "command line"
-_WIDEST_NAME = 48
 _PrintEach = Callable[["Verdict"], None]
 
 
@@ -121,6 +64,14 @@ class Gate:
     """After so many that fail no other is begun; None for no limit."""
     jobs: int = option(whole(1, "N"), "Specs to run at the same time.  [1]", 1, 4, flags="-j --jobs")
     """How many are verified at a time."""
+    last_failed: bool = option(
+        FLAG, "Run only the specs that failed last; all, if none did.", False, True, flags="--lf --last-failed"
+    )
+    """Whether only what failed last is begun."""
+    only_list: bool = option(FLAG, "List the specs that would run, and run none.", False, True, flags="--list")
+    """Whether nothing is begun."""
+    durations: int | None = option(whole(1, "N"), "Show the N slowest specs.", None, 3)
+    """How many of the slowest are listed at the end; None for none."""
     strict: bool = False
     """Stale entries fail, and specs that would be skipped."""
     quiet: bool = False
@@ -150,8 +101,20 @@ class _Results:
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching files in folders; repeatable.")
 @click.option("-x", "stop_at_first", is_flag=True, help="Stop after the first failure.")
 @add_options(_GATE_OPTIONS.values())
-@click.option("--select", multiple=True, metavar="CODE", help="Show only notes with this code; repeatable.")
-@click.option("--ignore", multiple=True, metavar="CODE", help="Hide notes with this code; repeatable.")
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="CODE",
+    help="Show only notes with this code; repeatable.",
+    shell_complete=complete_notes,
+)
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="CODE",
+    help="Hide notes with this code; repeatable.",
+    shell_complete=complete_notes,
+)
 @click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @strict_option(", and 2 if a spec would be skipped for want of a package")
@@ -186,6 +149,8 @@ def run(
     problems: list[str] = []
     overrides = read_words({**OPTIONS, **_GATE_OPTIONS}, words)
     gate = Gate(strict=strict, quiet=quiet, **pop_values(_GATE_OPTIONS, overrides, problems))
+    # The file would hold what an earlier call found.
+    problems += ["--list: runs nothing and writes no report; leave out -o"] if gate.only_list and outputs else []
     if problems:
         raise SpecError(problems)
     if stop_at_first:
@@ -205,12 +170,12 @@ def run(
         if not outputs and form == "text" and is_first():
             outputs = tuple(map(Path, project.outputs))
             check_outputs(outputs)
-        if not specs and "model" not in overrides:
-            specs = tuple(map(Path, project.paths))
-        found_jobs = _jobs(specs, overrides, project, (*exclude, *project.exclude), choice)
+        found_jobs = _jobs(specs, overrides, project, exclude, choice, gate)
+        if gate.only_list:
+            return list_jobs(found_jobs)
         if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
             # A single answer is left to `show`: there is nothing to wait for behind it.
-            width = _name_width(found_jobs)
+            width = name_width(found_jobs)
             gate = replace(gate, row_width=width if quiet else None)
             print_each = partial(_print_row, width) if quiet else partial(_print_table, show_all)
         _verify_all(found_jobs, invocation, results, project, print_each, gate)
@@ -229,6 +194,7 @@ def run(
             exit_code=code,
             printed=print_each is not None,
             quiet=quiet,
+            slowest=gate.durations or 0,
         )
     await_first(code)
     return code
@@ -250,34 +216,27 @@ def _jobs(
     project: Project,
     exclude: Sequence[str],
     choice: Choice | None,
-) -> list[tuple[str, Spec | SpecError]]:
+    gate: Gate,
+) -> list[Job]:
     """Returns each source that is chosen with its spec, or with what is wrong with it."""
+    if not paths and "model" not in overrides:
+        paths = tuple(map(Path, project.paths))
     if not paths and "model" not in overrides:
         raise click.UsageError("nothing to verify: name a model (see `gaverify models`) or spec files")
     models = [] if "model" in overrides else list(filter(names_a_model, paths))
     # Without a path the model is among the overrides, else each path is a model of its own.
     settings = [overrides] if not paths else [{**overrides, "model": str(model)} for model in models]
     files = [path for path in paths if path not in models]
-    entries = read_specs(files, overrides, project, exclude) if files else ()
-    jobs: list[tuple[str, Spec | SpecError]] = []
-    jobs += [(_COMMAND_LINE, parse_spec({}, _COMMAND_LINE, options, project)) for options in settings]
+    entries = read_specs(files, overrides, project, (*exclude, *project.exclude)) if files else ()
+    jobs: list[Job] = []
+    jobs += [(COMMAND_LINE, parse_spec({}, COMMAND_LINE, options, project)) for options in settings]
     jobs += [(str(path), entry) for path, entry in entries]
-    if choice is None:
-        return jobs
-    chosen = [(source, spec) for source, spec in jobs if choice(_words_of(source, spec))]
-    if not chosen:
-        raise SpecError(f"-k: it chooses none of {count_text(len(jobs), 'spec')}; the words are parts of their names")
-    return chosen
-
-
-def _words_of(source: str, spec: Spec | SpecError) -> str:
-    """What the words of `-k` are looked for in: the file, and the names of the spec and of its model."""
-    names = (spec.name or "", spec.model) if isinstance(spec, Spec) else ()
-    return " ".join((source if source != _COMMAND_LINE else "", *names))
+    chosen = jobs if choice is None else choose(jobs, choice)
+    return leave_out_successes(chosen) if gate.last_failed else chosen
 
 
 def _verify_all(
-    jobs: Sequence[tuple[str, Spec | SpecError]],
+    jobs: Sequence[Job],
     invocation: Invocation,
     results: _Results,
     project: Project,
@@ -298,7 +257,7 @@ def _verify_all(
                     raise spec
                 verdict = _settle(next(answers), spec, project, source, gate)
             except BaseException as error:
-                if isinstance(error, MissingPackage) and source != _COMMAND_LINE and not gate.strict:
+                if isinstance(error, MissingPackage) and source != COMMAND_LINE and not gate.strict:
                     results.skipped.append(Failure(source, str(error), error.exit_code, at))
                     _tell_skipped(results.skipped[-1], gate.row_width)
                     continue
@@ -310,10 +269,12 @@ def _verify_all(
                     return
                 results.failures += [failure._replace(position=at) for failure in ended]
                 failed += 1
+                remember(source, failed=True)
             else:
                 results.verdicts.append(verdict)
                 note_answers(len(results.verdicts))
                 failed += verdict.exit_code != 0
+                remember(source, failed=verdict.exit_code != 0)
                 if print_each is not None:
                     print_each(verdict)
             if failed == gate.maxfail and at + 1 < len(jobs):
@@ -322,7 +283,7 @@ def _verify_all(
                 return
 
 
-def _answers(jobs: Sequence[tuple[str, Spec | SpecError]], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
+def _answers(jobs: Sequence[Job], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
     """Yields the verdict of each job that is a spec, or what it ended with, in the order of the jobs."""
     specs = [spec for _, spec in jobs if isinstance(spec, Spec)]
     count = min(gate.jobs, len(specs))
@@ -359,7 +320,7 @@ def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) 
     if isinstance(answer, BaseException):
         raise answer
     verdict: Verdict = mark_accepted(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
-    return replace(verdict, source="" if source == _COMMAND_LINE else source)
+    return replace(verdict, source="" if source == COMMAND_LINE else source)
 
 
 def _name_error(spec: Spec) -> SpecError | None:
@@ -388,20 +349,6 @@ def _print_row(width: int, verdict: Verdict) -> None:
 
     print_line(verdict, width)
     sys.stdout.flush()
-
-
-def _name_width(jobs: Iterable[tuple[str, Spec | SpecError]]) -> int:
-    """Columns that the names of runs take; one that is much longer than the others moves its own row alone."""
-    names = [_name_of(source, spec) for source, spec in jobs]
-    return min(max(map(len, names), default=0), _WIDEST_NAME)
-
-
-def _name_of(source: str, spec: Spec | SpecError) -> str:
-    """What reports call a run."""
-    if isinstance(spec, SpecError):
-        return source
-    file, name = "" if source == _COMMAND_LINE else source, spec.name or ""
-    return f"{file} ({name})" if file and name else file or name or spec.model
 
 
 def _print_table(show_all: bool, verdict: Verdict) -> None:

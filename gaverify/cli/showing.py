@@ -153,10 +153,11 @@ def show(
     exit_code: int | None = None,
     printed: bool = False,
     quiet: bool = False,
+    slowest: int = 0,
 ) -> None:
     """Writes the files and what stdout still lacks: a summary where the answers are `printed`, else everything.
 
-    `quiet` stands for a line for each answer, and no summary.
+    `quiet` stands for a line for each answer, and no summary. Of the answers that took longest `slowest` are listed.
 
     Runs that failed or were skipped are in the reports too: a CI that reads only the JUnit file must not take them for
     passed.
@@ -195,6 +196,8 @@ def show(
             report.print_answer(shown_report.answers[0], show_all=show_all)
         elif shown_report.answers:
             report.print_report(shown_report)
+        if form == "text" and slowest and shown_report.answers:
+            report.print_slowest(shown_report, slowest)
         _tell_github(shown_report, form)
 
 

@@ -14,7 +14,16 @@ from gaverify.errors import SpecError
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
 from gaverify.report.layout import Layout, Line, plain
 from gaverify.report.pages import Answer, NoAnswer, Report, page_of
-from gaverify.report.text import page_line, page_lines, page_row, report_lines, row_lines, short_lines, summary_lines
+from gaverify.report.text import (
+    page_line,
+    page_lines,
+    page_row,
+    report_lines,
+    row_lines,
+    short_lines,
+    slowest_lines,
+    summary_lines,
+)
 
 __all__ = [
     "FORMATS",
@@ -31,6 +40,7 @@ __all__ = [
     "print_line",
     "print_no_answer",
     "print_report",
+    "print_slowest",
     "print_summary",
     "render",
     "short_text",
@@ -110,6 +120,11 @@ def print_report(report: Report, file: IO[str] | None = None) -> None:
 def print_summary(report: Report, file: IO[str] | None = None) -> None:
     """Prints a line for each run, with a heading and the count of outcomes."""
     _print(lambda layout: summary_lines(report, [page_of(answer) for answer in report.answers], layout), file)
+
+
+def print_slowest(report: Report, count: int) -> None:
+    """Prints the answers of a report that took longest, at most so many."""
+    _print(lambda layout: slowest_lines([page_of(answer) for answer in report.answers], count, layout))
 
 
 def print_line(answer: Answer, width: int = 0) -> None:

@@ -307,6 +307,14 @@ def summary_lines(report: Report, pages: Sequence[Page], layout: Layout) -> list
     return lines + layout.wrap(f"{count_text(len(runs), 'run')}{took}: {text or 'nothing was run'}", indent=2)
 
 
+def slowest_lines(pages: Sequence[Page], count: int, layout: Layout) -> list[Line]:
+    """Returns the pages whose answers took longest, at most so many, with their times."""
+    slowest = sorted(pages, key=lambda page: page.seconds, reverse=True)[:count]
+    rows = columns([("  " + seconds_text(page.seconds), page.headline.title) for page in slowest], right=(0,))
+    heading = f"slowest {len(slowest)} of {count_text(len(pages), 'run')}"
+    return [[], [(heading, "bold")], *([(layout.text("  ".join(row)), "")] for row in rows)]
+
+
 def _summary_row(word: str, body: list[Line]) -> list[Line]:
     """Puts the word of an outcome in front of the first of some lines."""
     body[0][0] = (f"  {word:<{_OUTCOME}}", _STYLES[word])

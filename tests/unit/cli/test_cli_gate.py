@@ -13,7 +13,7 @@ import samples
 
 import gaverify
 from gaverify.cli import main
-from gaverify.cli.running import read_expression
+from gaverify.cli.choosing import read_expression
 from gaverify.errors import SpecError
 from gaverify.records.comparison import Outcome
 from gaverify.records.verdict import Verdict
@@ -84,7 +84,8 @@ def test_words_choose_specs_by_file_name_and_model(verified: list[Spec], capsys:
         main(["run", "all", "-k", words])
         assert names(verified) == found
     assert main(["run", "all", "-k", "nothing"]) == 2
-    assert "-k: it chooses none of 2 specs" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "-k: no spec matches; write a part of" in err and "There are all/a.toml (first), all/b.toml (second)" in err
     assert main(["run", "all", "-k", "and"]) == 2 and not verified
 
 
@@ -179,6 +180,77 @@ def test_colours(verified: list[Spec], capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["run", "divergent", "--color", "never"]) == 1 and "\x1b[" not in capsys.readouterr().out
     assert main(["run", "divergent"]) == 1 and "\x1b[" in capsys.readouterr().out
+
+
+def test_what_failed_last_runs_alone_until_it_succeeds(
+    verified: list[Spec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, model in (("a", "equivalent"), ("b", "divergent"), ("c", "inconclusive")):
+        write(f"all/{name}.toml", model, f'name = "{name}"')
+    Path("all/d.toml").write_text("model = 3")
+    assert main(["run", "all", "--lf", "-q"]) == 2 and names(verified) == ["a", "b", "c"]
+    assert capsys.readouterr().err == "gaverify: --lf: no spec failed last time: all are run\n"
+    assert main(["run", "all", "--lf", "-q"]) == 2 and names(verified) == ["b", "c"]
+    out, err = capsys.readouterr()
+    assert err == "gaverify: --lf: 3 of 4 specs failed last time, the others are left out\n" and "ERROR" in out
+    write("all/b.toml", "equivalent", 'name = "b"')
+    write("all/d.toml", "equivalent", 'name = "d"')
+    assert main(["run", "equivalent"]) == main(["run", "divergent", "--expect", "divergent"]) == 0
+    assert main(["run", "all", "-q", "-x"]) == 3, "what is not reached is not forgotten"
+    verified.clear()
+    assert main(["run", "all", "--lf", "-k", "c or d"]) == 3 and names(verified) == ["c", "d"]
+    assert main(["run", str(Path("all/c.toml").resolve()), "--expect", "inconclusive"]) == 0, "as another path"
+    assert main(["run", "all", "--lf"]) == 3 and len(verified) == 5
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    verified: list[Spec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("all/a.toml", "divergent")
+    Path("file").write_text("")
+    monkeypatch.setenv("GAVERIFY_CACHE", "file/cache")
+    assert main(["run", "all"]) == main(["run", "all", "--lf"]) == 1
+    assert "no spec failed last time" in capsys.readouterr().err
+    monkeypatch.delenv("GAVERIFY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("home").resolve()))
+    assert main(["run", "all"]) == 1
+    (marker,) = Path("home/gaverify/failed").iterdir()
+    assert marker.read_text() == f"{Path('all/a.toml').resolve()}\n"
+
+
+def test_a_list_runs_nothing(verified: list[Spec], capsys: pytest.CaptureFixture[str]) -> None:
+    write("all/a.toml", "equivalent", 'name = "first"\nsteps = 2')
+    write("all/b-longer.toml", "divergent")
+    assert main(["run", "all", "--list"]) == 0 and not verified
+    listed = ["all/a.toml (first)  equivalent, K = 2", "all/b-longer.toml   divergent, K = 4"]
+    assert capsys.readouterr() == ("\n".join(listed) + "\n", "")
+    assert main(["run", "all", "-k", "first", "--list"]) == 0
+    assert capsys.readouterr().out == listed[0] + "\n"
+    write("all/c.toml", "equivalent", "steps = 0")
+    assert main(["run", "all", "--list"]) == 2 and "error: $.steps: must be" in capsys.readouterr().out
+    Path("old.json").write_text("yesterday's")
+    assert main(["run", "all", "--list", "-o", "old.json"]) == 2 and Path("old.json").read_text() == "yesterday's"
+    assert "--list: runs nothing and writes no report; leave out -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_the_slowest_are_listed(verified: list[Spec], quiet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    write("all/a.toml")
+    write("all/b.toml", "divergent")
+    write("all/c.toml")
+    assert main(["run", "all", "--durations", "2", *quiet]) == 1
+    end = capsys.readouterr().out.partition("\nslowest ")[2]
+    assert end == "2 of 3 runs\n  500 ms  all/b.toml\n  125 ms  all/a.toml\n"
+    assert main(["run", "all", "--durations", "0"]) == 2
+    assert "--durations: must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_choice_of_nothing_lists_the_first_names(verified: list[Spec], capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(25):
+        write(f"all/{number:02}.toml")
+    assert main(["run", "all", "-k", "cnn"]) == 2 and not verified
+    err = capsys.readouterr().err
+    assert "all/19.toml and 5 more, which `--list` shows\n" in err and "all/20.toml" not in err
 
 
 def test_the_summary_has_the_time_of_each_and_of_all(verified: list[Spec], capsys: pytest.CaptureFixture[str]) -> None:

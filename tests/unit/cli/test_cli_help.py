@@ -86,6 +86,8 @@ def test_a_full_disk_is_no_divergence() -> None:
         ("gaverify profile configs/toy", ["configs/toy-linear.toml"]),
         ("gaverify explain GAV10", ["GAV101", "GAV102", "GAV103", "GAV104"]),
         ("gaverify explain buffer", ["buffer-drift"]),
+        ("gaverify run --select GAV50", ["GAV501", "GAV503"]),
+        ("gaverify run --ignore GAV30", ["GAV301", "GAV302", "GAV303"]),
         ("gaverify run --model nothing-like-it", []),
         ("gaverify run mlp", ["mlp", "mlp-batchnorm"]),
         ("gaverify profile mnist-m", ["mnist-mlp"]),
