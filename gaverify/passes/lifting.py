@@ -208,6 +208,8 @@ class _Lifted(nn.Parameter):
                 return copies[-1]
 
             args, kwargs = tree_map_only(_Lifted, lift, (args, kwargs or {}))
+            if func is torch.autograd.grad:  # these copies are not the ones that were used
+                lifts[0].refuse()
             result = func(*args, **kwargs)
             if any(map(version_of, copies)):  # the copies took a write, and the weights did not
                 lifts[0].refuse()

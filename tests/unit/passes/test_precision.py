@@ -480,6 +480,7 @@ def lifted_pass(does: Callable[[nn.Parameter], Any]) -> None:
         lambda weight: nn.functional.embedding(torch.tensor([1]), weight, max_norm=0.1),
         lambda weight: setattr(weight, "grad", None),
         lambda weight: weight.grad,
+        lambda weight: torch.autograd.grad(weight.sum(), weight, allow_unused=True),
     ],
 )
 def test_a_forward_that_would_see_other_weights_or_gradients_is_refused(does: Callable[[nn.Parameter], Any]) -> None:
