@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -254,6 +255,7 @@ _BOOT = (
     "main({job!r})\n"
 )
 _TICK = 0.05
+_TELL = 0.5  # seconds between two looks at how many updates have been made
 _PATIENCE = 5.0  # seconds that a launcher has to end the other ranks when one has failed
 
 
@@ -269,16 +271,29 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
         ProblemError: The kernel makes no view of the files; or a script failed, hung, or was killed, and the message
             holds its own traceback and last output.
     """
-    progress(" and ".join(dict.fromkeys(TITLES[job.name] for job in jobs)))
+    progress(_name_runs(jobs))
     with open_group() as group:
         children = [_start(job, group) for job in jobs]
-        failed = _wait(children, group, timeout)
+        failed = _wait(children, group, timeout, partial(_tell_updates, children, progress))
     # If one has failed, the group has ended the others: that their records are incomplete says nothing.
     for child in [failed] if failed is not None else children:
         check(child)
     for child in children:
         child.write()
     return children
+
+
+def _name_runs(jobs: Iterable[Job]) -> str:
+    return " and ".join(dict.fromkeys(TITLES[job.name] for job in jobs))
+
+
+def _tell_updates(children: Sequence[Child], progress: Callable[[str], None]) -> None:
+    """Tells which update the slowest of the processes makes."""
+    made = min((updates_of(folder) for child in children for folder in folders_of(child.folder)), default=0)
+    wanted = children[0].job.updates
+    which = f"update {min(made + 1, wanted)} of {wanted}" if wanted else f"update {made + 1}"
+    # first, because a narrow terminal cuts the end off
+    progress(f"{which}, {_name_runs(child.job for child in children)}")
 
 
 def _start(job: Job, group: Group) -> Child:
@@ -302,10 +317,13 @@ def _environment(job: Job) -> dict[str, str]:
     return {**os.environ, **fixed, **job.environment}
 
 
-def _wait(children: Sequence[Child], group: Group, timeout: float) -> Child | None:
+def _wait(children: Sequence[Child], group: Group, timeout: float, tell: Callable[[], None]) -> Child | None:
     """Waits for all; one that fails ends the wait and is returned: nothing can be compared any more."""
-    open_children = list(children)
+    open_children, told = list(children), time.monotonic()
     while open_children:
+        if time.monotonic() - told > _TELL:
+            tell()
+            told = time.monotonic()
         for child in list(open_children):
             child.seconds = time.monotonic() - child.started
             if child.is_done:

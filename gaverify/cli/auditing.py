@@ -218,5 +218,5 @@ def _run_audit(request: Request, number: int = 0, count: int = 1, *, quiet: bool
 
     if request.script is not None:
         check_comments(request.script)
-    with DelayedProgress(request.target, number, count, quiet=quiet, noun="audit") as progress:
+    with DelayedProgress(request.target, number, count, quiet=quiet, unit="run", noun="audit") as progress:
         return replace(run(request, progress.report), name=request.name)

@@ -99,7 +99,7 @@ def _measure_profile(spec: Spec, measurements: Measurements) -> Profile:
 
     check_name(spec.model)  # before a process imports torch: a name that does not exist is answered at once
     steps = tuple(sorted(set(measurements.steps)))
-    with DelayedProgress(spec.model) as progress:
+    with DelayedProgress(spec.model, unit="row") as progress:
         return profile_spec(
             spec,
             plans(measurements.strategy, steps),

@@ -310,7 +310,7 @@ def _answers(jobs: Sequence[Job], gate: Gate, *, debug: bool) -> Generator[Any, 
                 while number not in answers:  # those behind it may be done before
                     at, answer = next(worker_answers)
                     answers[numbers[at]] = answer
-                    progress.finish()
+                    progress.finish(numbers[at])
                 with progress.hidden():
                     yield answers.pop(number)
 

@@ -357,6 +357,7 @@ def pause_collector() -> Iterator[None]:
 
 
 DELAY = 1.0  # seconds; a bar that flashes up and away says nothing
+LIFE = 30.0  # seconds between two lines that say, where no bar can, what is being done
 _CLOCK, _BAR = 7, 20  # columns
 
 
@@ -369,14 +370,15 @@ class DelayedProgress:
     """Shows a bar once `DELAY` has passed; `report` is the callback of `verify_spec`.
 
     The bar starts from a timer's thread, because the slow part may be a single step without any report. Where there is
-    no terminal that can move its cursor, it says in a line what was started, if there are several or a CI runs it.
+    no terminal that can move its cursor, it says in a line what was started, if there are several or a CI runs it, and
+    every `LIFE` seconds what is being done.
 
     Args:
         title: What runs.
         number: Which of several it is, from 0 on.
         count: How many there are.
         quiet: Say nothing where there is no terminal.
-        unit: What the steps are called.
+        unit: What the steps of a known total are called; those behind them are checks.
         noun: What each of several is called.
     """
 
@@ -387,13 +389,17 @@ class DelayedProgress:
         count: int = 1,
         *,
         quiet: bool = False,
-        unit: str = "step",
+        unit: str = "pass",
         noun: str = "spec",
     ) -> None:
         self._title, self._unit = title, unit
         self._which = f"{noun} {number + 1} of {count}, " if count > 1 else ""
         self._began = time.monotonic()
-        self._says_start = not quiet and (count > 1 or os.environ.get("CI", "") not in ("", "false", "0"))
+        in_ci = os.environ.get("CI", "") not in ("", "false", "0")
+        self._says_start = bool(title) and not quiet and (count > 1 or in_ci)
+        self._says_life = not quiet
+        self._ended = threading.Event()
+        self._planned = 0  # the last total that was known
         self._state: tuple[str, int, int] = ("preparing", 0, 0)
         self._lock = threading.Lock()
         self._closed = False
@@ -406,25 +412,48 @@ class DelayedProgress:
             self._timer = threading.Timer(DELAY, self._show)
             self._timer.daemon = True  # a program that ends sooner does not wait for it
             self._timer.start()
-        elif self._says_start:
+            return self
+        if self._says_start:
             tell(f"gaverify: running {self._which}{self._title}")
+        if self._says_life:
+            threading.Thread(target=self._tell_life, daemon=True).start()
         return self
+
+    def _tell_life(self) -> None:
+        while not self._ended.wait(LIFE):
+            with self._lock:
+                text = self._describe()
+            tell(f"gaverify: {text} ({time.monotonic() - self._began:.0f} s)")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:  # the timer may be building the bar at this moment
             self._closed = True
             if self._bar is not None:
                 self._bar.stop()
+        if kind is None and self._which and self._says_start and not _has_terminal():
+            tell(f"gaverify: decided {self._which}{self._title}")
 
     def report(self, label: str, done: int, total: int) -> None:
         """Notes what is being done, and how many of how many steps are finished; a total of 0 is not known."""
         with self._lock:
             self._state = (label, done, total)
+            self._planned = total or self._planned
             self._update()
+
+    def _describe(self) -> str:
+        """What is being done. No total is shown that is overtaken: behind the planned steps checks are counted."""
+        label, done, total = self._state
+        step = ""
+        if done < total:
+            step = f"{self._unit} {done + 1} of {total}, "
+        elif done or total:
+            step = f"check {done - self._planned + 1}, "
+        return f"{self._which}{step}{self._title}{': ' if self._title else ''}{label}"
 
     def _show(self) -> None:
         # rich only here: a run that is over sooner does not pay for it
@@ -447,9 +476,8 @@ class DelayedProgress:
     def _update(self) -> None:
         if self._bar is None or self._task is None:
             return
-        label, done, total = self._state
-        step = f"{self._unit} {done + 1}" + (f" of {total}, " if done < total else ", ") if done or total else ""
-        text = f"{self._which}{step}{self._title}{': ' if self._title else ''}{label}"
+        _, done, total = self._state
+        text = self._describe()
         # rich would take room from every column: what stands at the end is the least of a line
         room = max(self._bar.console.width - _CLOCK - _BAR - 2, 20)
         text = text if len(text) <= room else f"{text[: room - 1]}…"
@@ -481,7 +509,7 @@ class SeveralProgress:
         if len(titles) == 1:
             self._shown = DelayedProgress(titles[0], quiet=quiet)
         else:
-            self._shown = DelayedProgress("", quiet=True, unit="spec")
+            self._shown = DelayedProgress("", quiet=quiet, unit="spec")
         self.hidden = self._shown.hidden
 
     def __enter__(self) -> SeveralProgress:
@@ -504,6 +532,8 @@ class SeveralProgress:
         self._started.add(number)
         self._shown.report(f"{self._titles[number]}: {label}", self._finished, count)
 
-    def finish(self) -> None:
-        """Notes that one of the specs is done."""
+    def finish(self, number: int) -> None:
+        """Notes that one of the specs is done; its row is printed in the order of the specs, which may be later."""
         self._finished += 1
+        if len(self._titles) > 1 and not (self._quiet or _has_terminal()):
+            tell(f"gaverify: decided spec {number + 1} of {len(self._titles)}, {self._titles[number]}")

@@ -540,7 +540,8 @@ def test_without_a_terminal_each_started_run_has_a_line(
 ) -> None:
     folder = specs(tmp_path, "equivalent", "divergent")
     assert main(["run", str(folder)]) == 1
-    lines = ["gaverify: running spec 1 of 2, equivalent", "gaverify: running spec 2 of 2, divergent"]
+    names = "spec 1 of 2, equivalent", "spec 2 of 2, divergent"
+    lines = [f"gaverify: {verb} {name}" for name in names for verb in ("running", "decided")]
     assert capsys.readouterr().err.splitlines() == lines
     assert main(["run", str(folder), "-q"]) == 1 and capsys.readouterr().err == ""
     monkeypatch.setenv("CI", "true")
@@ -568,11 +569,11 @@ def test_a_bar_on_a_slow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
 
     text = shown(0.01, ("the full batch", 0, 5), ("micro-batch 1", 1, 5))
-    assert "spec 3 of 6, step 2 of 5, cnn.py:factory: [x]: micro-batch 1" in text, "names are no markup"
+    assert "spec 3 of 6, pass 2 of 5, cnn.py:factory: [x]: micro-batch 1" in text, "names are no markup"
     long = shown(0.01, ("micro-batch 1 of 4 " * 9, 1, 5))
-    assert re.search(r"\d:\d\d:\d\d [━╸╺ ]{21}spec 3 of 6, step 2 of 5, cnn", long) and "…" in long
+    assert re.search(r"\d:\d\d:\d\d [━╸╺ ]{21}spec 3 of 6, pass 2 of 5, cnn", long) and "…" in long
     text = shown(0.01, ("micro-batch 4", 4, 5), ("control", 5, 0))
-    assert "spec 3 of 6, step 6, cnn.py:factory: [x]: control" in text
+    assert "spec 3 of 6, check 1, cnn.py:factory: [x]: control" in text
     assert shown(60.0, ("the full batch", 0, 5)) == ""
 
 
@@ -585,14 +586,29 @@ def test_one_bar_for_specs_that_run_at_the_same_time(
         several.report_of(1, "the full batch", 0, 5)
         several.report_of(0, "the full batch", 0, 5)
         several.report_of(1, "micro-batch 1", 1, 5)
-        several.finish()
+        several.finish(1)
         several._shown._show()
         several.report_of(2, "the full batch", 0, 5)
         assert several._shown._bar is not None
         (task,) = several._shown._bar.tasks
         assert (task.description, task.completed, task.total) == ("spec 2 of 3, c: the full batch", 1, 3)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gaverify")]
-    assert said == [f"gaverify: running spec {spec}" for spec in ("2 of 3, b.py:g", "1 of 3, a.py:f", "3 of 3, c")]
+    words = ("running spec 2 of 3, b.py:g", "running spec 1 of 3, a.py:f", "decided spec 2 of 3, b.py:g")
+    assert said == [f"gaverify: {line}" for line in (*words, "running spec 3 of 3, c")]
+
+
+def test_a_pipe_hears_now_and_then_what_is_being_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gaverify.cli.streams import DelayedProgress
+
+    monkeypatch.setattr("gaverify.cli.streams.LIFE", 0.05)
+    for quiet in (False, True):
+        with DelayedProgress("mlp", quiet=quiet, unit="run") as progress:
+            progress.report("update 1 of 2, accumulated run", 1, 3)
+            time.sleep(0.4)
+        lines = capsys.readouterr().err.splitlines()
+        assert (lines[-1:] == ["gaverify: run 2 of 3, mlp: update 1 of 2, accumulated run (0 s)"]) is not quiet, lines
 
 
 def test_a_bar_is_never_full_before_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
