@@ -11,18 +11,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from gaverify.audit.recording.sketching import sketch_piece
 from gaverify.audit.recording.state import EVERYTHING, Content, copy_content, is_same, read_content, values_of
 from gaverify.audit.recording.storage import Storage
-from gaverify.audit.recording.values import Names
+from gaverify.audit.recording.values import Names, same
 from gaverify.passes.isolation import StatePlace
 from gaverify.passes.layouts import real_numbers
 from gaverify.passes.precision import buffers_differ
 from gaverify.records.events import CarriedValue, ValuePlace
+from gaverify.thresholds import KEPT_ELEMENTS, SKETCH_WIDTHS
 from gaverify.tracebacks import LineHunt, Owner, Place
 
 _ELEMENTS = 4096  # of a parameter that are looked at
@@ -45,7 +48,7 @@ class CarriedState:
         self._untrained: dict[int, nn.Module] = {}  # outermost modules that train nothing: teachers, criteria
         self._left_by_call: dict[str, Content] = {}  # in the full-batch run, what is looked at of each value
         self._made_by_script: set[str] = set()  # changed between calls since the last update ended
-        self._before_update: dict[str, Content] = {}  # in the full-batch run
+        self._before_update: dict[str, Content | ContentSketch] = {}  # in the full-batch run
         self._step = ""  # the last one, until the next update begins
         self._places: dict[str, Place] = {}
         self._hunt: LineHunt | None = None
@@ -94,7 +97,8 @@ class CarriedState:
         for name, value in self._values().items():
             # A value that never changes is not stored: all runs begin with it.
             if name not in self._before_update and (content := read_content(value)) is not None:
-                self._before_update[name] = copy_content(content)
+                is_aligned = _plain(name) in self.aligned or EVERYTHING in self.aligned
+                self._before_update[name] = copy_content(content) if is_aligned else _copy_or_sketch(name, content)
 
     def hunt(self) -> None:
         """Looks for the lines of the script's own code that change what a control aligns, until `end_hunt`."""
@@ -130,13 +134,13 @@ class CarriedState:
     def _store(self) -> None:
         """Stores what has changed since the update before, and what of it the script's own code has made."""
         changed = {
-            name: copy_content(now)
+            name: now
             for name, value in self._values().items()
-            if (now := read_content(value)) is not None and not is_same(self._before_update.get(name), now)
+            if (now := read_content(value)) is not None and not _is_unchanged(name, self._before_update.get(name), now)
         }
         if changed:
             self._storage.tensors(f"state-{self._step}", (changed, sorted(self._made_by_script)))
-        self._before_update |= changed
+        self._before_update |= {name: _copy_or_sketch(name, now) for name, now in changed.items()}
         self._made_by_script.clear()
 
     def _align(self, module: nn.Module | None, update: int, unit: float) -> None:
@@ -149,13 +153,13 @@ class CarriedState:
         self._before_update |= changed
         for name, value in self._values(module).items():
             content, full = read_content(value), self._before_update.get(name)
-            if content is None or full is None or _plain(name) in self.kept or not _differs(content, full, unit):
+            if content is None or full is None or _plain(name) in self.kept or not _differs(name, content, full, unit):
                 continue
             if value.kind == "buffer" and name in changed and name not in made_by_script:
-                _set_buffer(content, full)
+                _set_buffer(content, changed[name])
                 continue
             self._differences[update, _plain(name)] = value.kind
-            if _plain(name) in self.aligned or EVERYTHING in self.aligned:
+            if not isinstance(full, ContentSketch) and (_plain(name) in self.aligned or EVERYTHING in self.aligned):
                 _set(value, full)
 
     def _values(self, only: nn.Module | None = None) -> dict[str, StatePlace]:
@@ -182,8 +186,47 @@ def _look(value: StatePlace) -> Content | None:
     return content
 
 
-def _differs(content: Content, full: Content, unit: float) -> bool:
+@dataclass(frozen=True)
+class ContentSketch:
+    """Stands for the values of a large tensor: a model may be frozen but for a few adapters."""
+
+    numbers: torch.Tensor
+    """Its sketch, as of a gradient."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    """Its type."""
+
+
+def _copy_or_sketch(name: str, content: Content) -> Content | ContentSketch:
+    """Returns what tells later whether a value has changed: a sketch of a large tensor, else a copy."""
+    if not isinstance(content, torch.Tensor) or content.numel() <= KEPT_ELEMENTS or not content.is_floating_point():
+        return copy_content(content)
+    if content.layout is not torch.strided:
+        return copy_content(content)
+    sketch = sketch_piece(content, name, SKETCH_WIDTHS[0], content.shape)
+    return ContentSketch(sketch, tuple(content.shape), content.dtype)
+
+
+def _is_unchanged(name: str, before: Content | ContentSketch | None, now: Content) -> bool:
+    """Whether a value is what it was."""
+    if not isinstance(before, ContentSketch):
+        return is_same(before, now)
+    after = _copy_or_sketch(name, now)
+    return (
+        isinstance(after, ContentSketch)
+        and (before.shape, before.dtype) == (after.shape, after.dtype)
+        and same(before.numbers, after.numbers)
+    )
+
+
+def _differs(name: str, content: Content, full: Content | ContentSketch, unit: float) -> bool:
     """Whether a value is further from the full-batch run's than rounding."""
+    if isinstance(full, ContentSketch):
+        ours_sketched = _copy_or_sketch(name, content)
+        if not isinstance(ours_sketched, ContentSketch) or ours_sketched.shape != full.shape:
+            return True
+        content, full = ours_sketched.numbers, full.numbers
     ours, theirs = (
         part if isinstance(part, torch.Tensor) else torch.tensor(part, dtype=torch.float64, device="cpu")
         for part in (content, full)

@@ -16,7 +16,7 @@ from torch import nn
 import gaverify
 from gaverify.audit.job import Command, Job
 from gaverify.audit.recording.calls import BackwardCall, ForwardCall
-from gaverify.audit.recording.carried import CarriedState
+from gaverify.audit.recording.carried import CarriedState, ContentSketch
 from gaverify.audit.recording.draws import draw_mode
 from gaverify.audit.recording.recorder import Recorder
 from gaverify.audit.recording.storage import Storage
@@ -25,6 +25,7 @@ from gaverify.collective.membership import TrafficMeter
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
 from gaverify.passes.randomness import Recorder as RecordedDraws
 from gaverify.preparation import place_experiment
+from gaverify.records.events import CarriedValue
 from gaverify.verdict.measurement import working_unit
 
 
@@ -94,6 +95,34 @@ class TestCarriedState:
         changed, by_script = torch.load(full / "state-0-1.pt", weights_only=True)
         assert "0:norm.running_mean" in changed and "0:norm.weight" not in changed
         assert by_script == ["0:bias", "0:recent", "0:temperature"]
+
+
+@pytest.mark.parametrize("moved", [(0.0, 0.0), (1e-3, 1e-3), (0.0, 1e-3), (1e-3, 0.0), (1e-9, 0.0)])
+def test_a_large_frozen_weight_is_compared_without_a_copy(tmp_path: Path, moved: tuple[float, float]) -> None:
+    """A model may be frozen but for an adapter; the script moves its weights in one run, in both, or by rounding."""
+    differing: tuple[CarriedValue, ...] = ()
+    for role, factor in zip(("full", "accumulated"), moved, strict=True):
+        (tmp_path / role).mkdir()
+        model, names = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 1)), Names()
+        with torch.no_grad():
+            model[0].weight.copy_(torch.linspace(-1, 1, 6400).view(80, 80))
+        model[0].requires_grad_(False)
+        names.add(model)
+        state = CarriedState(
+            names, Storage(tmp_path / role), tmp_path / "full" if role == "accumulated" else None, nullcontext
+        )
+        for update in (1, 2):
+            state.begin_forward(model, trains=True, update=update, unit=6e-8)
+            if update == 1:
+                kept = state._before_update["0:0.weight"]
+                assert isinstance(kept, ContentSketch)
+                with torch.no_grad():
+                    model[0].weight.add_(factor)
+                state.end_step("0-1")
+        differing = state.describe()
+    assert (tmp_path / "full" / "state-0-1.pt").exists() is bool(moved[0])
+    is_apart = abs(moved[0] - moved[1]) > 1e-6
+    assert [value.name for value in differing] == (["0.weight"] if is_apart else [])
 
 
 BF16 = torch.bfloat16
