@@ -123,7 +123,7 @@ def _cost(command: Sequence[str], records: Path) -> Cost:
     """Runs a command and looks ten times a second at its processes and its temporary files."""
     cost, begun = Cost(), time.monotonic()
     environment = {**os.environ, "TMPDIR": str(records), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
     while process.poll() is None:
         cost.memory = max([cost.memory, *map(_peak, _family(process.pid))])
         runs: dict[str, int] = {}

@@ -269,8 +269,9 @@ class TestProtocol:
     ("updates", "count", "free", "rank", "copied"),
     [
         (1, 5, 1 << 40, 0, None),  # a single update needs none
-        (3, 5, 90, 0, 3),
-        (3, 5, 90, 1, None),  # all ranks follow rank 0's steps
+        (3, 5, 120, 0, 3),
+        (3, 5, 119, 0, 1),  # those of all updates have no room
+        (3, 5, 120, 1, None),  # all ranks follow rank 0's steps
         (2, (1 << 23) + 1, 1 << 40, 0, 1),  # 67 MB for two updates
         (2, (1 << 23) + 1, 2 * (4 << 23), 0, 0),  # not twice
     ],

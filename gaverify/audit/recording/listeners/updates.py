@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -187,9 +188,10 @@ class WindowListener:
             return
         if self.copies is None:
             wanted, free = bytes_of(recording.watch.all_parameters()), recording.storage.free
+            room = math.inf if free is None else free / 2  # the other half is the script's, and other runs'
             updates = recording.job.updates
-            if wanted * updates > _SMALL_COPIES:
-                updates = int(free is None or 2 * wanted <= free)
+            if wanted * updates > min(_SMALL_COPIES, room):
+                updates = int(wanted <= room)
             self.copies = GradientCopies(updates, wanted, free or 0)
         if number <= self.copies.updates:
             divisor = divisor_of(entry)
