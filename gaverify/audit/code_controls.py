@@ -484,4 +484,4 @@ def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -
 def _writer_of(name: str, place: Place | None) -> Operation:
     """Returns the module that holds a value, and the line that changes it if one was seen."""
     file, line = place or (None, None)
-    return Operation("", name.rpartition(".")[0] or None, file=file, line=line)
+    return Operation("", name.rpartition(".")[0] or None, file=file and display_path(file), line=line)

@@ -65,6 +65,7 @@ from gaverify.records.experiment import (
 from gaverify.records.windows import rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
+from gaverify.tracebacks import display_path
 from gaverify.verdict.criteria import floors_allowed
 
 _DEEPEST = 4  # levels below the script at which a loss is looked for
@@ -174,7 +175,7 @@ def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
         # On the first micro-batch of every rank there is no state from earlier ones: one rank that differs is enough.
         if key not in agree_at_first - differ_at_first:
             file, line = first_meeting(call["meetings"], counterpart["meetings"]) or call["place"] or (None, None)
-            operation = Operation(call["kind"], call["path"], call["kind"], file=file, line=line)
+            operation = Operation(call["kind"], call["path"], call["kind"], file=file and display_path(file), line=line)
             return Suspect("rows", operation, None, largest, samples, True, bool(call["scales"]))
     return None
 
@@ -785,4 +786,4 @@ def _loss(update: int, runs: PinnedRuns, level: tuple[str, ...]) -> Operation:
         inside = [place for call in calls for place in call["meetings"]]
         lines.append([*inside, *event.origin.met, event.place])
     file, line = first_meeting(*lines) or (None, None)
-    return Operation("gradient of the loss", file=file, line=line)
+    return Operation("gradient of the loss", file=file and display_path(file), line=line)

@@ -26,6 +26,7 @@ from gaverify.records.numbers import count_text
 from gaverify.rules import findings_for
 from gaverify.rules.lost_passes import is_skipping
 from gaverify.rules.scale import unexplained_term
+from gaverify.tracebacks import display_path
 
 
 def explain_undecided(record: Record, update: UpdateComparison) -> str:
@@ -105,7 +106,7 @@ def _start_advice(record: Record) -> str:
     )
     if alone:
         path, (file, line), run = alone[0]
-        where = f" ({file}:{line})" if file else ""
+        where = f" ({display_path(file)}:{line})" if file else ""
         return f"only the {run} run loaded `{path}`{where}: does it resume from a checkpoint? start both runs afresh"
     return "seed all random generators before the model is built, for example with `--seed 0`"
 
@@ -225,11 +226,10 @@ def _method(record: Record) -> Method:
 
 def same_arguments(request: Request) -> AuditReport:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
-    given = "`--full` and `--accumulated` are the same" if request.full else "`--full` and `--accumulated` are missing"
     return report_without_comparison(
         request,
-        f"{given}, so both runs would be equal. Give the arguments for a large batch and for its micro-batches, such "
-        'as --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"',
+        "`--full` and `--accumulated` are the same, so both runs would be equal. Give the arguments for a large batch "
+        'and for its micro-batches, such as --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"',
     )
 
 

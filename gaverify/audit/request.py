@@ -236,6 +236,12 @@ class Request:
                     "--events-only makes one run: give its arguments behind `--` and its values with --set, "
                     "not in --full or --accumulated"
                 )
+        elif self.is_same and self.full is None and self.accumulated is None and not has_own_run:
+            yield (
+                "nothing says how the two runs differ. Give the script's arguments for a large batch and for its "
+                'micro-batches: --full "--batch-size 8 --accum 1" --accumulated "--batch-size 2 --accum 4"; or use '
+                "--full-set, --full-env or --full-script; --events-only checks the order of calls in one run"
+            )
         elif not has_own_run:
             if self.full is None and self.accumulated is not None:
                 yield "--full is missing: the arguments that make the large batch, without accumulation"

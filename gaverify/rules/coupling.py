@@ -78,6 +78,11 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE:
+            if facts.loop is not None:  # no run of a script has another layer
+                remedies.append(
+                    "replace it by GroupNorm, which changes the model (gaverify did not run it; for a BatchNorm, "
+                    "`gaverify.remedies.convert_batch_norm(model)` does it)"
+                )
             # stored statistics are offered only where they were the control, so that every offered repair has run
             remedies.append(
                 "keep it in evaluation mode (`.eval()` on the layer, after every `model.train()`): it then uses its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
@@ -425,6 +426,16 @@ def test_a_script_gets_its_answer(row: Row) -> None:
     assert row.method in ("", result.document["method"], update["decided"]), str(result)
     if row.clips is not None:
         assert tuple(side[0]["active"] for side in (update["clips_full"], update["clips"]) if side) == row.clips
+
+
+def test_findings_name_files_from_the_working_folder_and_the_repairs_of_a_run() -> None:
+    with folder(SCRIPTS):
+        result = audit(SCRIPTS / STATE, common="--kind codebook --batchnorm")
+    assert result.faults == {"GAV401", "GAV101"}, str(result)
+    assert str(SCRIPTS) not in json.dumps(result.document["findings"])
+    remedy = result.finding("GAV101")["remedy"]
+    assert "keep it in evaluation mode (`.eval()` on the layer" in remedy, remedy
+    assert "replace it by GroupNorm, which changes the model (gaverify did not run it" in remedy, remedy
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,10 @@ class TestTheRequest:
     def test_numbers_out_of_range(self, option: str) -> None:
         refused(audit(Path(RIGHT), "--accum 1", "--accum 4", options=option.split()), option.split()[0])
 
+    @pytest.mark.parametrize("options", [[], ["--seed", "1"], ["--set", "SIZE=4"]])
+    def test_runs_that_nothing_makes_different_are_a_usage_error(self, options: list[str]) -> None:
+        refused(audit(Path(RIGHT), None, None, options=options), "nothing says how the two runs differ")
+
     def test_the_same_arguments_compare_nothing(self) -> None:
         result = audit(Path(RIGHT), "--accum 4", "--accum 4")
         assert result.code == 3, str(result)

@@ -984,7 +984,7 @@ class TestRequest:
     def test_all_problems_are_reported_at_once(self) -> None:
         with pytest.raises(SpecError) as caught:
             Request(script="absent.py", updates=0, steps=0, timeout=math.nan).check()
-        assert len(caught.value.problems) == 4
+        assert len(caught.value.problems) == 5
 
     def test_arguments_are_split_as_a_shell_does(self) -> None:
         assert QUOTED.read("--name 'a b' -k 4") == ("--name", "a b", "-k", "4")
