@@ -46,6 +46,7 @@ class Runner:
         assert inputs.keys() <= defaults.keys()
         self.values = {f"inputs.{name}": value for name, value in (defaults | inputs).items()}
         self.values["github.action_path"] = str(ROOT)
+        self.values |= {"github.job": "check", "strategy.job-index": "2", "runner.os": "Linux", "runner.temp": "/tmp"}
         self.used: dict[str, dict[str, str]] = {}  # actions that the steps use, with what each is given
 
     def run(self) -> tuple[int, str]:
@@ -67,7 +68,7 @@ class Runner:
             env = {key: self._filled(value) for key, value in step.get("env", {}).items()}
             done = subprocess.run(
                 ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)],
-                cwd=self.project,
+                cwd=self.project / self._filled(step.get("working-directory", ".")),
                 check=False,
                 capture_output=True,
                 text=True,
@@ -120,7 +121,7 @@ def test_the_action_annotates_summarises_and_writes(project: Path) -> None:
     assert (project / "gaverify.sarif").exists() and (project / "gaverify.html").exists()
     assert runner.used == {
         "github/codeql-action/upload-sarif gaverify": {"sarif_file": "gaverify.sarif", "category": "gaverify"},
-        "actions/upload-artifact": {"name": "gaverify", "path": "gaverify.sarif\ngaverify.html"},
+        "actions/upload-artifact": {"name": "gaverify-check-2", "path": "gaverify.sarif\ngaverify.html"},
     }
 
 
@@ -177,8 +178,13 @@ esac
             {},
             [
                 "-c {root}/constraints.txt --index-url https://download.pytorch.org/whl/cpu torch",
-                "-c {root}/constraints.txt {root}",
+                "--extra-index-url https://download.pytorch.org/whl/cpu {root}",
             ],
+        ),
+        (
+            False,  # requirements may pin another torch
+            {"install": "this -r requirements.txt", "torch-index": ""},
+            ["-c {root}/constraints.txt torch", "{root} -r requirements.txt"],
         ),
         (True, {"install": "this -r requirements.txt"}, ["{root} -r requirements.txt"]),
         (
@@ -203,6 +209,8 @@ def test_the_action_installs_a_torch_without_cuda_where_there_is_none(
     assert code == 2 and "name `specs` or `audits`" in told
     made = [f"-P -m pip install --quiet {call.format(root=ROOT)}" for call in calls]
     assert (project / "pip.txt").read_text().splitlines() == made
+    cached = runner.used.pop("actions/cache")
+    assert cached["path"] == "/tmp/gaverify-pip" and cached["restore-keys"] == "gaverify-pip-Linux-3.12-"
     assert runner.used == {"actions/setup-python": {"python-version": "3.12"}}
 
 
@@ -220,11 +228,22 @@ def test_the_action_audits_and_fails_with_the_worst_exit_code(project: Path) -> 
     assert runner.used["actions/upload-artifact"]["path"] == "a.sarif\naudit.sarif"
 
 
+def test_the_action_runs_in_the_folder_of_the_project(project: Path) -> None:
+    (project / "models").mkdir()
+    (project / "configs").rename(project / "models" / "configs")
+    runner = Runner(project, install="", **{"working-directory": "models", "specs": "configs/right.toml"})
+    code, told = runner.run()
+    assert code == 0 and "EQUIVALENT" in told, told
+    assert runner.used["actions/upload-artifact"]["path"] == "models/gaverify.sarif\nmodels/gaverify.html"
+    assert runner.used["github/codeql-action/upload-sarif gaverify"]["sarif_file"] == "models/gaverify.sarif"
+
+
 def test_the_readme_shows_the_action_and_the_hooks_that_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     job, configuration = yaml.safe_load_all(block)
-    (call,) = (step for step in job["steps"] if step["uses"].startswith("gaverify/gaverify@"))
+    assert job["name"] and job[True] == ["push", "pull_request"], "`on` is true for a reader of YAML 1.1"
+    (call,) = (step for step in job["jobs"]["gaverify"]["steps"] if step["uses"].startswith("gaverify/gaverify@"))
     inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
     assert {"python-version", "specs", "audits"} <= call["with"].keys() <= inputs.keys()
     hooks = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
