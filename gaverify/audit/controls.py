@@ -266,7 +266,15 @@ def _control_steps_of_script(trial: Trial, record: Record) -> Record:
     first = common_rounds(full.events, halved.events)[0]
     response = compare_changes(full.samples(first), halved.samples(first), working_unit(full))
     if response is None or response.outcome is not Outcome.DIVERGENT or response.relative_difference < TENTH:
-        return record
+        # A division inside such a step, of a gradient that `.grad` does not hold, cannot be told from a missing one.
+        updates = (
+            replace(
+                update,
+                step=replace(update.step, may_take_factor=_accept_factor(update, full, accumulated) is not update),
+            )
+            for update in record.updates
+        )
+        return replace(record, updates=tuple(updates))
     updates = (
         replace(update, stages=(*update.stages, change))
         if change is not None and update.outcome is Outcome.EQUIVALENT and change.outcome is Outcome.DIVERGENT

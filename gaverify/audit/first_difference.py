@@ -63,7 +63,7 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     Where its control proves it, it is a cause like those that other controls find, and replaces what they suspect.
     """
     update = record.divergent
-    if update is None or record.unaligned or record.ranks > 1 or is_proven(record):
+    if update is None or record.unaligned or record.ranks > 1 or update.step.may_take_factor or is_proven(record):
         return record
     bench = CouplingBench(trial, record, update)
     full, accumulated = bench.run_script(TraceScript((EVERYWHERE,)))

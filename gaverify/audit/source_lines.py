@@ -34,6 +34,14 @@ def _function_around(file: str, line: int) -> ast.AST | None:
     return min(functions, key=lambda node: len(_span(node)), default=tree)
 
 
+def _nodes_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what is inside a node, from the outside inwards, without what functions in it do when they are called."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _FUNCTIONS):
+            yield child
+            yield from _nodes_of(child)
+
+
 def deciding_line(place: Place, lines_of_runs: Collection[frozenset[Place]]) -> Place | None:
     """Returns the line that decides whether a call is made: the outermost that the runs take differently.
 
@@ -46,14 +54,10 @@ def deciding_line(place: Place, lines_of_runs: Collection[frozenset[Place]]) -> 
     if function is None:
         return None
     around, before = list[ast.stmt | ast.expr](), list[ast.stmt | ast.expr]()
-    for node in ast.walk(function):
+    for node in _nodes_of(function):
         if isinstance(node, ast.If | ast.While | ast.IfExp) and line in _span(node):
             around.append(node)
-        elif (
-            isinstance(node, ast.If)
-            and node.lineno < line
-            and any(isinstance(each, _LEAVES) for each in ast.walk(node))
-        ):
+        elif isinstance(node, ast.If) and node.lineno < line and any(isinstance(at, _LEAVES) for at in _nodes_of(node)):
             before.append(node)  # who takes it does not come to the line
     differing = [node for node in around if _is_taken_differently(node, file, lines_of_runs)]
     # Without calls inside, nothing shows which run has taken it: the nearest is the likeliest.

@@ -152,6 +152,8 @@ class StepComparison:
     """Optimizer numbers that differ between the runs, of the first such rank; empty where the update is not judged."""
     takes_factor: bool = False
     """Whether a control showed that the step cancels a factor of the gradient, so that the weights agree."""
+    may_take_factor: bool = False
+    """Whether the weights agree after a step of the script's own that hides the gradient's size, as Adam's does."""
 
 
 @dataclass(frozen=True)

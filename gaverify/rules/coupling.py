@@ -137,8 +137,8 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per operation inside the model that mixes samples."""
     for cause, *others in group_causes(facts):
         suspect = cause.suspect
-        # random draws that depend on the batch are GAV302
-        if not suspect.in_model or suspect.statistics or suspect.kind == "random":
+        # random draws that depend on the batch are GAV302, and values that are handed over GAV610
+        if not suspect.in_model or suspect.statistics or suspect.kind in ("random", "values"):
             continue
         operation = suspect.culprit
         branches = suspect.kind == "control-flow"
@@ -220,7 +220,7 @@ def loss_inputs_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
         if value.is_reordered:
             what = f"{reader} reads {name}, which holds the values of other samples"
             remedy = "cut it in the order of the samples, so that each micro-batch gets the values of its own rows"
-        elif not suspect.samples:
+        elif not suspect.samples or (value.made_with is not None and value.made_with.name == value.name):
             remedy = "use the same value in every micro-batch as in the full batch"
         tested = RAN_EQUIVALENT if cause.control is not None and cause.control.rounding else ""
         yield finding_of(

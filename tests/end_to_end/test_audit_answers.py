@@ -325,6 +325,8 @@ ROWS = [
     looped(DIFFERING, "widened", "GAV403", "--wrong", proven=True, words="changes `settings.slope`"),
     looped(DIFFERING, "focused", "GAV403", "--wrong", proven=True, words="changes `self.average`"),
     looped(DIFFERING, "alternating", "GAV403", "--wrong", proven=True),
+    # a number mixes no samples, and has no rows
+    looped(DIFFERING, "counted", "GAV610", "--wrong", proven=True, words="use the same value"),
     looped(DIFFERING, "branched", "GAV103", "--wrong", proven=True, quick=True, words="takes a branch"),
     looped(DIFFERING, "switched", "GAV102", "--wrong", proven=True, words="takes a branch"),
     looped(DIFFERING, "centred", "GAV103", "--wrong", proven=True),
@@ -475,6 +477,14 @@ def test_what_nothing_proves_is_told_by_the_line_where_the_runs_differ_first(loo
     assert (result.code, result.line("GAV000")) == (1, marked(DIFFERING, loop)), str(result)
     assert words in result.text("GAV000")
     assert not any(finding["proven"] for finding in result.document["findings"]), str(result)
+
+
+def test_a_step_that_hides_the_size_of_gradients_may_divide_them() -> None:
+    """The same weights come of a division inside an Adam of the script's own, and of one that is missing."""
+    for common in ("--late step", "--undivided"):
+        result = audit("loops_unannounced.py", LESS["full"], LESS["accumulated"], f"--style own --rule adam {common}")
+        assert (result.code, result.faults, result.notes) == (1, {"GAV201"}, set()), str(result)
+        assert not result.finding("GAV201")["proven"] and "a division inside that step" in result.text("GAV201")
 
 
 EVENTS = [

@@ -73,6 +73,18 @@ def widened(args, wrong=False):
     train(args, Net(Leaky()), F.cross_entropy)
 
 
+def counted(args, wrong=False):
+    """A layer that counts its calls in an attribute that the first one makes."""
+
+    class Counted(nn.Module):
+        def forward(self, values):
+            if wrong:
+                self.calls = getattr(self, "calls", 0) + 1
+            return values * (1 + 0.1 * getattr(self, "calls", 0))  # here: counted
+
+    train(args, Net(Counted()), F.cross_entropy)
+
+
 def branched(args, wrong=False):
     """A second term of the loss, if the first is large."""
 

@@ -298,6 +298,12 @@ class Loss:
 """
 
 
+def test_a_function_that_is_only_written_there_decides_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("if fast:\n    def own(x):\n        if x:\n            return 1\nmodel(x)\n", encoding="utf-8")
+    assert deciding_line((str(path), 5), []) is None
+
+
 def test_lines_of_the_source_are_read(tmp_path: Path) -> None:
     path = tmp_path / "loss.py"
     path.write_text(SOURCE, encoding="utf-8")
