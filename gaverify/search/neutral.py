@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +20,7 @@ from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.isolation import RewindableIterator, generator_states, keep_places
-from gaverify.passes.isolation.objects import is_users_class
+from gaverify.passes.isolation.objects import entries_of, is_users_class
 from gaverify.passes.layouts import SampleLayout, changed_dimensions, map_leaves, real_numbers
 from gaverify.passes.modes import mode_set
 from gaverify.passes.precision import widest
@@ -91,8 +93,20 @@ class LeftState(PassProbe):
             self.put = _keep(self._experiment, self._names)
             named = find_state(self._experiment)
             places = [named[name] for name in self._names if name in named and named[name].kind != "parameter"]
-            values = tree_leaves([place.get() for place in places])
-            self.shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+            self.shapes = _shapes_in([place.get() for place in places])
+
+
+def _shapes_in(values: list[Any]) -> list[torch.Size]:
+    """Returns the shapes of all tensors in some values, in containers as well, which may hold themselves."""
+    shapes, seen, left = list[torch.Size](), set[int](), list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            shapes.append(value.shape)
+        elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
+            seen.add(id(value))
+            left += entries_of(value, sys.maxsize, values=True)
+    return shapes
 
 
 def _keep(experiment: Experiment, names: Sequence[str]) -> Callable[[], None]:

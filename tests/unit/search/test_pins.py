@@ -239,3 +239,24 @@ def test_causes_on_probation_count_where_all_together_explain_everything(left: f
         bench, measured.divergent(), left, 0.0, trials=(*found, proof.SuspectTrial(proven, HELD))
     )
     assert [each in explanation.causes for each in (unproven, probation, proven)] == told
+
+
+class Ring(torch.nn.Module):
+    """Counts its forwards, and keeps a list that holds itself and the counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(4, 1), 0
+        self.kept: list[Any] = []
+        self.kept.append(self.kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.kept.append(torch.tensor(self.calls))
+        return self.layer(x) * self.calls
+
+
+def test_state_that_holds_itself_is_told_apart_by_the_tensors_in_it() -> None:
+    torch.manual_seed(0)
+    verdict = gaverify.verify(Ring(), lambda model, x: model(x).square().mean(), torch.randn(8, 4))
+    assert [(finding.code, finding.proven) for finding in verdict.findings] == [("GAV403", True)], str(verdict)
