@@ -15,7 +15,7 @@ from gaverify.report.common_blocks import blamed_modules, finding_blocks, headli
 from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import FIT_EXACT, TENTH
 
-_NO_ACCUMULATION = "K = 1, nothing was accumulated"
+_NO_ACCUMULATION = "nothing accumulated (K = 1)"
 
 
 def verdict_page(verdict: Verdict) -> Page:

@@ -306,7 +306,7 @@ def test_quiet_rows_have_columns_and_colours(
     whole = verdict(Outcome.EQUIVALENT)
     fake.verify = lambda spec: replace(whole, run=replace(whole.run, micro_batches=(8,)))
     assert main(["run", "-q", "mlp"]) == 0
-    assert "K = 1, nothing was accumulated: " in capsys.readouterr().out
+    assert "nothing accumulated (K = 1): " in capsys.readouterr().out
 
 
 def test_an_outcome_that_does_not_come_as_expected_is_a_sentence(
