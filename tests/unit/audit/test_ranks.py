@@ -322,4 +322,4 @@ def test_the_recorder_sends_nothing_between_ranks(tmp_path: Path, engine: Engine
     assert [rank.traffic for rank in recorded] == [rank.traffic for rank in bare]
     assert min(rank.collectives for rank in bare) > 0 and min(rank.traffic.bytes_moved for rank in bare) > GRADIENT
     stored = [rank.stored for rank in recorded]
-    assert max(stored) < GRADIENT / 4  # sketches of two updates, and samples
+    assert max(stored) < GRADIENT / 2  # of two updates: sketches, samples and rows

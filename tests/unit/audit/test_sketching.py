@@ -11,6 +11,7 @@ import torch
 
 from gaverify.audit.recording.sketching import KeptGradients, sketch_piece
 from gaverify.audit.recording.values import Sample, places_in_shard
+from gaverify.passes.sketches import sum_by_bucket
 from gaverify.records.events import Shard
 from gaverify.thresholds import KEPT_ELEMENTS, SKETCH_WIDTHS
 
@@ -114,6 +115,15 @@ def test_sketches_of_shards_add_up(cut: str, dtype: torch.dtype) -> None:
     whole = torch.randn(7, 30, 40, dtype=dtype)
     parts = [sketch_piece(whole[each.slices], "0.0", WIDTH, whole.shape, each) for each in SHARDS[cut]]
     torch.testing.assert_close(sum(parts), sketch_piece(whole, "0.0", WIDTH, whole.shape))
+
+
+@pytest.mark.parametrize("cut", [5, 16 * WIDTH * 3, 222_222])
+def test_a_part_may_begin_anywhere(cut: int) -> None:
+    """Also where a tile begins whose signs do not begin with a word."""
+    torch.manual_seed(0)
+    whole = torch.randn(300_000, dtype=torch.float64)
+    parts = sum_by_bucket(whole[:cut], "0.0", WIDTH) + sum_by_bucket(whole[cut:], "0.0", WIDTH, cut)
+    torch.testing.assert_close(parts, sum_by_bucket(whole, "0.0", WIDTH))
 
 
 @pytest.mark.parametrize("cut", SHARDS)
