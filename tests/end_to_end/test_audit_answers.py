@@ -83,7 +83,7 @@ DIFFERENT = (
 )
 JOINED = "because that one is skipped and the step with it"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's (= K)"
-CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`): tested"
+CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`); gaverify ran it"
 SMALL = "with losses too small to be clipped"
 ADDED = "add to the existing gradients"
 COUNTED = "sum the losses (`reduction='sum'`) and divide by the total over all micro-batches"
@@ -314,7 +314,7 @@ ROWS = [
     *(looped(HANDED, loop) for loop in ("advantages", "targets", "positions", "temperature", "masked", "baseline")),
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),
     # an innocent module, whose control would hide what is wrong in its own weight, or before rows that are padded
-    looped(HIDDEN, "hooked", "GAV102", mark="reporting", words="cannot see `scaled.weight`"),
+    looped(HIDDEN, "hooked", "GAV104", mark="normalising", proven=True),
     looped(HIDDEN, "centred_before", "GAV102", mark="padded", words=UNCOMPARED),
     looped(HIDDEN, "longest", "GAV102", mark="padded", words=UNCOMPARED),
     looped(HIDDEN, "centred", "GAV102", mark="reporting", proven=True),

@@ -18,7 +18,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.weight, self.centred = nn.Parameter(torch.linspace(0.5, 1.5, 8)), centred
         if hooked:
-            self.weight.register_hook(lambda gradient: gradient / gradient.norm())
+            self.weight.register_hook(lambda gradient: gradient / gradient.norm())  # here: normalising
 
     def forward(self, hidden):
         mean = hidden.mean(0).expand_as(hidden)  # here: reporting
