@@ -190,6 +190,13 @@ class _Lifted(nn.Parameter):
 
     dtype = property(lambda self: _LIFTS[id(self)][0].precision)  # type: ignore[assignment]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # nobody lifts the copy, which may also outlive the pass
+        _LIFTS[id(self)][0].refuse()
+        with without_subclass_function():
+            memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copied
+
     @classmethod
     @hands_over
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

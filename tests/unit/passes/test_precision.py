@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -481,6 +482,7 @@ def lifted_pass(does: Callable[[nn.Parameter], Any]) -> None:
         lambda weight: setattr(weight, "grad", None),
         lambda weight: weight.grad,
         lambda weight: torch.autograd.grad(weight.sum(), weight, allow_unused=True),
+        lambda weight: copy.deepcopy(weight).sum(),
     ],
 )
 def test_a_forward_that_would_see_other_weights_or_gradients_is_refused(does: Callable[[nn.Parameter], Any]) -> None:
