@@ -70,7 +70,7 @@ _MACHINE = (
     "commit",
 )
 _ROW = re.compile(r"  (divergent|equivalent|inconclusive)$")
-_CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+_CASES = [pytest.param(name, marks=pytest.mark.smoke if name in QUICK else pytest.mark.slow) for name in COMMANDS]
 
 
 def words(text: str) -> str:

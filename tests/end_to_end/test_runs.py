@@ -23,6 +23,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.smoke
 def test_a_baseline_makes_the_run_pass_until_it_is_stale(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(spec)]) == 1
     assert main(["baseline", str(spec), "--print"]) == 0
@@ -41,6 +42,7 @@ def test_a_baseline_makes_the_run_pass_until_it_is_stale(spec: Path, capsys: pyt
     assert main(["run", str(spec), "--strict"]) == 1
 
 
+@pytest.mark.smoke
 def test_expect_and_the_project(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(spec), "--expect", "divergent"]) == 0
     assert main(["run", "--model", "mlp", "--expect", "divergent"]) == 1
@@ -53,6 +55,7 @@ def test_expect_and_the_project(spec: Path, capsys: pytest.CaptureFixture[str]) 
     assert "$.tool.gaverify.accept: must be a list of tables" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
 def test_a_baseline_refuses_what_it_cannot_write(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inline = 'model = "mlp-batchnorm"\naccept = [{ code = "GAV102", location = "1", reason = "b" }]\n'
     spec.write_text(inline)

@@ -218,6 +218,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert marker.read_text() == f"{Path('all/a.toml').resolve()}\n"
 
 
+@pytest.mark.smoke
 def test_a_list_runs_nothing(verified: list[Spec], capsys: pytest.CaptureFixture[str]) -> None:
     write("all/a.toml", "equivalent", 'name = "first"\nsteps = 2')
     write("all/b-longer.toml", "divergent")
@@ -234,6 +235,7 @@ def test_a_list_runs_nothing(verified: list[Spec], capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
+@pytest.mark.smoke
 def test_the_slowest_are_listed(verified: list[Spec], quiet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     write("all/a.toml")
     write("all/b.toml", "divergent")

@@ -46,11 +46,13 @@ def test_the_laziness_test_could_fail() -> None:
     assert "pydantic" in modules and "torch" not in modules
 
 
+@pytest.mark.smoke
 def test_every_command_is_listed_with_a_line() -> None:
     assert list(cli.commands) == [command.name for command in COMMANDS]
     assert all(command.short_help for command in COMMANDS)
 
 
+@pytest.mark.smoke
 def test_python_dash_m() -> None:
     done = subprocess.run([sys.executable, "-m", "gaverify", "--version"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.startswith("gaverify ")
@@ -126,6 +128,7 @@ def test_completion_offers_every_loss() -> None:
     assert list(LOSSES) == list(CALLED)
 
 
+@pytest.mark.smoke
 def test_doctor_prints_versions_and_what_a_device_computes_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu"]) == 0
     out = capsys.readouterr().out

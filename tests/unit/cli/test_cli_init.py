@@ -24,6 +24,7 @@ from gaverify.zoo import Builtin
 # --- `gaverify init`, `models` and `schema` --------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_init_writes_a_spec_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new.toml"
     assert main(["init", str(file)]) == 0
@@ -32,6 +33,7 @@ def test_init_writes_a_spec_that_loads(tmp_path: Path, capsys: pytest.CaptureFix
     assert str(file) in capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_init_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new.toml"
     file.write_text("mine")
@@ -42,6 +44,7 @@ def test_init_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["init", str(tmp_path / "gone" / "x.toml")]) == 2
 
 
+@pytest.mark.smoke
 def test_the_starter_holds_every_key_and_its_comments_are_right(tmp_path: Path) -> None:
     for field in OPTIONS:
         assert re.search(rf"^(# )?\[?{field.replace('_', '-')}(\]| =)", template("parts/spec"), re.MULTILINE), field
@@ -91,16 +94,19 @@ def test_the_example_of_an_audit_is_no_spec() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_example_of_an_audit_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(Path(gaverify.__file__).parent.parent / "configs" / "audit")]) == 0
     assert "EQUIVALENT" in capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["$schema"]
 
 
+@pytest.mark.smoke
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     zoo = types.ModuleType("gaverify.zoo")
     known = Builtin("mlp", "577", "8 × [16]", "mse", "equivalent", 8)

@@ -26,6 +26,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
+@pytest.mark.smoke
 def test_a_saved_document_gives_the_report_written_at_once(
     saved: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +34,7 @@ def test_a_saved_document_gives_the_report_written_at_once(
     assert capsys.readouterr().out == render([SAVED], form)
 
 
+@pytest.mark.smoke
 def test_files_too(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(saved), "--output", str(tmp_path / "page.html")]) == 1
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == render([SAVED], "html")

@@ -322,6 +322,7 @@ def test_an_outcome_that_does_not_come_as_expected_is_a_sentence(
         assert heading.startswith(f"### {sign} {outcome}, "), heading
 
 
+@pytest.mark.smoke
 def test_the_words_of_reports_have_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "words"]) == 0
     page = capsys.readouterr().out
@@ -373,6 +374,7 @@ def test_a_spec_that_lacks_a_package_is_skipped_named_or_in_a_folder(
     assert (document["exit_code"], document["outcome"], len(document["skipped"])) == (2, "inconclusive", 1)
 
 
+@pytest.mark.smoke
 def test_a_baseline_leaves_as_a_run_with_its_entries(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

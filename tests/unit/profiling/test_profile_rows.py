@@ -89,6 +89,7 @@ def profiled(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Prof
     return code, validate_document(capsys.readouterr().out).profiles[0]  # nothing but the document: prints go to stderr
 
 
+@pytest.mark.smoke
 def test_a_built_in_in_every_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -275,6 +275,7 @@ def test_a_name_is_cut_at_its_left(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", ["40", "80", "120"])
+@pytest.mark.smoke
 def test_models_and_rules_break_no_words(
     width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
