@@ -330,6 +330,7 @@ ROWS = [
     looped(DIFFERING, "branched", "GAV103", "--wrong", proven=True, quick=True, words="takes a branch"),
     looped(DIFFERING, "switched", "GAV102", "--wrong", proven=True, words="takes a branch"),
     looped(DIFFERING, "centred", "GAV103", "--wrong", proven=True),
+    looped(DIFFERING, "hooked", "GAV104", "--wrong", proven=True),
     looped(DIFFERING, "limited", "GAV606", "--wrong", proven=True),
     *(looped(DIFFERING, loop) for loop in (*DIFFERENT.split(), "mined", "queued", "whitened")),
     # state that a forward moves and the next one reads; beside it values that nothing reads, and updates of its own
@@ -466,7 +467,6 @@ def test_micro_batches_that_are_skipped_leave_the_question_open(script: str, com
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        ("hooked", "a backward pass first differs in this code"),
         ("clamped", "a backward pass first differs in this code"),
         ("banked", "the two runs first compute other values for the same samples here"),
         ("mined", "a number is 8 in the full batch and 2 each in the micro-batches"),
