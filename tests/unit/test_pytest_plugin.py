@@ -138,7 +138,7 @@ def test_junit(project: pytest.Pytester) -> None:
         "skipped": "0",
     }
     failure = suite.find(".//failure")
-    assert failure is not None and failure.attrib["message"].startswith("divergent: 3 of 6")
+    assert failure is not None and failure.attrib["message"].startswith("divergent: GAV101 in layer 1; 3 of 6")
     assert "ghost batch norm" in {p.attrib["value"].rpartition(": ")[2] for p in suite.iter("property")}
 
 
