@@ -268,6 +268,7 @@ NAMED = {
     "audit/recording/values.py": "graphs that are captured, which torch asks of CUDA",
     "audit/recording/samples.py": "whether torch pins memory is asked of CUDA alone",
     "spec/values.py": "the words of an option, which completion offers",
+    "audit/memory.py": "memory of a device, of which `torch.accelerator` does not tell before torch 2.9",
 }
 
 
