@@ -261,7 +261,7 @@ def _control_steps_of_script(trial: Trial, record: Record) -> Record:
     changes = [_compare_change(update, full, accumulated) for update in record.updates]
     pairs = [*zip(record.updates, changes, strict=True)]
     if all(change is None or change.outcome is update.outcome for update, change in pairs):
-        return record
+        return replace(record, updates=tuple(_mark_hidden_factor(update, change) for update, change in pairs))
     halved = trial.run(trial.control("full", ScaleLosses(0.5), shown_as="unclipped"))
     first = common_rounds(full.events, halved.events)[0]
     response = compare_changes(full.samples(first), halved.samples(first), working_unit(full))
@@ -282,6 +282,18 @@ def _control_steps_of_script(trial: Trial, record: Record) -> Record:
         for update, change in pairs
     )
     return replace(record, updates=tuple(updates))
+
+
+def _mark_hidden_factor(update: UpdateComparison, change: StageComparison | None) -> UpdateComparison:
+    """Returns an update, marked where its weights moved by another factor than its gradient differs by.
+
+    A division on the line that moves a weight is not in `.grad` when that line begins, and is in the change.
+    """
+    used = next((stage for stage in update.stages if stage.stage is Stage.USED), None)
+    if change is None or used is None or change.outcome is not Outcome.DIVERGENT or not used.norm_ratio > 0.0:
+        return update
+    is_hidden = abs(change.norm_ratio / used.norm_ratio - 1.0) > TENTH
+    return replace(update, step=replace(update.step, may_take_factor=True)) if is_hidden else update
 
 
 def _compare_change(

@@ -153,7 +153,7 @@ class StepComparison:
     takes_factor: bool = False
     """Whether a control showed that the step cancels a factor of the gradient, so that the weights agree."""
     may_take_factor: bool = False
-    """Whether the weights agree after a step of the script's own that hides the gradient's size, as Adam's does."""
+    """Whether a step of the script's own may divide: it hides the gradient's size, or moves weights otherwise."""
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,9 @@ class WeightsTrial:
         return NOT_ENOUGH if self.refuted else remedy
 
 
+_MAY_DIVIDE = ", but the script's own step may divide as well: suspected, not proven"
+
+
 def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -> WeightsTrial:
     """Returns what the accumulated run with the right weights of an update's micro-batches showed.
 
@@ -176,16 +179,21 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
         return WeightsTrial()  # an audit makes this run of the first update that differs only
     if run is None:
         return WeightsTrial(failure=facts.window.failure)
+    # A script's own step that may divide uses other gradients than those which the weights were tried on.
+    may_take_factor = differing is not None and differing.step.may_take_factor
+    means = means and not may_take_factor
     # A search adds up the repairs that it finds, and tries weights beside them; every control of an audit runs alone.
     is_explained = loop is None and (facts.cleared or facts.weights_first)
     return WeightsTrial(
         run,
         # The names under which documents show this evidence are public.
         probe="micro-batch-weights" if loop is None else "control",
-        result=_word_result(facts, run, means=means),
+        result=_word_result(facts, run, means=means) + _MAY_DIVIDE * may_take_factor,
         proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
         refuted=means and not (run.rounding or is_explained),
-        tested=f"; {word_trial(run, word_other_fixes(facts) if loop is None else '')}" if run.rounding else "",
+        tested=f"; {word_trial(run, word_other_fixes(facts) if loop is None else '')}"
+        if run.rounding and not may_take_factor
+        else "",
     )
 
 

@@ -162,6 +162,9 @@ def _judge_total(facts: Facts, loop: Record) -> Iterator[Finding]:
         remedy = _repair_beside_skipped(loop, update) or remedy
         if by_framework := repair_shares(loop, update, shares.shares_of):
             remedy = f"{by_framework}; this makes the shares right as well (GAV202)"
+    if update.step.may_take_factor:
+        factor = exact([1 / total], loop.tolerance)
+        remedy = f"multiply the weight of each micro-batch by {factor}, unless the step itself divides by {total:.6g}"
     where, what = ("", "the loss") if term is None else (f" in term {term.number} of {term.count} of the loss", "it")
     meaning = _meaning_beside_skipped(loop, update, total, what)
     meaning = meaning or word_factor(facts, total, len(shares.weights), what=what)
@@ -287,7 +290,7 @@ def _finding_of_factor(
     may_take_factor = update is not None and update.step.may_take_factor
     if may_take_factor:
         before += "the weights change alike, since the script's own step hides the gradient's size; "
-        before += "a division inside that step would not be seen: suspected, not proven; "
+        before += "a division inside that step would not be seen; "
     return finding_of(
         f"{what} is {factor:.6g} times the full batch's{meaning}",
         measured_evidence(
@@ -300,7 +303,7 @@ def _finding_of_factor(
         *trial.evidence(),
         remedy=trial.replace_refuted(remedy),
         location=backward_place(facts, number),
-        proven=trial.proven and not may_take_factor,
+        proven=trial.proven,
     )
 
 

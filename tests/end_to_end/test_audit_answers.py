@@ -487,6 +487,15 @@ def test_a_step_that_hides_the_size_of_gradients_may_divide_them() -> None:
         assert not result.finding("GAV201")["proven"] and "a division inside that step" in result.text("GAV201")
 
 
+def test_a_division_on_the_line_that_moves_a_weight_makes_no_proof() -> None:
+    """`.grad` is as it was before that line; beside it, the means of different numbers of targets are a fault."""
+    result = audit("loops_unannounced.py", LESS["full"], LESS["accumulated"], "--style inline")
+    assert (result.code, result.faults) == (1, {"GAV201", "GAV202"}), str(result)
+    assert not any(finding["proven"] for finding in result.document["findings"]), str(result)
+    assert "unless the step itself divides by" in result.text("GAV201")
+    assert "may divide as well: suspected" in result.text("GAV202")
+
+
 EVENTS = [
     skipping("--bad 3 --end skipped --samples 96", "GAV602", "forward", JOINED, options=UPDATES_3, quick=True),
     looped(STEPS, "cleared_at_epoch", "GAV604", "--samples 24", quick=True),  # L02

@@ -110,6 +110,18 @@ def each(args, model, batches):
                 parameter.grad = None
 
 
+def inline(args, model, batches):
+    """Divides on the line that moves a weight; micro-batches have different numbers of targets."""
+    for i, (x, y) in enumerate(batches):
+        labels, scores = (y[:, 0] > 0).long().masked_fill(x[:, 0] > 1.0, -100), model(x)
+        nn.functional.cross_entropy(torch.cat([scores, -scores], 1), labels).backward()  # here: inline
+        if (i + 1) % args.accum == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= RATE * parameter.grad / args.accum
+            model.zero_grad()
+
+
 def assigned(args, model, batches):
     """Gradients of `autograd.grad` that an optimizer of torch's uses."""
     optimizer, parameters = torch.optim.SGD(model.parameters(), lr=RATE), list(model.parameters())
@@ -176,7 +188,9 @@ def captured(args, model, batches):
             optimizer.zero_grad(set_to_none=False)
 
 
-STYLES = {style.__name__: style for style in (plain, gradients, own, each, assigned, functional, compiled, captured)}
+STYLES = {
+    style.__name__: style for style in (plain, gradients, own, each, inline, assigned, functional, compiled, captured)
+}
 
 MIDDLES = {"tanh": nn.Tanh, "batch-norm": lambda: nn.BatchNorm1d(8), "layer-norm": lambda: nn.LayerNorm(8)}
 
