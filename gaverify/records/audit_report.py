@@ -21,6 +21,7 @@ from gaverify.records.events import (
 )
 from gaverify.records.findings import Acceptance, Conclusion, Finding
 from gaverify.records.numbers import Number
+from gaverify.records.patch import Patch
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 
@@ -173,6 +174,10 @@ class AuditReport(Conclusion):
     """Measurements over all ranks; None for one process or where not all ranks were seen."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Findings that the user accepts and the outcome that the user expects."""
+    patch: Patch | None = None
+    """Patch of the user's source that was tried and makes the runs equivalent; None where there is none."""
+    patch_refused: str = ""
+    """Why there is no patch although one was asked for; "" where none was asked for or there is one."""
 
     @property
     def exit_code(self) -> int:

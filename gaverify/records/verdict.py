@@ -12,6 +12,7 @@ from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Acceptance, Conclusion, Finding
 from gaverify.records.numbers import Number
+from gaverify.records.patch import Patch
 from gaverify.records.ranks import RankFacts
 
 
@@ -166,6 +167,10 @@ class Verdict(Conclusion):
     """Command line that repeats the run; "" where it came from a call."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Findings that the user accepts and the outcome that the user expects."""
+    patch: Patch | None = None
+    """Patch of the user's source that was tried and makes the run equivalent; None where there is none."""
+    patch_refused: str = ""
+    """Why there is no patch although one was asked for; "" where none was asked for or there is one."""
 
     control_failure: str = ""
     """Why the float64 control was impossible, where it was wanted; "" otherwise."""
