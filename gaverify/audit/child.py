@@ -81,11 +81,21 @@ def _enter_view(job: Job, folder: Path) -> None:
     from gaverify.audit.outputs import IMPOSSIBLE, enter, shared_folders
 
     needed = [Path.cwd()] if job.command.module else [Path.cwd(), Path(job.command.script).resolve().parent]
+    devices = {path: os.stat(path).st_dev for path, _ in job.command.patched}
     reason = enter(folder, shared_folders(), needed)
     if reason:
         with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
             (folder / "no-view.txt").write_text(reason, encoding="utf-8")
         os._exit(IMPOSSIBLE)
+    for path, text in job.command.patched:
+        status = os.stat(path)
+        # A covered file lies on the overlay's own device. Any other would be the user's, which no trial may change.
+        if status.st_dev == devices[path]:
+            _write_error(folder, f"`{path}` lies outside of the folders that a run sees a copy of")
+            os._exit(SCRIPT_FAILED)
+        Path(path).write_bytes(text.encode())
+        # Bytecode of the unpatched source is told by the second in which that was written.
+        os.utime(path, (status.st_atime + 2, status.st_mtime + 2))
 
 
 def _launch(job: Job, path: Path) -> NoReturn:

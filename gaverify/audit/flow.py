@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,18 +22,21 @@ from gaverify.audit.job import (
     Changes,
     ComputeInFloat32,
     DisableCompilation,
+    LeadSteps,
     Order,
     Replay,
     ReplayData,
     merge_changes,
 )
 from gaverify.audit.outcome import is_explained, report_of, report_without_comparison, same_arguments
-from gaverify.audit.request import RECORDED, Request, encode_request, read_request
+from gaverify.audit.request import RECORDED, Request, encode_request, read_request, script_of
 from gaverify.audit.running import Progress, Runner, Trial
 from gaverify.children.folders import remove, told_where_full, working_folder
 from gaverify.children.launching import ended_as_interrupted
 from gaverify.errors import ProblemError, Uncompared
-from gaverify.records.audit import Record
+from gaverify.patches import read_context
+from gaverify.patches.searching import Patches, TrialResult, explain_no_trial, search_patch
+from gaverify.records.audit import Record, Stage
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, ClosingRecord, Forward, GradientCopies, ledger_of
@@ -121,8 +124,13 @@ def possible_orders(full: RecordedRun, accumulated: RecordedRun, *, has_same_row
 _NUMBER = re.compile(r"(?<![\w.])\d{1,6}(?![\w.])")  # such as the K that a script is given
 
 
-def audit(request: Request, progress: Progress | None = None) -> AuditReport:
+def audit(request: Request, progress: Progress | None = None, *, patches: Patches = "none") -> AuditReport:
     """Runs the script as the request says and returns what was found.
+
+    Args:
+        request: The script and its two runs.
+        progress: Called with what runs now, how many runs are over, and how many there are as a rule.
+        patches: Which patches of the user's source are tried; "unsafe": also those that change the model.
 
     Raises:
         SpecError: The request itself is wrong.
@@ -135,7 +143,7 @@ def audit(request: Request, progress: Progress | None = None) -> AuditReport:
     if not request.events_only and request.is_same:
         return same_arguments(request)
     with ended_as_interrupted(), _folder(request) as folder:
-        return _report(request, Runner(request, folder, progress or (lambda *_: None)))
+        return _report(request, Runner(request, folder, progress or (lambda *_: None)), patches)
 
 
 def audit_again(folder: str) -> AuditReport:
@@ -149,17 +157,94 @@ def audit_again(folder: str) -> AuditReport:
     return _report(request, Runner(request, Path(folder), lambda *_: None, reuse_records=True))
 
 
-def _report(request: Request, runner: Runner) -> AuditReport:
+def _report(request: Request, runner: Runner, patches: Patches = "none") -> AuditReport:
     started = time.monotonic()
     audited = _Audit(request, runner)
     try:
         comparison = audited.record_events() if request.events_only else audited.compare()
     except Uncompared as error:
         return report_without_comparison(request, str(error))
+    report = _report_of(request, runner, comparison)
+    if patches != "none":
+        report = _with_patch(report, comparison, runner, patches)
+    return replace(report, timings={**runner.timings, "total": time.monotonic() - started})
+
+
+def _report_of(request: Request, runner: Runner, comparison: _Comparison) -> AuditReport:
     findings = with_excerpts(findings_for(facts_of_loop(comparison.record)))
-    timings = {**runner.timings, "total": time.monotonic() - started}
     closing = comparison.accumulated.closing
-    return report_of(request, comparison.record, findings, runner.summaries, closing, timings)
+    return report_of(request, comparison.record, findings, runner.summaries, closing, runner.timings)
+
+
+# A patch of the user's source: the audit is made again on copies of the files that hold it.
+
+
+def _with_patch(report: AuditReport, comparison: _Comparison, runner: Runner, patches: Patches) -> AuditReport:
+    """Returns the report with a patch that was tried and came out equivalent, or with the reason why there is none."""
+    request = runner.request
+    if report.outcome is not Outcome.DIVERGENT or request.events_only:
+        return replace(report, patch_refused=explain_no_trial(report, events_only=request.events_only))
+    if request.in_place:
+        return replace(report, patch_refused="with `--in-place` there are no copies of the files to try a patch on")
+    trials = PatchTrials(runner, comparison, len(report.updates))
+    context = read_context(script_of(request), comparison.record)
+    patch, refused = search_patch(report.findings, context, trials, allow_unsafe=patches == "unsafe")
+    return replace(report, patch=patch, patch_refused=refused)
+
+
+@dataclass(frozen=True)
+class PatchTrials:
+    """Makes the audit again with patched sources.
+
+    Args:
+        runner: Of the unpatched audit.
+        comparison: Its comparison.
+        updates: How many updates it compared.
+    """
+
+    runner: Runner
+    comparison: _Comparison
+    updates: int
+
+    def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
+        """Returns what the audit of patched sources finds.
+
+        Args:
+            texts: The patched files.
+            safe: Whether the patched full-batch run has to have the gradient of the unpatched one.
+        """
+        runner = self.runner
+        runner.progress("trying a patch", runner.done, 3)
+        patched = tuple(texts.items())
+        folder = runner.folder / "patched"
+        folder.mkdir()
+        try:
+            trial_runner = Runner(runner.request, folder, runner.progress, patched=patched)
+            comparison = _Audit(runner.request, trial_runner).compare()
+            report = _report_of(runner.request, trial_runner, comparison)
+            compared = sum(update.judged for update in report.updates)
+            is_right = report.outcome is Outcome.EQUIVALENT and compared >= self.updates
+            if is_right and safe:
+                is_right = self._keeps_gradient(patched)
+            return TrialResult(is_right, report.findings, comparison.record)
+        except (ProblemError, Uncompared):
+            return TrialResult(is_equivalent=False)
+        finally:
+            remove(folder)
+
+    def _keeps_gradient(self, patched: tuple[tuple[str, str], ...]) -> bool:
+        """Whether the patched full-batch run has the gradient of the unpatched one in the first update."""
+        trial = self.comparison.trial
+        if trial is None:
+            return False
+        planned = trial.full_batch_control(LeadSteps(), updates=1)
+        run = trial.run(replace(planned, command=replace(planned.command, patched=patched)))
+        update = next(iter(trial.compare(run)), None)
+        if update is None or not update.judged:
+            return False
+        # A clipping that reaches the step only now changes what is used, and not the gradient itself.
+        summed = (stage.outcome for stage in update.stages if stage.stage is Stage.SUMMED)
+        return Outcome.EQUIVALENT in (update.outcome, *summed)
 
 
 @contextmanager

@@ -440,6 +440,8 @@ class Command:
     """Seeds Python's, NumPy's and torch's generators before the script starts; None: no seeding."""
     ranks: int = 0
     """Size of the process group that gaverify's own launcher makes; 0: one process without a group, or a launcher's."""
+    patched: tuple[tuple[str, str], ...] = ()
+    """(path, text) pairs of files that the run's view of the files holds changed; empty: it holds the user's."""
 
     def __str__(self) -> str:
         head = [*(self.launcher or ["python"]), *(["-m"] if self.module else []), self.script]

@@ -304,6 +304,15 @@ class Request:
 OPTIONS = options_of(Request)
 
 
+def script_of(request: Request) -> str:
+    """Returns the path of the script's file, or of the module's; the module's name where that is not below here."""
+    if request.module is None:
+        path = request.target
+        return os.path.join(path, "__main__.py") if os.path.isdir(path) else path
+    path = os.path.join(os.getcwd(), *request.module.split("."))
+    return os.path.join(path, "__main__.py") if os.path.isdir(path) else f"{path}.py"
+
+
 def encode_request(request: Request) -> str:
     """Returns a request as JSON, for `read_request`."""
     return json.dumps({"version": _VERSION, "request": asdict(request)}, indent=2)

@@ -54,12 +54,14 @@ class Runner:
         folder: Where the runs write.
         progress: Called with what runs now, how many runs are over, and how many there are as a rule.
         reuse_records: Make no runs, and read those that an earlier audit made in the folder.
+        patched: (path, text) pairs of the user's files that the runs see changed.
     """
 
     request: Request
     folder: Path
     progress: Progress
     reuse_records: bool = False
+    patched: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         self.summaries: list[RunSummary] = []
@@ -139,7 +141,7 @@ class Runner:
         """
         members = () if source is None else getattr(source, "ranks", (source,))
         sources = tuple(str(member.folder) for member in members)
-        command = self.request.command_of(role)
+        command = replace(self.request.command_of(role), patched=self.patched)
         return Run(command, role, self.updates if updates is None else updates, sources, changes, shown_as)
 
     def record(self, *runs: Run) -> list[RecordedRun]:

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gaverify.patches.sources import Context
+from gaverify.errors import ProblemError
+from gaverify.patches.candidates import Candidate
+from gaverify.patches.loop import LoopModel
+from gaverify.patches.scale import repair_factor
+from gaverify.patches.sources import Context, apply, render_diff
 from gaverify.records.findings import Finding
 from gaverify.records.patch import Patch
 
+Recogniser = Callable[[LoopModel, Finding], Iterator[Candidate]]
+RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
+    "GAV201": (repair_factor,),
+}
+"""The repairs that may fit a finding, by its code."""
+
 
 def propose(findings: Sequence[Finding], context: Context) -> Iterator[Patch]:
-    """Yields patches that may repair the proven faults, the likeliest first; none where the shape is unknown."""
-    yield from ()
+    """Yields patches that may repair the faults, the likeliest first; none where the shape of the source is unknown."""
+    model = LoopModel(context)
+    texts = {file: source.text for file, source in context.sources.items()}
+    faults = [finding for finding in findings if finding.severity == "fault" and not finding.accepted]
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for finding in sorted(faults, key=lambda finding: not finding.proven):
+        for recogniser in RECOGNISERS.get(finding.code, ()):
+            for candidate in recogniser(model, finding):
+                patch = patch_of(candidate, finding.code, context, texts)
+                if patch is None:
+                    continue
+                changed = tuple(sorted(apply(patch, texts).items()))
+                if changed not in seen:
+                    seen.add(changed)
+                    yield patch
+
+
+def patch_of(candidate: Candidate, code: str, context: Context, texts: Mapping[str, str]) -> Patch | None:
+    """Returns a candidate as a patch; None where it changes nothing or the result does not parse."""
+    digests = {edit.file: context.sources[edit.file].digest for edit in candidate.edits}
+    patch = Patch(candidate.edits, (code,), candidate.title, "", candidate.unsafe, digests)
+    try:
+        after = apply(patch, texts)
+        for text in after.values():
+            ast.parse(text)
+    except (ProblemError, SyntaxError, ValueError):
+        return None
+    diff = render_diff(texts, after)
+    return Patch(candidate.edits, (code,), candidate.title, diff, candidate.unsafe, digests) if diff else None

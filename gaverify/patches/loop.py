@@ -1,0 +1,341 @@
+"""The training loop in the user's source: its calls by the lines that an audit recorded, its boundary, and its K."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gaverify.patches.code import Code, Function, Loop, callee_name
+from gaverify.patches.sources import Context
+from gaverify.records.audit import UpdateComparison
+from gaverify.records.events import Backward, Clipping, Event, ScalerCall, SchedulerStep, Step, ZeroGrad
+from gaverify.records.findings import Finding
+
+_CALLS: dict[type[Event], tuple[str, ...]] = {
+    Backward: ("backward", "manual_backward"),
+    Step: ("step",),
+    ZeroGrad: ("zero_grad",),
+    Clipping: ("clip_grad_norm_", "clip_grad_value_", "clip_gradients", "clip_grad_norm"),
+    SchedulerStep: ("step",),
+    ScalerCall: ("unscale_", "update"),
+}
+_STEPS_NAME = re.compile(
+    r"accum|grad_?acc|micro_?(steps|batches|count|num)|num_micro|n_micro|(steps|batches)_per_update"
+)
+"""Names that people give K."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in the user's source that an audit recorded."""
+
+    code: Code
+    call: ast.Call
+
+    @property
+    def statement(self) -> ast.stmt:
+        """The statement that it is part of."""
+        return self.code.statement_of(self.call)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the statement is the call and nothing else, on lines of its own."""
+        statement = self.statement
+        return isinstance(statement, ast.Expr) and statement.value is self.call and self.code.owns_lines(statement)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The variable that counts the rounds of a loop."""
+
+    name: str
+    start: int
+    loader: str
+    """Text of an expression whose length is the number of rounds; "" where none is known."""
+
+    @property
+    def rounds_done(self) -> str:
+        """The number of rounds at the end of one."""
+        return self.name if self.start == 1 else f"{self.name} + {1 - self.start}"
+
+    @property
+    def rounds_before(self) -> str:
+        """The number of rounds before one."""
+        return self.name if self.start == 0 else f"({self.name} - {self.start})"
+
+
+class LoopModel:
+    """Finds in the user's source what a patch needs to know.
+
+    Args:
+        context: The record and the sources.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.codes: dict[str, Code] = {}
+        for file, source in context.sources.items():
+            try:
+                self.codes[file] = Code(file, source.text)
+            except (SyntaxError, ValueError, RecursionError):  # a notebook's magics, say
+                continue
+
+    @property
+    def update(self) -> UpdateComparison | None:
+        """The update that the answer rests on."""
+        record = self.context.record
+        return record.divergent or next(iter(record.updates), None)
+
+    @cached_property
+    def steps(self) -> int:
+        """K: as the user says, else as many backward passes as the full batch's samples take."""
+        record = self.context.record
+        window = record.window_of(self.update.number) if self.update is not None else record.first
+        expected = record.expected_passes(window)
+        return expected or record.usual(record.first) or 0
+
+    def code_of(self, file: str | None) -> Code | None:
+        """The source of a file that an event or a finding names."""
+        return self.codes.get(os.path.realpath(file)) if file else None
+
+    def sites(self, kind: type[Event]) -> list[Site]:
+        """The calls of a kind in the accumulated run, each once, in the order of their first call."""
+        places = dict.fromkeys(
+            event.place
+            for window in self.context.record.windows
+            for event in window.events
+            if type(event) is kind and event.file is not None
+        )
+        found: dict[ast.Call, Site] = {}
+        for file, line in places:
+            code = self.code_of(file)
+            if code is not None and line is not None:
+                for call in _calls_at(code, line, kind):
+                    found.setdefault(call, Site(code, call))
+        return list(found.values())
+
+    def finding_node(self, finding: Finding) -> tuple[Code, int] | None:
+        """The source and the line of a finding."""
+        location = finding.location
+        code = self.code_of(location.file) if location is not None else None
+        return (code, location.line) if code is not None and location is not None and location.line else None
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_site(self) -> Site | None:
+        """The call that steps."""
+        return next(iter(self.sites(Step)), None)
+
+    @cached_property
+    def backward_site(self) -> Site | None:
+        """The call that differentiates."""
+        return next(iter(self.sites(Backward)), None)
+
+    def micro_loop(self, site: Site) -> Loop | None:
+        """The loop over micro-batches around a call."""
+        return next(iter(site.code.loops_around(site.call)), None)
+
+    def index_of(self, code: Code, loop: Loop) -> Index | None:
+        """The variable that counts a loop's rounds; None where the loop has none."""
+        if not isinstance(loop, ast.For | ast.AsyncFor):
+            return None
+        iterated = loop.iter
+        while callee_name(iterated) in ("tqdm", "trange", "progressbar", "track") and _arguments(iterated):
+            iterated = _arguments(iterated)[0]
+        if callee_name(iterated) == "enumerate" and isinstance(loop.target, ast.Tuple):
+            first, arguments = loop.target.elts[0], _arguments(iterated)
+            start = _start_of(iterated)
+            if isinstance(first, ast.Name) and arguments and start is not None:
+                inner = arguments[0]
+                while callee_name(inner) in ("tqdm", "track") and _arguments(inner):
+                    inner = _arguments(inner)[0]
+                loader = code.text_of(inner) if isinstance(inner, ast.Name | ast.Attribute) else ""
+                return Index(first.id, start, loader)
+        if callee_name(iterated) == "range" and isinstance(loop.target, ast.Name):
+            arguments = _arguments(iterated)
+            if len(arguments) == 1:
+                return Index(loop.target.id, 0, "")
+            if len(arguments) == 2 and isinstance(arguments[0], ast.Constant) and arguments[0].value in (0, 1):
+                return Index(loop.target.id, 1 if arguments[0].value else 0, "")
+        return None
+
+    def boundaries(self, code: Code, around: ast.AST) -> list[ast.expr]:
+        """The tests below a node that ask whether a window ends: comparisons with a remainder of K."""
+        found: list[ast.expr] = []
+        for node in ast.walk(around):
+            is_test = isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+            if is_test and isinstance(node, ast.expr) and any(map(_is_remainder, ast.iter_child_nodes(node))):
+                found.append(node)
+        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+
+    def guards(self, site: Site) -> list[ast.If]:
+        """The `if`s around a call inside its loop, the innermost first."""
+        guards = []
+        for node in site.code.around(site.call):
+            if isinstance(node, Loop | Function | ast.ClassDef):
+                break
+            if isinstance(node, ast.If):
+                guards.append(node)
+        return guards
+
+    # -- K ------------------------------------------------------------------------------------------------------------
+
+    def steps_texts(self, code: Code, node: ast.AST) -> list[str]:
+        """Expressions for K that can be written at a node, the likeliest first; the number itself is not among them."""
+        texts: list[str] = []
+        visible = _visible_names(code, node)
+        scope = code.scope_of(node)
+        for around in (scope, code.tree):
+            for boundary in self.boundaries(code, around):
+                texts += [code.text_of(right) for right in _moduli(boundary) if self._is_usable(right, visible)]
+        texts += [
+            code.text_of(value)
+            for value in _named_like_steps(code)
+            if self._is_usable(value, visible) and not _is_assigned_at(code, value)
+        ]
+        texts += sorted(name for name in visible if _STEPS_NAME.search(name.lower()))
+        texts += self._of_chunks(code, node)
+        numbers = {str(self.steps)}
+        return [text for text in dict.fromkeys(texts) if text not in numbers and not text.isdigit()]
+
+    def _of_chunks(self, code: Code, node: ast.AST) -> Iterator[str]:
+        """Yields K where the loop's own sequence of micro-batches tells it."""
+        for loop in code.loops_around(node)[:1]:
+            if not isinstance(loop, ast.For):
+                continue
+            iterated = loop.iter
+            if callee_name(iterated) in ("zip", "enumerate", "tqdm") and _arguments(iterated):
+                iterated = _arguments(iterated)[0]
+                if callee_name(iterated) == "zip" and _arguments(iterated):
+                    iterated = _arguments(iterated)[0]
+            arguments = _arguments(iterated)
+            if callee_name(iterated) == "range" and len(arguments) == 1 and not isinstance(arguments[0], ast.Constant):
+                yield code.text_of(arguments[0])
+            if callee_name(iterated) in ("chunk", "tensor_split") and arguments:
+                count = arguments[0] if len(arguments) == 1 or _is_method(iterated) else arguments[1]
+                if not isinstance(count, ast.Constant):
+                    yield code.text_of(count)
+            if isinstance(iterated, ast.Name) and len(code.loops_around(node)) > 1:
+                yield f"len({iterated.id})"
+
+    def _is_usable(self, node: ast.expr, visible: set[str]) -> bool:
+        """Whether an expression can be written where these names are known."""
+        if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            return False
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return names <= visible
+
+
+def _calls_at(code: Code, line: int, kind: type[Event]) -> list[ast.Call]:
+    calls = [node for node in code.at(line) if isinstance(node, ast.Call) and callee_name(node) in _CALLS[kind]]
+    if kind in (Step, SchedulerStep) and len(calls) > 1:
+        is_wanted = {Step: False, SchedulerStep: True}[kind]
+        calls = [call for call in calls if ("sched" in code.text_of(call.func).lower()) is is_wanted]
+    return calls[:1]
+
+
+def _arguments(call: ast.AST) -> Sequence[ast.expr]:
+    return call.args if isinstance(call, ast.Call) else ()
+
+
+def _is_method(call: ast.AST) -> bool:
+    """Whether a call is one of a value, and not of a module's function."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    return not (isinstance(call.func.value, ast.Name) and call.func.value.id in ("torch", "np", "numpy"))
+
+
+def _start_of(call: ast.AST) -> int | None:
+    """From where `enumerate` counts; None where that is no number in the text."""
+    if not isinstance(call, ast.Call):
+        return None
+    starts = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "start")]
+    if not starts:
+        return 0
+    value = starts[0].value if isinstance(starts[0], ast.Constant) else None
+    return value if isinstance(value, int) and value in (0, 1) else None
+
+
+def _is_remainder(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+
+
+def remainder_of(test: ast.expr) -> ast.BinOp | None:
+    """The remainder in a test of a boundary."""
+    return next(
+        (node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)),
+        None,
+    )
+
+
+def _moduli(test: ast.expr) -> list[ast.expr]:
+    remainder = remainder_of(test)
+    return [remainder.right] if remainder is not None else []
+
+
+def _visible_names(code: Code, node: ast.AST) -> set[str]:
+    """The names that are known at a node: parameters, and what is assigned or imported before it or in the module."""
+    names: set[str] = set()
+    line = getattr(node, "lineno", 0)
+    scopes = [each for each in code.around(node) if isinstance(each, Function | ast.Module | ast.Lambda)]
+    for scope in scopes:
+        if isinstance(scope, Function | ast.Lambda):
+            arguments = scope.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            names |= {argument.arg for argument in every if argument is not None}
+        is_inner = scope is scopes[0]
+        for each in _statements_of(scope):
+            if is_inner and each.lineno >= line:
+                continue
+            names |= _bound_by(each)
+    return names
+
+
+def _statements_of(scope: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a scope, without those of functions and classes in it."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            yield from _statements_of(node)
+
+
+def _bound_by(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds itself."""
+    if isinstance(statement, Function | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor):
+        targets = [statement.target]
+    elif isinstance(statement, ast.With | ast.AsyncWith):
+        targets = [item.optional_vars for item in statement.items if item.optional_vars is not None]
+    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+
+def _named_like_steps(code: Code) -> list[ast.expr]:
+    """Expressions of the source whose last name is one that people give K: `args.accum`, `config["accum"]`."""
+    found: list[ast.expr] = []
+    for node in ast.walk(code.tree):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            name = str(node.slice.value)
+        if name and _STEPS_NAME.search(name.lower()) and isinstance(node, ast.expr):
+            found.append(node)
+    return found
+
+
+def _is_assigned_at(code: Code, node: ast.expr) -> bool:
+    """Whether a node is called, or is part of a longer name."""
+    parent = code.parents.get(node)
+    return isinstance(parent, ast.Attribute) or (isinstance(parent, ast.Call) and parent.func is node)

@@ -1,0 +1,197 @@
+"""Repairs of the factor on the losses: a division by K that is missing or made twice, or is by another number."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gaverify.patches.candidates import Candidate, divide, joined, steps_at, without_factor
+from gaverify.patches.code import Code, Function, callee_name
+from gaverify.patches.loop import LoopModel
+from gaverify.records.events import Backward
+from gaverify.records.findings import Finding
+from gaverify.records.patch import Edit
+from gaverify.thresholds import THREE_DIGITS
+
+
+def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields repairs of a gradient that is a constant times the full batch's (GAV201)."""
+    factor = next((float(each.values["factor"]) for each in finding.evidence if "factor" in each.values), math.nan)
+    if not factor > 0 or model.steps < 2:
+        return
+    if math.isclose(factor, 1 / model.steps, rel_tol=THREE_DIGITS):
+        yield from _remove_divisions(model, finding)
+    if math.isclose(factor, model.steps, rel_tol=THREE_DIGITS):
+        yield from _add_division(model, finding)
+    yield from _correct_divisions(model, finding)
+
+
+def _add_division(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields the loss divided where it is differentiated, else where it is returned to a framework."""
+    for code, node in _losses(model, finding):
+        for steps in steps_at(model, code, node):
+            edits = joined([divide(code, node, steps.text)], steps.note(code, code.statement_of(node)))
+            yield Candidate(f"Divides the loss by `{steps.text}`.", edits)
+
+
+def _losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.expr]]:
+    """Yields the expressions that are differentiated, or that a framework differentiates."""
+    for site in model.sites(Backward):
+        loss = differentiated(site.call)
+        if loss is not None:
+            yield site.code, loss
+    place = model.finding_node(finding)
+    if place is None or model.sites(Backward):
+        return
+    code, line = place
+    function = next((node for node in _functions_at(code, line) if node.name in _LOSS_METHODS), None)
+    if function is None:
+        return
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield code, _returned_loss(node.value)
+
+
+_LOSS_METHODS = ("compute_loss", "training_step", "forward")
+
+
+def _returned_loss(value: ast.expr) -> ast.expr:
+    """The loss in what a method returns: `(loss, outputs) if return_outputs else loss`."""
+    return value.orelse if isinstance(value, ast.IfExp) else value
+
+
+def _functions_at(code: Code, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in code.at(line) if isinstance(node, Function)]
+
+
+def differentiated(call: ast.Call) -> ast.expr | None:
+    """The loss in `loss.backward()`, `scaler.scale(loss).backward()` or `accelerator.backward(loss)`."""
+    if call.args and callee_name(call) in ("backward", "manual_backward"):
+        named = call.func.value if isinstance(call.func, ast.Attribute) else None
+        # `loss.backward(gradient)` differentiates its receiver; `accelerator.backward(loss)` its argument.
+        first = call.args[0]
+        if isinstance(first, ast.Starred):
+            return None
+        is_gradient = isinstance(named, ast.Name) and "loss" in named.id.lower()
+        return named if is_gradient else first
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    receiver = call.func.value
+    if callee_name(receiver) == "scale" and isinstance(receiver, ast.Call) and receiver.args:
+        return receiver.args[0]
+    return receiver
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A division, or a product with a reciprocal, or the statement `loss /= K`."""
+
+    code: Code
+    node: ast.BinOp | ast.AugAssign | ast.Call
+    divisor: ast.expr
+
+    @property
+    def text(self) -> str:
+        """The divisor's text."""
+        return self.code.text_of(self.divisor)
+
+
+def divisions(model: LoopModel, finding: Finding) -> list[_Division]:
+    """The divisions in the functions that differentiate, step with or make the loss, in this order."""
+    found: dict[ast.AST, _Division] = {}
+    for code, scope in _scopes_of_loss(model, finding):
+        for node in ast.walk(scope):
+            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+                divisor = node.right if isinstance(node, ast.BinOp) else node.value
+                found.setdefault(node, _Division(code, node, divisor))
+            elif callee_name(node) in ("div", "div_", "true_divide") and isinstance(node, ast.Call) and node.args:
+                found.setdefault(node, _Division(code, node, node.args[-1]))
+    return list(found.values())
+
+
+def _scopes_of_loss(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.AST]]:
+    """Yields the functions in which a loss may be divided, the likeliest first."""
+    for site in [*model.sites(Backward), *([model.step_site] if model.step_site is not None else [])]:
+        yield site.code, site.code.scope_of(site.call)
+    place = model.finding_node(finding)
+    if place is not None:
+        yield from ((place[0], function) for function in _functions_at(*place)[:1])
+    for code in model.codes.values():  # losses that are made in functions of their own
+        for node in ast.walk(code.tree):
+            if isinstance(node, Function) and any(isinstance(each, ast.Return) for each in ast.walk(node)):
+                yield code, node
+
+
+def _is_steps(model: LoopModel, division: _Division) -> bool:
+    """Whether a divisor is written as K is."""
+    code, text = division.code, division.text
+    number = str(model.steps)
+    return text in (number, f"{number}.0") or text in model.steps_texts(code, division.node) or "accum" in text.lower()
+
+
+def _remove_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields the source without one of its divisions by K."""
+    by_steps = [division for division in divisions(model, finding) if _is_steps(model, division)]
+    for division in by_steps:
+        edits = _without_division(division)
+        if edits:
+            yield Candidate(f"Removes a second division by `{division.text}`.", tuple(edits))
+
+
+def _without_division(division: _Division) -> list[Edit]:
+    code, node = division.code, division.node
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.left, ast.Constant):  # `1 / K`, a factor: the product with it goes
+            parent = code.parents[node]
+            if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
+                return [without_factor(code, parent, parent.left if parent.right is node else parent.right)]
+            return []
+        statement = code.statement_of(node)
+        target = code.text_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+        if target == code.text_of(node.left) and code.parents[node] is statement:  # `loss = loss / K`
+            return code.delete(statement)
+        return [_unwrapped(code, node)]
+    statement = code.statement_of(node)
+    if isinstance(node, ast.AugAssign) or (isinstance(statement, ast.Expr) and statement.value is node):
+        return _deleted_with_loops(code, statement)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return [code.replace(node, code.text_of(node.func.value))]
+    return []
+
+
+def _unwrapped(code: Code, node: ast.BinOp) -> Edit:
+    """Returns the edit from `(loss / K)` to `loss`, without the parentheses that nothing needs any more."""
+    kept = code.operand(node.left, product=True)
+    parent = code.parents[node]
+    first, last = code.span(node)
+    is_receiver = isinstance(parent, ast.Attribute) and isinstance(node.left, ast.Name | ast.Call | ast.Subscript)
+    is_receiver = is_receiver or (isinstance(parent, ast.Attribute) and isinstance(node.left, ast.Attribute))
+    line = code.lines[first[0] - 1]
+    after = code.lines[last[0] - 1]
+    if is_receiver and line[first[1] - 1 : first[1]] == "(" and after[last[1] : last[1] + 1] == ")":
+        return code.replace_between((first[0], first[1] - 1), (last[0], last[1] + 1), kept)
+    return code.replace(node, kept)
+
+
+def _deleted_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
+    """Returns the edits that remove a statement, and the loops and tests that would be empty without it."""
+    while len(code.block_of(statement)) == 1:
+        parent = code.parents[statement]
+        if not isinstance(parent, ast.For | ast.If | ast.With) or getattr(parent, "orelse", []):
+            return []
+        statement = parent
+    return code.delete(statement)
+
+
+def _correct_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields the source with K in the place of another divisor of the loss."""
+    passes = {site.code.scope_of(site.call) for site in model.sites(Backward)}
+    for division in divisions(model, finding):
+        code, node = division.code, division.node
+        if _is_steps(model, division) or code.scope_of(node) not in passes:
+            continue
+        for steps in steps_at(model, code, node, most=1):
+            edits = joined([code.replace(division.divisor, steps.text)], steps.note(code, code.statement_of(node)))
+            yield Candidate(f"Divides the loss by `{steps.text}` instead of `{division.text}`.", edits)

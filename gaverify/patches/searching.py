@@ -1,0 +1,145 @@
+"""Searches the patch that makes an audit's runs equivalent: tries proposals, and repairs what one of them leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from typing import Literal, Protocol
+
+from gaverify.patches.proposing import propose
+from gaverify.patches.sources import Context, Source, apply, render_diff, split_lines
+from gaverify.records.audit import Record
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+from gaverify.records.findings import Finding
+from gaverify.records.patch import Edit, Patch
+
+Patches = Literal["none", "safe", "unsafe"]
+"""Which patches are tried: none, those that keep the model and the meaning of hyperparameters, or all."""
+
+_TRIALS = 12
+"""Audits of patched sources that are made at most."""
+_DEPTH = 3
+"""Faults of one script that are repaired one after the other."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What the audit of patched sources found."""
+
+    is_equivalent: bool
+    """Whether every update agrees, and the full batch's gradient stayed as it was."""
+    findings: tuple[Finding, ...] = ()
+    """What it finds in them."""
+    record: Record | None = None
+    """What it recorded; None where a run failed."""
+
+
+class Trial(Protocol):
+    """Makes the audit again with patched sources."""
+
+    def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
+        """Returns what it finds; `safe`: the full batch's gradient has to stay."""
+
+
+def explain_no_trial(report: AuditReport, *, events_only: bool) -> str:
+    """Says why no patch is looked for where an audit shows no difference; "" where nothing is wrong."""
+    if events_only:
+        return "without gradients no patch can be tried: leave out `--events-only`"
+    if report.outcome is Outcome.EQUIVALENT:
+        return ""
+    return "the audit shows no difference that a patch could be tried against"
+
+
+def search_patch(
+    findings: Sequence[Finding], context: Context, trial: Trial, *, allow_unsafe: bool
+) -> tuple[Patch | None, str]:
+    """Returns the first patch that makes the runs equivalent, or None and a sentence why there is none.
+
+    Args:
+        findings: Of the unpatched audit.
+        context: Its record and the sources.
+        trial: Makes the audit again with patched sources.
+        allow_unsafe: Whether a patch may change the model, or the meaning of a hyperparameter.
+    """
+    if not any(finding.severity == "fault" and finding.proven for finding in findings):
+        return None, "no cause is proven, and only proven causes are repaired by a patch"
+    search = _Search(context, trial, allow_unsafe)
+    patch = search.repair(findings, context, ())
+    if patch is not None:
+        return patch, ""
+    if search.unsafe_titles:
+        return None, f"the patch changes the model and is printed only with `--unsafe`: {search.unsafe_titles[0]}"
+    if not search.trials:
+        return None, "the source has none of the shapes that gaverify can patch; the finding says what to change"
+    count = f"{search.trials} patches were" if search.trials > 1 else "1 patch was"
+    return None, f"{count} tried on copies and did not make the runs equivalent; the finding says what to change"
+
+
+class _Search:
+    """Tries proposals, depth first: where one changes which faults there are, what is left is repaired next."""
+
+    def __init__(self, context: Context, trial: Trial, allow_unsafe: bool) -> None:
+        self._context, self._trial, self._allow_unsafe = context, trial, allow_unsafe
+        self.trials = 0
+        self.unsafe_titles: list[str] = []
+        self._seen: set[tuple[tuple[str, str], ...]] = set()
+
+    def repair(self, findings: Sequence[Finding], context: Context, before: tuple[Patch, ...]) -> Patch | None:
+        """Returns the patch that repairs what was found in sources that hold the patches `before`."""
+        unfinished: list[tuple[Patch, TrialResult, Context]] = []
+        texts = {file: source.text for file, source in context.sources.items()}
+        for patch in propose(findings, context):
+            if patch.unsafe and not self._allow_unsafe:
+                self.unsafe_titles.append(patch.title)
+                continue
+            patched = {**texts, **apply(patch, texts)}
+            changed = {file: text for file, text in patched.items() if text != self._context.sources[file].text}
+            key = tuple(sorted(changed.items()))
+            if key in self._seen or not changed:
+                continue
+            if self.trials >= _TRIALS:
+                return None
+            self._seen.add(key)
+            self.trials += 1
+            safe = not any(each.unsafe for each in (*before, patch))
+            result = self._trial(changed, safe=safe)
+            if result.is_equivalent:
+                return self._joined((*before, patch), changed)
+            if result.record is not None and _faults(result.findings) != _faults(findings):
+                sources = {file: Source(text, context.sources[file].digest) for file, text in patched.items()}
+                unfinished.append((patch, result, replace(context, record=result.record, sources=sources)))
+        if len(before) + 1 < _DEPTH:
+            for patch, result, patched_context in unfinished:
+                repaired = self.repair(result.findings, patched_context, (*before, patch))
+                if repaired is not None:
+                    return repaired
+        return None
+
+    def _joined(self, patches: tuple[Patch, ...], changed: Mapping[str, str]) -> Patch:
+        """Returns patches that were made one upon the other as one of the user's sources."""
+        if len(patches) == 1:
+            return patches[0]
+        originals = {file: self._context.sources[file] for file in changed}
+        return Patch(
+            tuple(edit for file, text in changed.items() for edit in _line_edits(file, originals[file].text, text)),
+            tuple(dict.fromkeys(code for patch in patches for code in patch.codes)),
+            " ".join(patch.title for patch in patches),
+            render_diff({file: source.text for file, source in originals.items()}, changed),
+            " ".join(filter(None, (patch.unsafe for patch in patches))),
+            {file: source.digest for file, source in originals.items()},
+        )
+
+
+def _faults(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """The faults by code and sentence."""
+    return sorted((finding.code, finding.summary) for finding in findings if finding.severity == "fault")
+
+
+def _line_edits(file: str, before: str, after: str) -> Iterator[Edit]:
+    """Yields edits of whole lines that make one text of the other."""
+    old, new = split_lines(before), split_lines(after)
+    for tag, first, last, new_first, new_last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            yield Edit(file, first + 1, 0, last + 1, 0, "".join(new[new_first:new_last]))

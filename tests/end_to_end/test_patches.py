@@ -1,0 +1,66 @@
+"""Faulty scripts get a patch that was tried and changes only the lines of the fault; right ones get none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gaverify.audit.flow import audit
+from gaverify.audit.request import Request
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+
+SCRIPT = """import argparse
+import torch
+from torch.nn.functional import mse_loss
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument('--accum', type=int, default=1)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+inputs = torch.randn(64, 4)
+targets = inputs.sum(1, keepdim=True)
+loader = list(zip(inputs.split(args.batch_size), targets.split(args.batch_size)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(loader):
+    loss = mse_loss(model(x), y) / args.accum  # the mean
+    loss.backward()
+    if (i + 1) % args.accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+RUNS = {"full": ("--batch-size", "8"), "accumulated": ("--batch-size", "2", "--accum", "4")}
+
+
+def audited(folder: Path, *changes: tuple[str, str], unsafe: bool = False) -> AuditReport:
+    """Audits the script with pieces of its text replaced."""
+    text = SCRIPT
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    script = folder / "train.py"
+    script.write_text(text, encoding="utf-8")
+    report = audit(Request(script=str(script), **RUNS), patches="unsafe" if unsafe else "safe")
+    assert script.read_text(encoding="utf-8") == text  # no trial touches the user's file
+    return report
+
+
+def changed_lines(report: AuditReport) -> list[str]:
+    """The lines that a patch takes away and puts in."""
+    assert report.patch is not None, report.patch_refused
+    lines = report.patch.diff.splitlines()
+    return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+
+
+def test_loss_is_divided_where_it_is_differentiated(tmp_path: Path) -> None:
+    report = audited(tmp_path, (" / args.accum", ""))
+    assert report.outcome is Outcome.DIVERGENT
+    assert changed_lines(report) == ["-    loss.backward()", "+    (loss / args.accum).backward()"]
+    assert report.patch is not None and report.patch.codes == ("GAV201",) and not report.patch.unsafe
+
+
+def test_right_script_gets_no_patch(tmp_path: Path) -> None:
+    report = audited(tmp_path)
+    assert report.outcome is Outcome.EQUIVALENT
+    assert report.patch is None and report.patch_refused == ""
