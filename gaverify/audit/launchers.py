@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gaverify.audit.folders import ERROR, LOG, SCRIPT_FAILED, folder_for, note_rank
@@ -97,6 +97,29 @@ def entry_variables(job: Path, environment: Mapping[str, str]) -> dict[str, str]
     # In front of the user's folders: Python imports the first `sitecustomize` that it finds, and no other.
     path = environment.get("PYTHONPATH")
     return {JOB: str(job), "PYTHONPATH": _ENTRANCE + (os.pathsep + path if path else "")}
+
+
+_REMOTE_PROGRAMS = ("srun", "ssh", "pdsh")
+_LISTS_OF_HOSTS = ("-H", "--host", "-host")
+_FILES_OF_HOSTS = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
+_COUNTS_OF_HOSTS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
+_THIS_HOST = ("localhost", "127.0.0.1")
+
+
+def find_remote_word(words: Sequence[str]) -> str:
+    """Returns the word by which a launcher's command starts processes on other machines; "" where none does."""
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        value = value if equals else "".join(words[at + 1 : at + 2])
+        hosts = {host.partition(":")[0] for host in value.split(",")}
+        if (
+            (at == 0 and os.path.basename(word) in _REMOTE_PROGRAMS)
+            or name in _FILES_OF_HOSTS
+            or (name in _LISTS_OF_HOSTS and not hosts <= {*_THIS_HOST})
+            or (name in _COUNTS_OF_HOSTS and value.rpartition(":")[2] != "1")  # `1:4` is a range
+        ):
+            return name
+    return ""
 
 
 def find_program(word: str, option: str = "--launcher") -> str:

@@ -16,6 +16,7 @@ from gaverify.errors import INTERRUPTED, GaverifyError, MissingPackage, SpecErro
 from gaverify.spec import Spec, parse_spec, read_specs
 from gaverify.spec.entries import Accept
 from gaverify.spec.project import project_settings
+from gaverify.text_files import write_whole
 
 if TYPE_CHECKING:
     from gaverify.records.verdict import Verdict
@@ -97,8 +98,6 @@ def _table(entry: Accept) -> str:
 
 def _append(file: Path, spec: Spec, text: str, added: int) -> None:
     """Appends the tables to the spec's file, after checking that the new text is TOML with just these entries more."""
-    from gaverify.report.formats import write_whole
-
     # An editor on Windows may have put a byte order mark first, which is no TOML.
     old = file.read_text(encoding="utf-8-sig")
     new = (old if old.endswith("\n") or not old else old + "\n") + text

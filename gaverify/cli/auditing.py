@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gaverify.acceptance import check_comments, mark_accepted
+from gaverify.audit.launchers import find_remote_word
 from gaverify.audit.request import OPTIONS, Request
 from gaverify.cli.options import add_options
+from gaverify.cli.patching import Wish, patch_options, settle_patch
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import DelayedProgress, Failure, Invocation, failures_of
 from gaverify.errors import SpecError
@@ -105,10 +107,14 @@ def read_options(file: Path) -> AuditFile:
 @click.option("--from", "kept", metavar="DIR", help="Report again from a folder that --keep wrote; runs nothing.")
 @click.option("-q", "--quiet", is_flag=True, help="One line per audit.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@patch_options
 @strict_option()
 @output_options
 def audit(
     kept: str | None,
+    diff: bool,
+    fix: bool,
+    unsafe: bool,
     quiet: bool,
     show_all: bool,
     strict: bool,
@@ -128,6 +134,8 @@ def audit(
       gaverify audit audit.toml          # the options in a file, or in a folder of files
       gaverify audit -m package.train --events-only -- --accum 4
     """
+    wish = Wish(diff, fix, unsafe)
+    wish.check()
     project = project_settings()
     if kept is None and words["module"] is None:
         files = options_files(filter(None, (words["script"], *words["arguments"])))
@@ -137,10 +145,11 @@ def audit(
             # An option for several files would silently win over what each of them says.
             _refuse(other_words, "these audits take their options from the files")
             check_outputs(outputs)
-            return _audit_files(files, project, form, outputs, quiet=quiet, show_all=show_all, strict=strict)
+            return _audit_files(files, project, form, outputs, wish, quiet=quiet, show_all=show_all, strict=strict)
     if kept is not None:
         # a name is for the report, which is made again
         _refuse({**words, "name": None}, "--from runs nothing and only reports again")
+        wish.refuse("--from runs nothing, and a patch is tried in runs")
         check_outputs(outputs)
         from gaverify.audit.flow import audit_again
 
@@ -149,9 +158,11 @@ def audit(
         if words["script"] is None and words["module"] is None:
             raise click.UsageError("nothing to audit: name the training script, SCRIPT, or a module with `-m`")
         check_outputs(outputs)
-        report = _run_audit(Request.from_values(read_words(OPTIONS, words)), quiet=quiet)
-    report = mark_accepted(report, (), project, strict=strict)
-    show([report], form, outputs, show_all=show_all, quiet=quiet)
+        request = Request.from_values(read_words(OPTIONS, words))
+        _refuse_patch(request, wish)
+        report = _run_audit(request, wish, quiet=quiet)
+    report = settle_patch(mark_accepted(report, (), project, strict=strict), wish)
+    show([report], form, outputs, show_all=show_all, quiet=quiet, only_diffs=quiet and wish.asks)
     return report.exit_code
 
 
@@ -168,6 +179,7 @@ def _audit_files(
     project: Project,
     form: str,
     outputs: Sequence[Path],
+    wish: Wish,
     *,
     quiet: bool,
     show_all: bool,
@@ -179,13 +191,15 @@ def _audit_files(
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
     reports: list[AuditReport] = []
     failures: list[Failure] = []
-    row_width = max(len(str(file)) for file, _ in files) if quiet and form == "text" else None
+    only_diffs = quiet and wish.asks
+    has_rows = quiet and form == "text" and not only_diffs
+    row_width = max(len(str(file)) for file, _ in files) if has_rows else None
     for number, (file, missing) in enumerate(files):
         try:
             if missing:
                 raise SpecError(missing)
             options = read_options(file)
-            report = _run_audit(options.request, number, len(files), quiet=quiet)
+            report = _run_audit(options.request, wish, number, len(files), quiet=quiet)
         except SpecError as error:  # its options are checked in several places: all stand in this file
             named = SpecError(error.problems, str(file))
             ended = failures_of(named, str(file), invocation, row_width=row_width)
@@ -196,7 +210,7 @@ def _audit_files(
             failures += [failure._replace(position=number) for failure in ended]
             continue
         final_report = mark_accepted(report, options.accept, project, expect=options.expect, strict=strict)
-        reports.append(replace(final_report, source=str(file)))
+        reports.append(replace(settle_patch(final_report, wish), source=str(file)))
         if row_width is not None:
             print_line(reports[-1], row_width)
     code = exit_code_of(reports, project, failures, strict=strict)
@@ -209,14 +223,24 @@ def _audit_files(
         exit_code=code,
         printed=row_width is not None,
         quiet=quiet,
+        only_diffs=only_diffs,
     )
     return code
 
 
-def _run_audit(request: Request, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
+def _refuse_patch(request: Request, wish: Wish) -> None:
+    if request.events_only:
+        wish.refuse("--events-only makes one run, and a patch is tried in two")
+    if request.in_place:
+        wish.refuse("a patch is tried on copies of your files, and --in-place makes none")
+    if word := find_remote_word(request.launcher) or find_remote_word(request.full_launcher):
+        wish.refuse(f"`{word}` of the launcher starts processes on other machines, which see no copy to try a patch on")
+
+
+def _run_audit(request: Request, wish: Wish, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
     from gaverify.audit.flow import audit as run
 
     if request.script is not None:
         check_comments(request.script)
     with DelayedProgress(request.target, number, count, quiet=quiet, unit="run", noun="audit") as progress:
-        return replace(run(request, progress.report), name=request.name)
+        return replace(run(request, progress.report, patches=wish.patches), name=request.name)

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 from gaverify.acceptance import describe_unused_entries
 from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
 from gaverify.errors import INTERRUPTED, SpecError, worst_exit_code
+from gaverify.records.findings import Conclusion
 
 if TYPE_CHECKING:
     from gaverify.records.audit_report import AuditReport
@@ -154,10 +155,12 @@ def show(
     printed: bool = False,
     quiet: bool = False,
     slowest: int = 0,
+    only_diffs: bool = False,
 ) -> None:
     """Writes the files and what stdout still lacks: a summary where the answers are `printed`, else everything.
 
-    `quiet` stands for a line for each answer, and no summary. Of the answers that took longest `slowest` are listed.
+    `quiet` stands for a line for each answer, and no summary; with `only_diffs` text is the diffs of patches, and they
+    come last in any case. Of the answers that took longest `slowest` are listed.
 
     Runs that failed or were skipped are in the reports too: a CI that reads only the JUnit file must not take them for
     passed.
@@ -187,33 +190,55 @@ def show(
     finally:  # and a disk that filled up must not cost the table
         if form != "text":
             click.echo(report.format_named(form).render(shown_report), nl=False)
-        elif quiet:
-            for answer in () if printed else shown_report.answers:
-                report.print_line(answer)
-        elif printed:
-            report.print_summary(shown_report)
-        elif not shown_report.is_list:
-            report.print_answer(shown_report.answers[0], show_all=show_all)
-        elif shown_report.answers:
-            report.print_report(shown_report)
-        if form == "text" and slowest and shown_report.answers:
-            report.print_slowest(shown_report, slowest)
-        _tell_github(shown_report, form)
+        elif only_diffs:
+            report.print_diffs(shown_report, alone=True)
+        else:
+            _show_text(shown_report, printed=printed, quiet=quiet, slowest=slowest)
+        if form != "text" or only_diffs:
+            _tell_patches(shown_report)
+        _tell_github(shown_report, annotates=form == "text" and not only_diffs)
 
 
-def _tell_github(made: Report, form: str) -> None:
+def _show_text(made: Report, *, printed: bool, quiet: bool, slowest: int) -> None:
+    """Prints what stdout still lacks of a report; diffs come last, where a pipe to `git apply` finds them."""
+    from gaverify import report
+
+    if quiet:
+        for answer in () if printed else made.answers:
+            report.print_line(answer)
+    elif printed:
+        report.print_summary(made)
+    elif not made.is_list:
+        report.print_answer(made.answers[0], show_all=made.show_all)
+    elif made.answers:
+        report.print_report(made)
+    if slowest and made.answers:
+        report.print_slowest(made, slowest)
+    report.print_diffs(made)
+
+
+def _tell_patches(made: Report) -> None:
+    """Tells on stderr what became of the patches, where stdout has no text that says it."""
+    for answer in made.answers:
+        if isinstance(answer, Conclusion) and answer.patch_refused:
+            tell(f"gaverify: {'no patch' if answer.patch is None else 'not written'}: {answer.patch_refused}")
+        elif isinstance(answer, Conclusion) and answer.patch_written:
+            tell(f"gaverify: written: {answer.patch_written}")
+
+
+def _tell_github(made: Report, *, annotates: bool) -> None:
     """Annotates the lines and appends to the job's summary where GitHub runs the job; nothing elsewhere."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     from gaverify import report
 
-    if form == "text":  # any other format is a document, which lines behind it would spoil
+    if annotates:  # a document, or a diff alone, would be spoilt by lines behind it
         click.echo(report.format_named("github").render(made), nl=False)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
         try:
             with open(summary, "a", encoding="utf-8") as stream:
-                stream.write(report.format_named("markdown").render(made))
+                stream.write(report.format_named("markdown").render(made) + report.suggestions_text(made))
         except OSError as error:
             say(f"the job's summary was not written: {error.strerror or error}", "warning")
 
@@ -263,10 +288,11 @@ def _read(document: Path, show_all: bool) -> Report:
 
 
 def _show(whole: Report, form: str, outputs: tuple[Path, ...]) -> None:
-    from gaverify.report import format_named, print_report, write_all
+    from gaverify.report import format_named, print_diffs, print_report, write_all
 
     write_all(whole, outputs)
     if form == "text":
         print_report(whole)
+        print_diffs(whole)
     else:
         click.echo(format_named(form).render(whole), nl=False)

@@ -4,6 +4,7 @@ The audit tries each proposal on copies of the files, and prints only one that m
 """
 
 from gaverify.patches.proposing import propose
-from gaverify.patches.sources import Context, Source, apply, read_context, render_diff, write
+from gaverify.patches.sources import Context, Source, apply, read_context, render_diff
+from gaverify.patches.writing import write
 
 __all__ = ["Context", "Source", "apply", "propose", "read_context", "render_diff", "write"]

@@ -110,25 +110,3 @@ def render_diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
             # A last line without an end would run into the next one.
             parts.append(line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n")
     return "".join(parts)
-
-
-def write(patch: Patch) -> None:
-    """Writes a patch into the user's files.
-
-    Raises:
-        ProblemError: A file has changed since it was read, or cannot be written; nothing is written then.
-    """
-    texts = {}
-    for file, digest in patch.digests.items():
-        try:
-            raw = Path(file).read_bytes()
-        except OSError as error:
-            raise ProblemError(f"`{file}` cannot be read: {error.strerror or error}") from error
-        if hashlib.sha256(raw).hexdigest() != digest:
-            raise ProblemError(f"`{file}` has changed since it was audited: nothing was written; audit it again")
-        texts[file] = raw.decode("utf-8")
-    for file, text in apply(patch, texts).items():
-        try:
-            Path(file).write_bytes(text.encode("utf-8"))
-        except OSError as error:
-            raise ProblemError(f"`{file}` cannot be written: {error.strerror or error}") from error

@@ -176,8 +176,10 @@ class AuditReport(Conclusion):
     """Findings that the user accepts and the outcome that the user expects."""
     patch: Patch | None = None
     """Patch of the user's source that was tried and makes the runs equivalent; None where there is none."""
+    patch_written: str = ""
+    """Into which files the patch was written and how that is undone; "" where none was written."""
     patch_refused: str = ""
-    """Why there is no patch although one was asked for; "" where none was asked for or there is one."""
+    """Why there is no patch although one was asked for, or why it was not written; else ""."""
 
     @property
     def exit_code(self) -> int:

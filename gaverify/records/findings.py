@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gaverify.records.answers import PrintableAnswer
 from gaverify.records.comparison import Outcome
+from gaverify.records.patch import Patch
 
 Severity = Literal["fault", "note"]
 
@@ -130,6 +131,12 @@ class Conclusion(PrintableAnswer):
     """Findings of the rules."""
     acceptance: Acceptance
     """Findings that the user accepts and the outcome that the user expects."""
+    patch: Patch | None
+    """Patch of the user's source that was tried and makes the gradients agree; None where there is none."""
+    patch_written: str
+    """Into which files the patch was written and how that is undone; "" where none was written."""
+    patch_refused: str
+    """Why there is no patch although one was asked for, or why it was not written; else ""."""
 
     @property
     def accepted(self) -> bool:
@@ -139,12 +146,12 @@ class Conclusion(PrintableAnswer):
 
     @property
     def exit_code(self) -> int:
-        """What the command line leaves with: 0 for an equivalent, an accepted or an expected outcome, else 1 or 3."""
+        """What the command line leaves with: 0 for an equivalent, accepted, expected or repaired one, else 1 or 3."""
         expected = self.acceptance.expected
         # An inconclusive outcome stays one whatever is stale; only expecting it makes it a success.
         if self.outcome is not Outcome.INCONCLUSIVE and self.acceptance.strict and self.acceptance.stale:
             return 1
-        if expected is self.outcome:
+        if expected is self.outcome or self.patch_written:
             return 0
         # Where a divergence is expected and both gradients agree, the test of the test has failed.
         if expected is not None and self.outcome is not Outcome.INCONCLUSIVE:

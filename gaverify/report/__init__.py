@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import IO
 
 from gaverify.errors import SpecError
-from gaverify.report.formats import FORMATS, check_writable, format_for, format_named, write_whole
+from gaverify.report.formats import FORMATS, check_writable, format_for, format_named
 from gaverify.report.layout import Layout, Line, plain
 from gaverify.report.pages import Answer, NoAnswer, Report, page_of
 from gaverify.report.text import (
+    diffs_text,
     page_line,
     page_lines,
     page_row,
@@ -24,6 +25,7 @@ from gaverify.report.text import (
     slowest_lines,
     summary_lines,
 )
+from gaverify.text_files import write_whole
 
 __all__ = [
     "FORMATS",
@@ -37,6 +39,7 @@ __all__ = [
     "format_named",
     "line_text",
     "print_answer",
+    "print_diffs",
     "print_line",
     "print_no_answer",
     "print_report",
@@ -44,6 +47,7 @@ __all__ = [
     "print_summary",
     "render",
     "short_text",
+    "suggestions_text",
     "write_all",
 ]
 
@@ -70,6 +74,13 @@ def card_html(answer: Answer) -> str:
     from gaverify.report.html import card_html
 
     return card_html(answer)
+
+
+def suggestions_text(report: Report) -> str:
+    """Returns the patches of a report as Markdown that a reviewer puts at the lines that they replace."""
+    from gaverify.report.markdown import suggestions_text
+
+    return suggestions_text(report)
 
 
 def render(answers: Iterable[Answer], form: str, show_all: bool = False, errors: Iterable[tuple[str, str]] = ()) -> str:
@@ -135,6 +146,26 @@ def print_line(answer: Answer, width: int = 0) -> None:
 def print_no_answer(word: str, source: str, message: str, width: int = 0) -> None:
     """Prints such a line of a run that came to no answer: an `error`, or one that was `skipped`."""
     _print(lambda layout: row_lines(word, source, message, layout, width))
+
+
+def print_diffs(report: Report, *, alone: bool = False) -> None:
+    """Prints the diffs of a report's patches as they are, so that `git apply` takes them from a pipe.
+
+    Args:
+        report: Has the answers.
+        alone: Nothing stands in front of them, and no empty line is needed.
+    """
+    diffs = diffs_text(report)
+    if not diffs:
+        return
+    text, stream = diffs if alone else f"\n{diffs}", sys.stdout
+    stream.flush()
+    # Sources are UTF-8 whatever the terminal shows, and Windows would write other line ends.
+    if (binary := getattr(stream, "buffer", None)) is not None:
+        binary.write(text.encode("utf-8"))
+        binary.flush()
+    else:
+        stream.write(text)
 
 
 def _print(lines: Callable[[Layout], list[Line]], file: IO[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from gaverify.records.comparison import Method, Outcome
 from gaverify.records.numbers import count_text
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
-from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
+from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of, patch_block
 from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, word_resolution
 from gaverify.tracebacks import display_path
 
@@ -50,6 +50,7 @@ def audit_page(report: AuditReport) -> Page:
         seconds=report.timings.get("total", 0.0),
         made_by=made_by(report.environment),
         started=report.environment.started,
+        patch=patch_block(report),
     )
 
 

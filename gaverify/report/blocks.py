@@ -164,6 +164,16 @@ class FindingBlock:
 
 
 @dataclass(frozen=True)
+class PatchBlock:
+    """The repair as a change of the user's source, or why there is none."""
+
+    rows: tuple[tuple[str, str], ...]
+    """What it does, repairs and changes beside, as (label, text)."""
+    diff: str = ""
+    """The unified diff; empty: there is none."""
+
+
+@dataclass(frozen=True)
 class Page:
     """One answer, as every format shows it."""
 
@@ -190,6 +200,8 @@ class Page:
     """UTC time when the answer was made; empty: not known."""
     profile_rows: tuple[Row, ...] = ()
     """The rows of a profile."""
+    patch: PatchBlock | None = None
+    """The patch, or why there is none; None: nobody asked for one."""
 
     @property
     def why(self) -> str:

@@ -6,18 +6,29 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.findings import Finding
+from gaverify.records.findings import Conclusion, Finding
 from gaverify.records.numbers import count_text
+from gaverify.records.patch import Edit
 from gaverify.records.profile import LABELS, Row
 from gaverify.report.blocks import FindingBlock, Page, Parameters
 from gaverify.report.common_blocks import finding_blocks
 from gaverify.report.layout import clean, modules_of, number, percent, shape, sort_rows, worst
-from gaverify.report.pages import Place, Report, Unanswered, findings_at_lines, page_of, place_of
+from gaverify.report.pages import (
+    Answer,
+    Place,
+    Report,
+    Unanswered,
+    findings_at_lines,
+    page_of,
+    place_of,
+    place_of_line,
+)
 from gaverify.rulebook import RulePage, rule_pages
 from gaverify.tracebacks import portable
 from gaverify.version import HOME, __version__
@@ -131,7 +142,13 @@ def _describe_page(page: Page) -> str:
         lines += [f"    {label}: {statement}" for label, statement in block.rows]
     modules = [_module_text(table, *module) for table in page.comparisons for module in modules_of(table.rows)]
     rows = "\n".join(filter(None, map(_row_text, page.profile_rows)))
-    return "\n\n".join(filter(None, ["\n".join(lines), *modules, rows]))
+    return "\n\n".join(filter(None, ["\n".join(lines), *modules, rows, *_describe_patch(page)]))
+
+
+def _describe_patch(page: Page) -> Iterator[str]:
+    if page.patch is not None:
+        yield "\n".join(f"{label}: {text}" for label, text in page.patch.rows)
+        yield page.patch.diff
 
 
 # SARIF 2.1.0: findings at their lines, for code scanning and editors.
@@ -152,8 +169,8 @@ def sarif_text(report: Report) -> str:
     pages = [page_of(answer) for answer in report.answers]
     occurrences: Counter[str] = Counter()
     results = [
-        _result(page, block, occurrences)
-        for page in pages
+        {**_result(page, block, occurrences), **_fixes(answer, block.finding)}
+        for answer, page in zip(report.answers, pages, strict=True)
         for block in findings_at_lines(page) or finding_blocks(_stand_ins(page), ())
     ]
     rules = {page.code: page for page in rule_pages()}
@@ -208,6 +225,33 @@ def _result(page: Page, block: FindingBlock, seen: Counter[str]) -> dict[str, An
     return {key: value for key, value in result.items() if value != []}
 
 
+def _fixes(answer: Answer, finding: Finding) -> dict[str, Any]:
+    """Returns the key `fixes` of a result where a patch repairs its finding; of all others nothing."""
+    patch = answer.patch if isinstance(answer, Conclusion) else None
+    if patch is None or finding.code not in patch.codes:
+        return {}
+    changes = [
+        {"artifactLocation": _artifact(place_of_line(file, 1)), "replacements": [*map(_replacement, edits)]}
+        for file, edits in groupby(sorted(patch.edits, key=lambda edit: edit.file), key=lambda edit: edit.file)
+    ]
+    fix = {"description": {"text": clean(patch.title)}, "artifactChanges": changes}
+    # Tools apply what stands in `fixes` at a click: a reader has to see that this one is not safe.
+    if patch.unsafe:
+        fix["description"] = {"text": clean(f"{patch.title} (unsafe: {patch.unsafe})")}
+    return {"fixes": [fix]}
+
+
+def _replacement(edit: Edit) -> dict[str, Any]:
+    # SARIF counts columns from 1, and an end column lies behind the last character, as that of an edit.
+    region = {
+        "startLine": edit.first_line,
+        "startColumn": edit.first_column + 1,
+        "endLine": edit.last_line,
+        "endColumn": edit.last_column + 1,
+    }
+    return {"deletedRegion": region, **({"insertedContent": {"text": edit.text}} if edit.text else {})}
+
+
 def _sarif_level(finding: Finding) -> str:
     if finding.severity == "note":
         return "note"
@@ -217,19 +261,20 @@ def _sarif_level(finding: Finding) -> str:
 def _locations(finding: Finding, place: Place | None) -> list[dict[str, Any]]:
     location: dict[str, Any] = {}
     if place is not None:
-        path = quote(place.path, errors="replace")
-        artifact = {"uri": path} if place.inside else {"uri": "file://" + path}
-        if place.inside:
-            artifact["uriBaseId"] = "%SRCROOT%"
         region: dict[str, Any] = {"startLine": place.line}
         if place.text:
             region["snippet"] = {"text": clean(place.text)}
-        location["physicalLocation"] = {"artifactLocation": artifact, "region": region}
+        location["physicalLocation"] = {"artifactLocation": _artifact(place), "region": region}
     where = finding.location
     if where is not None and where.module is not None:
         name = clean(where.module) or "(root)"
         location["logicalLocations"] = [{"fullyQualifiedName": name, "kind": "module"}]
     return [location] if location else []
+
+
+def _artifact(place: Place) -> dict[str, str]:
+    path = quote(place.path, errors="replace")
+    return {"uri": path, "uriBaseId": "%SRCROOT%"} if place.inside else {"uri": "file://" + path}
 
 
 def _fingerprint(page: Page, finding: Finding, place: Place | None, seen: Counter[str]) -> str:

@@ -9,7 +9,7 @@ from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.verdict import Verdict
-from gaverify.report.blocks import Chart, FindingBlock, Headline
+from gaverify.report.blocks import Chart, FindingBlock, Headline, PatchBlock
 from gaverify.report.charts import repairs_chart
 from gaverify.report.layout import clean
 
@@ -80,6 +80,24 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
+def patch_block(answer: Verdict | AuditReport) -> PatchBlock | None:
+    """Returns the patch of an answer, or why there is none; None where nobody asked for one."""
+    patch = answer.patch
+    if patch is None:
+        return PatchBlock((("no patch", answer.patch_refused),)) if answer.patch_refused else None
+    is_audit = isinstance(answer, AuditReport)
+    agree = "both runs were made again with it, and agree in every compared update"
+    rows = [
+        ("patch", patch.title),
+        ("repairs", ", ".join(patch.codes)),
+        ("tried", agree if is_audit else "both gradients were computed again with it, and agree"),
+        ("unsafe", patch.unsafe),
+        ("written", answer.patch_written),
+        ("not written", answer.patch_refused),
+    ]
+    return PatchBlock(tuple((label, text) for label, text in rows if text), patch.diff)
+
+
 def headline_of(
     answer: Verdict | AuditReport,
     title: str,
@@ -119,6 +137,8 @@ def headline_of(
 def _states(answer: Verdict | AuditReport) -> dict[str, str]:
     """What the user's entries and expectation make of the outcome: words, each with its sentence or ""."""
     expected = answer.acceptance.expected
+    if answer.patch_written:
+        return {"repaired": ""}
     states: dict[str, str] = {}
     if answer.accepted:
         states["accepted"] = "accepted: every cause of the divergence is one that is known and wanted"

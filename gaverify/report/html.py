@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.comparison import Outcome
-from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, Table
+from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, PatchBlock, Table
 from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
@@ -87,6 +87,13 @@ def _source_lines(block: FindingBlock) -> list[tuple[int, str, bool]]:
     return [(at, text.expandtabs(4), at == place.line) for at, text in numbered]
 
 
+def _diff_lines(patch: PatchBlock) -> list[tuple[str, Markup]]:
+    """The lines of a diff, each with the class of its colour; tabs stay, so that a copy of the lines applies."""
+    classes = {"+": "added", "-": "removed", "@": "place"}
+    lines = patch.diff.rstrip("\n").split("\n")
+    return [(classes.get(line[:1], ""), escape("\t".join(map(clean, line.rstrip("\r").split("\t"))))) for line in lines]
+
+
 def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, ...]]:
     return [
         (
@@ -133,7 +140,7 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    views = (_source_lines, _parameter_rows, _parameter_charts, _rows_with_notes)
+    views = (_source_lines, _diff_lines, _parameter_rows, _parameter_charts, _rows_with_notes)
     for function in (_mark_code, _block_name, *views):
         environment.filters[function.__name__.lstrip("_")] = function
     environment.globals["footnotes"] = footnotes

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, Section, Table
+from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, PatchBlock, Section, Table
+from gaverify.report.diffs import changes_of, diffs_of
 from gaverify.report.layout import clean, footnotes, measures, sort_rows
 from gaverify.report.pages import Report, Unanswered, page_of
 
@@ -57,6 +58,7 @@ def _page(page: Page, show_all: bool) -> list[str]:
     parts += ["", *(f"- {text(sentence)}" for sentence in headline.remarks)] if headline.remarks else []
     for finding in page.findings:
         parts += ["", *_finding(finding)]
+    parts += _patch(page.patch) if page.patch is not None else []
     for section in page.sections:
         parts += _section(section, show_all)
     if page.command:
@@ -71,6 +73,28 @@ def _finding(block: FindingBlock) -> Iterator[str]:
     heads = [row for row in (("where", block.place), ("accepted", finding.accepted)) if row[1]]
     yield from _list([*heads, *block.rows])
     yield f"- {text(f'`gaverify explain {finding.code}`')}"
+
+
+def _patch(patch: PatchBlock) -> list[str]:
+    return ["", *_list(patch.rows), *(["", _fence("diff", patch.diff)] if patch.diff else [])]
+
+
+def _fence(language: str, text: str) -> str:
+    """A block of code that shows exactly the text, which may itself hold fences."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    lines = "\n".join("\t".join(map(clean, line.split("\t"))) for line in text.rstrip("\n").split("\n"))
+    return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def suggestions_text(report: Report) -> str:
+    """Returns the patches of a report as suggestion blocks, for review comments at the lines that they replace."""
+    changes = [change for diff in diffs_of(report) for change in changes_of(diff)]
+    parts: list[str] = []
+    for change in changes:
+        lines = f"line {change.first}" if change.first == change.last else f"lines {change.first} to {change.last}"
+        parts += [f"{text(f'`{change.path}`')}, {lines}:", "", _fence("suggestion", "\n".join(change.lines)), ""]
+    return "\n".join(parts) + "\n" if parts else ""
 
 
 def _section(section: Section, show_all: bool) -> list[str]:

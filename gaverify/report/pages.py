@@ -248,12 +248,13 @@ def place_of(finding: Finding | None, page: Page) -> Place | None:
     location = finding.location if finding is not None else None
     if location is not None and location.file:
         text = location.excerpt.line(location.line) if location.excerpt is not None else ""
-        return _place(location.file, location.line or 1, text)
+        return place_of_line(location.file, location.line or 1, text)
     files = (page.source, page.model.rpartition(":")[0])  # a model may be given as `file.py:factory`
-    return next((_place(file, 1, "") for file in files if os.path.isfile(file)), None)
+    return next((place_of_line(file, 1) for file in files if os.path.isfile(file)), None)
 
 
-def _place(file: str, line: int, text: str) -> Place:
+def place_of_line(file: str, line: int, text: str = "") -> Place:
+    """Returns the place of a line of a file; `text` is the line."""
     path = Path(os.path.abspath(file))
     # outside a repository a path is relative to where the command runs
     root = repository_of(path.parent) or Path.cwd()

@@ -13,6 +13,7 @@ from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.numbers import count_text, seconds_text
 from gaverify.records.verdict import Verdict
 from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table
+from gaverify.report.diffs import diffs_of
 from gaverify.report.layout import (
     Layout,
     Line,
@@ -66,7 +67,8 @@ _LEFT_OUT = (0, 0, 1)
 def page_lines(page: Page, layout: Layout, show_all: bool = False) -> list[Line]:
     """Returns the whole report of one answer: the outcome and why, findings, then what was run and its numbers."""
     sections = (_section(section, layout, show_all) for section in page.sections)
-    return join_paragraphs([short_lines(page, layout), _facts(page.facts, layout), *sections])
+    patch = _facts(Facts(page.patch.rows, page.facts.indent), layout) if page.patch is not None else []
+    return join_paragraphs([short_lines(page, layout), _facts(page.facts, layout), *sections, patch])
 
 
 def short_lines(page: Page, layout: Layout) -> list[Line]:
@@ -381,8 +383,13 @@ def _print_colours(lines: Iterable[Line], stream: IO[str], width: int) -> None:
 
 
 def text(report: Report) -> str:
-    """Returns the report as plain text: sentences of 80 columns, names as they are."""
-    return plain(report_lines(report, Layout(whole=True)))
+    """Returns the report as plain text: sentences of 80 columns, names as they are; the diffs of patches come last."""
+    return "\n".join(filter(None, [plain(report_lines(report, Layout(whole=True))), diffs_text(report)]))
+
+
+def diffs_text(report: Report) -> str:
+    """Returns the unified diffs of all answers as `git apply` and `patch -p1` take them; "" where there is none."""
+    return "".join(diffs_of(report))
 
 
 class _Crash(NamedTuple):

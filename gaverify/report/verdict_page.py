@@ -11,7 +11,7 @@ from gaverify.records.numbers import count_text
 from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
-from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of
+from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of, patch_block
 from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import FIT_EXACT, TENTH
 
@@ -40,6 +40,7 @@ def verdict_page(verdict: Verdict) -> Page:
         verdict.timings.get("total", 0.0),
         made_by(run.environment),
         run.environment.started,
+        patch=patch_block(verdict),
     )
 
 

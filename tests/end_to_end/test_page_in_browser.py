@@ -41,7 +41,7 @@ def opened(page: browser.Page, folder: Path, answers: object, **options: object)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-@pytest.mark.parametrize("sample", [samples.divergent, samples.audited, profiles.profile, samples.inconclusive])
+@pytest.mark.parametrize("sample", [samples.divergent, samples.patched, profiles.profile, samples.inconclusive])
 def test_it_opens_alone_and_fits(page: browser.Page, tmp_path: Path, sample, scheme: str, width: int) -> None:
     file = opened(page, tmp_path, [sample()], width=width, scheme=scheme)
     assert page.problems == []
@@ -52,6 +52,17 @@ def test_it_opens_alone_and_fits(page: browser.Page, tmp_path: Path, sample, sch
     picture = tmp_path / "page.png"
     page.photograph(picture)
     assert picture.stat().st_size > 10_000
+
+
+def test_a_diff_is_copied_as_it_stands(page: browser.Page, tmp_path: Path) -> None:
+    answer = samples.patched()
+    assert answer.patch is not None
+    opened(page, tmp_path, [answer])
+    assert page.evaluate("document.querySelector('.diff').textContent") == answer.patch.diff
+    # Lines below each other, the long one scrolled inside its box
+    assert page.evaluate("new Set([...document.querySelectorAll('.diff code')].map(line => line.offsetTop)).size") == 7
+    colour = "getComputedStyle(document.querySelector('.diff .{}')).color"
+    assert page.evaluate(colour.format("added")) != page.evaluate(colour.format("removed"))
 
 
 def test_tables_sort_and_filter(page: browser.Page, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, Recor
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.patch import Edit, Patch
 from gaverify.records.verdict import Losses, RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.records.windows import AccumulationWindow
 
@@ -221,6 +222,24 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
         method="noise-floor",
         timings={"total": 3.0, "full": 1.0},
     )
+
+
+def patched() -> AuditReport:
+    """The same audit with a patch whose diff has tabs and a long line."""
+    diff = [
+        "--- a/train.py",
+        "+++ b/train.py",
+        "@@ -10,3 +10,3 @@",
+        " \tfor x, y in loader:",
+        "-\t\tloss(x, y).backward()",
+        f"+\t\t(loss(x, y) / accumulation_steps).backward()  # {'<wide> ' * 40}",
+        " \t\tstep()",
+    ]
+    edits = (Edit("train.py", 11, 2, 11, 12, "(loss(x, y) / accumulation_steps)"),)
+    patch = Patch(
+        edits, ("GAV101",), "Divides the loss by `accumulation_steps`.", "\n".join([*diff, ""]), "another model"
+    )
+    return replace(audited(), patch=patch)
 
 
 EVERY = (equivalent, divergent, inconclusive, traced, large)

@@ -29,6 +29,7 @@ from gaverify.records.comparison import (
 from gaverify.records.experiment import ModuleDifference, WeightFit
 from gaverify.records.findings import Acceptance, Conclusion, Evidence, Finding, Location, Severity
 from gaverify.records.numbers import Number
+from gaverify.records.patch import Patch
 from gaverify.records.profile import (
     Memory,
     MemoryKind,
@@ -322,6 +323,9 @@ class VerdictDocument(Shape, record=Verdict):
     few_samples: FewSamples | None = None
     timings: Mapping[str, Number]
     trace: Trace | None
+    patch: Patch | None = None
+    patch_written: str = ""
+    patch_refused: str = ""
 
 
 class MemoryItem(Shape, record=Memory):
@@ -464,6 +468,9 @@ class AuditDocument(Shape, record=AuditReport):
     left_out: Annotated[Mapping[str, int], Of("calls.left_out")] = {}
     ranks: RanksItem | None = None
     timings: Mapping[str, Number]
+    patch: Patch | None = None
+    patch_written: str = ""
+    patch_refused: str = ""
 
 
 # The document of a call, and what it holds: verdicts, audits, profiles. An answer's `to_json` is one of the latter.

@@ -158,7 +158,7 @@ def test_wrong_files_get_a_sentence(tmp_path: Path, text: str, words: str) -> No
 @pytest.fixture
 def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits answer at once."""
-    monkeypatch.setattr("gaverify.audit.flow.audit", lambda request, progress: samples.audited())
+    monkeypatch.setattr("gaverify.audit.flow.audit", lambda request, progress, patches: samples.audited())
 
 
 @pytest.mark.usefixtures("without_runs")

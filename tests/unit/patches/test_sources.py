@@ -1,21 +1,16 @@
-"""Edits keep every character that they do not replace, and a file that has changed is not written."""
+"""Edits keep every character that they do not replace, and diffs name files of the working folder."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 
 from gaverify.errors import ProblemError
-from gaverify.patches import apply, render_diff, write
+from gaverify.patches import apply, render_diff
 from gaverify.records.patch import Edit, Patch
 
 TEXT = "a = 1  # é\r\nb = 'x'\x0c\r\nc = 3"
-
-
-def patch_of(file: Path, *edits: Edit) -> Patch:
-    return Patch(edits, ("GAV201",), "A test.", "", digests={str(file): hashlib.sha256(file.read_bytes()).hexdigest()})
 
 
 def test_edits_keep_line_ends_and_other_characters() -> None:
@@ -36,13 +31,3 @@ def test_diff_names_paths_of_the_working_folder(tmp_path: Path, monkeypatch: pyt
         "--- a/train.py\n+++ b/train.py\n@@ -1,2 +1,2 @@\n a\n"
         "-b\n\\ No newline at end of file\n+c\n\\ No newline at end of file\n"
     )
-
-
-def test_write_refuses_a_file_that_has_changed(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_bytes(TEXT.encode())
-    patch = patch_of(file, Edit(str(file), 1, 4, 1, 5, "2"))
-    write(patch)
-    assert file.read_bytes() == TEXT.replace("1", "2").encode()
-    with pytest.raises(ProblemError, match="has changed since"):
-        write(patch)
