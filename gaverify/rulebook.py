@@ -1,7 +1,8 @@
 """The rule pages: what `gaverify explain` and `gaverify rules` print. Each is a file of `rules/pages/`.
 
 A page starts with `# CODE name: one line.`, where `(note)` or `(fault or note)` behind the name tells the severity of
-its findings (a fault where nothing is said), and has sections, each with a line `## HEADING` above it.
+its findings (a fault where nothing is said). A line `Patch: ` tells whether `--diff` can repair the user's source. Then
+come sections, each with a line `## HEADING` above it.
 Indented lines are formulas and code. Where a code arises in runs and in audits, both examples stand under `Example`.
 """
 
@@ -20,6 +21,16 @@ _FOLDER = _RULES / "pages"
 _ALIKE = 0.5  # of `difflib`'s ratio; below it a word is no typing mistake of a rule's name
 _FIRST = re.compile(r"# (?P<code>GAV\d{3}) (?P<name>[a-z0-9-]+)(?: \((?P<severity>[a-z ]+)\))?: (?P<summary>.+)")
 
+_TRIED = "tries a repair of your source on a copy and prints it as a patch"
+_MEANING = "they change the model, or what a hyperparameter means"
+PATCHES = {
+    "safe": f"`gaverify audit … --diff` {_TRIED}; `--fix` writes it.",
+    "unsafe": f"`gaverify audit … --diff --unsafe` {_TRIED}. Such repairs need `--unsafe`: {_MEANING}.",
+    "safe or unsafe": f"`gaverify audit … --diff` {_TRIED}; `--fix` writes it. Some need `--unsafe`: {_MEANING}.",
+    "none": "`--diff` has no repair of this: change the source by hand, as described below.",
+}
+"""What the words behind `Patch: ` mean."""
+
 
 @dataclass(frozen=True)
 class RulePage:
@@ -30,6 +41,7 @@ class RulePage:
         name: As in `batch-statistics`.
         severity: "fault", "note" or "fault or note".
         summary: One line.
+        patch: Which patches there are: "safe", "unsafe", "safe or unsafe", or "none".
         sections: The text under each heading, in the page's order.
     """
 
@@ -37,6 +49,7 @@ class RulePage:
     name: str
     severity: str
     summary: str
+    patch: str
     sections: Mapping[str, str]
 
 
@@ -78,8 +91,12 @@ def _page(text: str, file: str) -> RulePage:
     read = _FIRST.fullmatch(first)
     if read is None:
         raise InternalError(f"the page {file} starts with {first!r}, not with `# CODE name: one line.`")
+    line, _, body = body.lstrip("\n").partition("\n")
+    patch = line.removeprefix("Patch: ")
+    if patch not in PATCHES:
+        raise InternalError(f"the page {file} has the line {line!r}, not one of {', '.join(PATCHES)} behind `Patch: `")
     summary = read["summary"].rstrip(".")
-    return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, _sections(body))
+    return RulePage(read["code"], read["name"], read["severity"] or "fault", summary, patch, _sections(body))
 
 
 def _sections(text: str) -> dict[str, str]:

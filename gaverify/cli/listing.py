@@ -204,7 +204,8 @@ def rules(format_: str) -> int:
 
     pages = rule_pages()
     if format_ == "json":
-        rows = [{"code": p.code, "name": p.name, "severity": p.severity, "summary": p.summary} for p in pages]
+        keys = ("code", "name", "severity", "summary", "patch")
+        rows = [{key: getattr(page, key) for key in keys} for page in pages]
         click.echo(json.dumps({"version": VERSION, "rules": rows}, indent=2, ensure_ascii=False))
         return 0
     _print_table(pages)
@@ -250,9 +251,15 @@ def _print_page(to: Console, page: RulePage) -> None:
     """A page's lines as they stand: they fit into 80 columns."""
     from rich.text import Text
 
+    from gaverify.rulebook import PATCHES
+
     severity = f" ({page.severity})" if page.severity != "fault" else ""
     title = textwrap.wrap(f"{page.code} {page.name}{severity}: {page.summary}", to.width)
     to.print(Text("\n".join(title), "bold"), soft_wrap=True)
+    patch = Text(textwrap.fill(f"Patch: {page.patch}. {PATCHES[page.patch]}", to.width))
+    patch.highlight_regex(r"`[^`]+`", "bold")
+    to.print()
+    to.print(patch, soft_wrap=True)
     for heading, text in page.sections.items():
         to.print()
         to.print(Text(heading, "bold cyan"))

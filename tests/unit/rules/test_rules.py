@@ -21,6 +21,7 @@ from click.testing import CliRunner
 import gaverify
 from gaverify import SpecError, rules
 from gaverify.cli import cli
+from gaverify.patches.proposing import RECOGNISERS
 from gaverify.rulebook import RulePage, find_page, rule_pages
 from gaverify.rules import unexplained
 from gaverify.spec import Spec
@@ -98,10 +99,10 @@ def test_a_rule_and_its_page_agree(rule: Any) -> None:
     assert (page.code, page.name) == (rule.code, rule.name)
 
 
-def source_of(rule: Any) -> str:
-    """The source of a rule's judgement and of the functions beside it that it calls, however far down."""
-    module = sys.modules[rule.judgement.__module__]
-    taken = {rule.judgement.__name__: inspect.getsource(inspect.unwrap(rule.judgement))}
+def source_of(function: Any) -> str:
+    """The source of a function and of those beside it that it calls, however far down."""
+    module = sys.modules[function.__module__]
+    taken = {function.__name__: inspect.getsource(inspect.unwrap(function))}
     while True:
         words = {word for text in taken.values() for word in re.findall(r"\w+", text)} - taken.keys()
         called = {word: getattr(module, word, None) for word in words}
@@ -137,7 +138,7 @@ def test_a_page_has_its_headings_in_order_and_text_below_each(page: RulePage) ->
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
     """Read from the rule's calls of `finding_of`: without the keyword `severity` it is a fault."""
-    calls = [node for node in ast.walk(ast.parse(source_of(rule))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(source_of(rule.judgement))) if isinstance(node, ast.Call)]
     found = set()
     for call in calls:
         if isinstance(call.func, ast.Name) and call.func.id == "finding_of":
@@ -145,6 +146,18 @@ def test_severity_of_the_page_is_that_of_the_findings(rule: Any) -> None:
             words = {node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)}
             found |= words & {"fault", "note"} if given else {"fault"}
     assert found == set(PAGES[rule.code].severity.split(" or "))
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_a_page_says_which_patches_there_are(page: RulePage) -> None:
+    """Read from the recognisers' calls of `Candidate`: without a third argument a patch is safe."""
+    kinds = set()
+    for recogniser in RECOGNISERS.get(page.code, ()):
+        for call in ast.walk(ast.parse(source_of(recogniser))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Candidate":
+                is_unsafe = len(call.args) > 2 or any(keyword.arg == "unsafe" for keyword in call.keywords)
+                kinds.add("unsafe" if is_unsafe else "safe")
+    assert page.patch == (" or ".join(sorted(kinds)) or "none")
 
 
 def executed(code: str, folder: Path) -> dict[str, Any]:
@@ -198,7 +211,9 @@ def test_example_and_repair_differ(code: str) -> None:
 def test_a_code_that_arises_in_both_has_both_examples() -> None:
     """Which codes do is read from the rules: those that look at the window of a training loop beside a run's facts."""
     both = {
-        rule.code for rule in (*rules.RULES, unexplained) if rule.code not in AUDITED and ".loop" in source_of(rule)
+        rule.code
+        for rule in (*rules.RULES, unexplained)
+        if rule.code not in AUDITED and ".loop" in source_of(rule.judgement)
     }
     assert both <= set(BOTH)
     for code in BOTH:
@@ -340,6 +355,7 @@ def test_rules_as_json() -> None:
         "name": "batch-statistics",
         "severity": "fault",
         "summary": "a normalisation layer uses the statistics of the batch that it is given",
+        "patch": PAGES["GAV101"].patch,
     }
     assert len(document["rules"]) == len(PAGES)
 
