@@ -29,6 +29,10 @@ _STEPS_NAME = re.compile(
 """Names that people give K."""
 
 
+_DEEPEST = 4
+"""Functions that are followed from a call to the loop around it."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A call in the user's source that an audit recorded."""
@@ -41,12 +45,6 @@ class Site:
         """The statement that it is part of."""
         return self.code.statement_of(self.call)
 
-    @property
-    def stands_alone(self) -> bool:
-        """Whether the statement is the call and nothing else, on lines of its own."""
-        statement = self.statement
-        return isinstance(statement, ast.Expr) and statement.value is self.call and self.code.owns_lines(statement)
-
 
 @dataclass(frozen=True)
 class Index:
@@ -54,8 +52,8 @@ class Index:
 
     name: str
     start: int
-    loader: str
-    """Text of an expression whose length is the number of rounds; "" where none is known."""
+    length: str
+    """Text of the number of rounds; "" where none is known."""
 
     @property
     def rounds_done(self) -> str:
@@ -154,12 +152,13 @@ class LoopModel:
                 inner = arguments[0]
                 while callee_name(inner) in ("tqdm", "track") and _arguments(inner):
                     inner = _arguments(inner)[0]
-                loader = code.text_of(inner) if isinstance(inner, ast.Name | ast.Attribute) else ""
-                return Index(first.id, start, loader)
+                length = f"len({code.text_of(inner)})" if isinstance(inner, ast.Name | ast.Attribute) else ""
+                return Index(first.id, start, length)
         if callee_name(iterated) == "range" and isinstance(loop.target, ast.Name):
             arguments = _arguments(iterated)
             if len(arguments) == 1:
-                return Index(loop.target.id, 0, "")
+                is_name = isinstance(arguments[0], ast.Name | ast.Attribute | ast.Call)
+                return Index(loop.target.id, 0, code.text_of(arguments[0]) if is_name else "")
             if len(arguments) == 2 and isinstance(arguments[0], ast.Constant) and arguments[0].value in (0, 1):
                 return Index(loop.target.id, 1 if arguments[0].value else 0, "")
         return None
@@ -182,6 +181,59 @@ class LoopModel:
             if isinstance(node, ast.If):
                 guards.append(node)
         return guards
+
+    def is_boundary(self, code: Code, test: ast.expr) -> bool:
+        """Whether a test asks for the end of a window: by a remainder, or by a variable that holds one."""
+        if self.boundaries(code, test):
+            return True
+        names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+        assigned = [node for node in ast.walk(code.scope_of(test)) if isinstance(node, ast.Assign)]
+        return any(
+            isinstance(target, ast.Name) and target.id in names and bool(self.boundaries(code, node.value))
+            for node in assigned
+            for target in node.targets
+        )
+
+    def callers(self, site: Site) -> list[Site]:
+        """The calls of the function that holds a call, and of those around it, in the same file."""
+        found: list[Site] = []
+        scope = site.code.scope_of(site.call)
+        while isinstance(scope, Function) and len(found) < _DEEPEST:
+            name = scope.name
+            calls = [node for node in ast.walk(site.code.tree) if callee_name(node) == name]
+            inside = [call for call in calls if isinstance(call, ast.Call) and site.code.scope_of(call) is not scope]
+            if len(inside) != 1:
+                break
+            found.append(Site(site.code, inside[0]))
+            scope = site.code.scope_of(inside[0])
+        return found
+
+    def is_once_per_window(self, site: Site) -> bool:
+        """Whether a call is made once per window as its text tells: under a test, or outside of the inner loop."""
+        backward = self.backward_site
+        for each in (site, *self.callers(site)):
+            if any(self.is_boundary(each.code, guard.test) for guard in self.guards(each)):
+                return True
+            if self._follows_skip(each):
+                return True
+        if backward is None or backward.code is not site.code:
+            return False
+        loops, of_backward = self._loops(site), self._loops(backward)
+        return len(of_backward) > 1 and of_backward[0] not in loops and of_backward[1] in loops
+
+    def _loops(self, site: Site) -> list[Loop]:
+        """The loops around a call and around the calls of its function, the innermost first."""
+        return [loop for each in (site, *self.callers(site)) for loop in each.code.loops_around(each.call)]
+
+    def _follows_skip(self, site: Site) -> bool:
+        """Whether a test before a call in its block goes on with the next round unless a window ends."""
+        block = site.code.block_of(site.statement)
+        before = block[: next(at for at, each in enumerate(block) if each is site.statement)]
+        skips = [each for each in before if isinstance(each, ast.If)]
+        return any(
+            isinstance(each.body[-1], ast.Continue | ast.Return) and self.is_boundary(site.code, each.test)
+            for each in skips
+        )
 
     # -- K ------------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gaverify.errors import ProblemError
 from gaverify.patches.candidates import Candidate
 from gaverify.patches.loop import LoopModel
+from gaverify.patches.placement import (
+    repair_boundary,
+    repair_clearing,
+    repair_clipping,
+    repair_scaler,
+    repair_schedule,
+    repair_step,
+    repair_tail,
+)
 from gaverify.patches.scale import repair_factor
 from gaverify.patches.sources import Context, apply, render_diff
 from gaverify.records.findings import Finding
@@ -16,6 +25,14 @@ from gaverify.records.patch import Patch
 Recogniser = Callable[[LoopModel, Finding], Iterator[Candidate]]
 RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
     "GAV201": (repair_factor,),
+    "GAV601": (repair_boundary, repair_step, repair_clearing),
+    "GAV602": (repair_clearing, repair_tail, repair_boundary),
+    "GAV603": (repair_clearing, repair_step, repair_boundary),
+    "GAV604": (repair_tail, repair_boundary),
+    "GAV605": (repair_tail,),
+    "GAV606": (repair_clipping,),
+    "GAV607": (repair_schedule,),
+    "GAV608": (repair_clipping, repair_scaler),
 }
 """The repairs that may fit a finding, by its code."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gaverify.audit.flow import audit
 from gaverify.audit.request import Request
 from gaverify.records.audit_report import AuditReport
@@ -58,6 +60,46 @@ def test_loss_is_divided_where_it_is_differentiated(tmp_path: Path) -> None:
     assert report.outcome is Outcome.DIVERGENT
     assert changed_lines(report) == ["-    loss.backward()", "+    (loss / args.accum).backward()"]
     assert report.patch is not None and report.patch.codes == ("GAV201",) and not report.patch.unsafe
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "lines"),
+    [
+        pytest.param(
+            [("(i + 1) %", "i %")],
+            "GAV601",
+            ["-    if i % args.accum == 0:", "+    if (i + 1) % args.accum == 0:"],
+            id="boundary",
+        ),
+        pytest.param(
+            [("        optimizer.zero_grad()\n", ""), ("    loss =", "    optimizer.zero_grad()\n    loss =")],
+            "GAV603",
+            ["-    optimizer.zero_grad()", "+        optimizer.zero_grad()"],
+            id="cleared",
+        ),
+        pytest.param(
+            [("        optimizer.zero_grad()\n", "")],
+            "GAV602",
+            ["+        optimizer.zero_grad()"],
+            id="not cleared",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [("loss.backward()", "(loss / args.accum).backward()")],
+            "GAV201",
+            [
+                "-    loss = mse_loss(model(x), y) / args.accum  # the mean",
+                "+    loss = mse_loss(model(x), y)  # the mean",
+            ],
+            id="divided twice",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_calls_at_the_wrong_place(tmp_path: Path, changes: list[tuple[str, str]], code: str, lines: list[str]) -> None:
+    report = audited(tmp_path, *changes)
+    assert changed_lines(report) == lines
+    assert report.patch is not None and report.patch.codes == (code,)
 
 
 def test_right_script_gets_no_patch(tmp_path: Path) -> None:

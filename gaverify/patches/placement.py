@@ -1,0 +1,423 @@
+"""Repairs of calls at the wrong place of a loop: step, zero_grad, clipping and schedules, and where a window ends."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gaverify.patches.candidates import Candidate, joined, steps_at
+from gaverify.patches.code import Code, Loop, callee_name
+from gaverify.patches.loop import Index, LoopModel, Site, remainder_of
+from gaverify.records.events import Backward, Clipping, ScalerCall, SchedulerStep, Step, ZeroGrad
+from gaverify.records.findings import Finding
+from gaverify.records.patch import Edit
+
+# Where a window ends.
+
+
+def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields the source with another test of whether a window ends (GAV601 to GAV604)."""
+    for code, loop, test in _tests_of_boundaries(model):
+        index = model.index_of(code, loop) if loop is not None else None
+        remainder = remainder_of(test)
+        if remainder is None:
+            continue
+        for left in _counts_of_rounds(code, remainder, index):
+            for modulus in _moduli(model, code, test, remainder):
+                text = _boundary_text(code, test, left, modulus)
+                if text == code.text_of(test):
+                    continue
+                yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(test, text),))
+                parent = code.parents[test]
+                if isinstance(parent, ast.BoolOp):  # `i % K == 0 and i > 0`
+                    yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(parent, text),))
+
+
+def _tests_of_boundaries(model: LoopModel) -> Iterator[tuple[Code, Loop | None, ast.expr]]:
+    """Yields the tests with remainders around steps and clearings, then those of the same functions."""
+    seen: set[ast.expr] = set()
+    for site in _sites_of_update(model):
+        code = site.code
+        loop = model.micro_loop(site)
+        guarding = [test for guard in model.guards(site) for test in model.boundaries(code, guard.test)]
+        for test in [*guarding, *model.boundaries(code, loop or code.scope_of(site.call))]:
+            if test not in seen:
+                seen.add(test)
+                yield code, next(iter(code.loops_around(test)), None), test
+
+
+def _sites_of_update(model: LoopModel) -> list[Site]:
+    """The calls whose loops and tests decide where a window ends, also those of functions that hold them."""
+    sites = [site for kind in (Step, ZeroGrad, Backward) for site in model.sites(kind)]
+    return [each for site in sites for each in (site, *model.callers(site))]
+
+
+def _counts_of_rounds(code: Code, remainder: ast.BinOp, index: Index | None) -> list[str]:
+    """Texts of the number of rounds that are over at the end of one, the likelier first."""
+    left = remainder.left
+    if index is not None:
+        return [index.rounds_done]
+    text = code.text_of(left)
+    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Add) and isinstance(left.right, ast.Constant):
+        return [text, code.text_of(left.left)]
+    return [text, f"{text} + 1"]
+
+
+def _moduli(model: LoopModel, code: Code, test: ast.expr, remainder: ast.BinOp) -> list[str]:
+    """Texts of K for a test: its own, then other names for K."""
+    own = code.text_of(remainder.right)
+    others = [steps.text for steps in steps_at(model, code, test, most=3) if steps.text != own]
+    return [own, *others[:2]]
+
+
+def _boundary_text(code: Code, test: ast.expr, left: str, modulus: str) -> str:
+    """The test that a number of rounds is a multiple of K, or that it is none where the old test asks for that."""
+    is_sum = any(sign in left for sign in "+-*/ ")
+    count = f"({left})" if is_sum and not left.startswith("(") else left
+    modulus = f"({modulus})" if " " in modulus and not modulus.startswith("(") else modulus
+    if isinstance(test, ast.UnaryOp):
+        return f"not {count} % {modulus}"
+    assert isinstance(test, ast.Compare)
+    sign = "!=" if isinstance(test.ops[0], ast.NotEq | ast.Gt) else "=="
+    return f"{count} % {modulus} {sign} 0"
+
+
+# The short last window.
+
+
+def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a step at the end of the loop, with the loss divided by the window's own number (GAV602, 604, 605)."""
+    for code, loop, test in _tests_of_boundaries(model):
+        index = model.index_of(code, loop) if loop is not None else None
+        remainder = remainder_of(test)
+        if loop is None or index is None or not index.length or remainder is None:
+            continue
+        own = _divisions_by_window_size(model, code, loop, index, remainder)
+        last = f"{index.rounds_done} == {index.length}"
+        is_open = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq)
+        ending = f" and {last.replace('==', '!=')}" if is_open else f" or {last}"
+        if finding.code == "GAV605":
+            if own:
+                yield Candidate("Divides the loss by the number of micro-batches in its window.", own)
+            continue
+        if index.length in code.text_of(_whole_test(code, test)):
+            continue
+        parent = code.parents[test]
+        needs = isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare)
+        text = code.text_of(test) + ending
+        edit = code.replace(test, f"({text})" if needs else text)
+        if own:
+            title = "Steps after the last micro-batch as well, and divides each loss by the size of its window."
+            yield Candidate(title, (edit, *own))
+        yield Candidate("Steps after the last micro-batch as well.", (edit,))
+
+
+def _whole_test(code: Code, test: ast.expr) -> ast.expr:
+    """The outermost expression that a test is part of."""
+    whole = test
+    for each in code.around(test):
+        if not isinstance(each, ast.expr):
+            break
+        whole = each
+    return whole
+
+
+def _divisions_by_window_size(
+    model: LoopModel, code: Code, loop: Loop, index: Index, remainder: ast.BinOp
+) -> tuple[Edit, ...]:
+    """Returns the edits of losses that are divided by K into divided by the size of their window; none without any."""
+    steps = code.text_of(remainder.right)
+    divisors: list[ast.expr] = []
+    for node in ast.walk(loop):
+        divisor: ast.expr | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            divisor = node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            divisor = node.value
+        if divisor is not None and code.text_of(divisor) in (steps, str(model.steps)):
+            divisors.append(divisor)
+    before = index.rounds_before
+    size = f"min({steps}, {index.length} - {before} // {steps} * {steps})"
+    return tuple(code.replace(divisor, size) for divisor in divisors[:1])
+
+
+# Calls that stand in every micro-batch, or on the wrong side of the step.
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """Where moved statements go: before or behind a statement, with its indent."""
+
+    code: Code
+    statement: ast.stmt
+    is_before: bool = False
+    indent: str = ""
+
+    def put(self, statements: Sequence[ast.stmt], source: Code) -> Edit:
+        """Returns the edit that puts statements there."""
+        text = "".join(source.lines_of(each, self.indent) for each in statements)
+        return self.put_text(text)
+
+    def put_text(self, text: str) -> Edit:
+        """Returns the edit that puts whole lines there."""
+        insert = self.code.insert_before if self.is_before else self.code.insert_after
+        return insert(self.statement, text)
+
+
+def behind_step(model: LoopModel, site: Site) -> _Destination:
+    """The place behind a step, and behind the update of its scaler."""
+    code, statement = site.code, site.statement
+    block = code.block_of(statement)
+    at = next(at for at, each in enumerate(block) if each is statement)
+    if at + 1 < len(block) and _calls(block[at + 1], "update"):
+        statement = block[at + 1]
+    return _Destination(code, statement, indent=code.indent_of(statement))
+
+
+def before_step(model: LoopModel, site: Site) -> _Destination:
+    """The place before a step."""
+    return _Destination(site.code, site.statement, is_before=True, indent=site.code.indent_of(site.statement))
+
+
+def _calls(statement: ast.stmt, *names: str) -> bool:
+    """Whether a statement calls one of these names, and nothing else."""
+    return any(callee_name(node) in names for node in ast.walk(statement) if isinstance(node, ast.Call))
+
+
+def movable(model: LoopModel, site: Site) -> ast.stmt | None:
+    """The statement of a call, with the tests that would be empty without it; None where it cannot be moved."""
+    code, statement = site.code, site.statement
+    while len(code.block_of(statement)) == 1:
+        parent = code.parents[statement]
+        if not isinstance(parent, ast.If) or parent.orelse or model.boundaries(code, parent.test):
+            break
+        statement = parent
+    is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
+    return statement if is_simple and code.delete(statement) else None
+
+
+def _moved(model: LoopModel, site: Site, destination: _Destination, title: str) -> Iterator[Candidate]:
+    statement = movable(model, site)
+    if statement is None or statement is destination.statement or site.code is not destination.code:
+        return
+    edits = joined(site.code.delete(statement), [destination.put([statement], site.code)])
+    yield Candidate(title, edits)
+
+
+def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields gradients that are cleared once per update, behind the step (GAV602, GAV603, GAV601)."""
+    step, clearings = model.step_site, model.sites(ZeroGrad)
+    if step is None:
+        return
+    is_step_in_place = model.is_once_per_window(step)
+    for clearing in clearings:
+        if len(clearings) > 1:
+            others = [each for each in clearings if each is not clearing and model.is_once_per_window(each)]
+            statement = movable(model, clearing)
+            if others and statement is not None and not model.is_once_per_window(clearing):
+                yield Candidate("Removes a `zero_grad` inside the window.", tuple(clearing.code.delete(statement)))
+        if is_step_in_place and not model.is_once_per_window(clearing):
+            yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
+            yield from _before_inner_loop(model, clearing, "Clears the gradients before the first micro-batch.")
+    if is_step_in_place and clearings:
+        for clearing in clearings:
+            yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
+    text = _clearing_text(step)
+    if text and finding.code == "GAV602":
+        destination = behind_step(model, step)
+        line = f"{destination.indent}{text}{step.code.line_end}"
+        yield Candidate("Clears the gradients behind the step.", (destination.put_text(line),))
+
+
+def _clearing_text(step: Site) -> str:
+    """The call of `zero_grad` that belongs to a step; "" where the optimizer is not known."""
+    call = step.call
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if receiver is None:
+        return ""
+    is_scaler = bool(call.args) and "scaler" in step.code.text_of(receiver).lower()
+    return f"{step.code.text_of(call.args[0] if is_scaler else receiver)}.zero_grad()"
+
+
+def _before_inner_loop(model: LoopModel, site: Site, title: str) -> Iterator[Candidate]:
+    """Yields a statement moved before the loop over micro-batches, where another loop is around that."""
+    loops = site.code.loops_around(site.call)
+    if len(loops) > 1:
+        destination = _Destination(site.code, loops[0], is_before=True, indent=site.code.indent_of(loops[0]))
+        yield from _moved(model, site, destination, title)
+
+
+def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a clipping moved before the step (GAV606, GAV608)."""
+    step = model.step_site
+    if step is None:
+        return
+    clippings = model.sites(Clipping)
+    unscaling = [site for site in model.sites(ScalerCall) if callee_name(site.call) == "unscale_"]
+    for clipping in clippings:
+        early = [site for site in unscaling if not model.is_once_per_window(site)]
+        statements = [movable(model, site) for site in [*early, clipping]]
+        present = [each for each in statements if each is not None]
+        if len(present) != len(statements) or step.statement in present:
+            continue
+        edits = [edit for each in present for edit in clipping.code.delete(each)]
+        destination = before_step(model, step)
+        if destination.code is clipping.code:
+            edits.append(destination.put(present, clipping.code))
+            yield Candidate("Clips once per update, before the step.", tuple(edits))
+
+
+def repair_schedule(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a schedule that steps behind the optimizer's step (GAV607)."""
+    step = model.step_site
+    if step is not None:
+        for site in model.sites(SchedulerStep):
+            title = "Steps the schedule once per update, behind the optimizer's step."
+            yield from _moved(model, site, behind_step(model, step), title)
+
+
+def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a scaler that is unscaled and updated once per update (GAV608)."""
+    step = model.step_site
+    if step is None:
+        return
+    for site in model.sites(ScalerCall):
+        if callee_name(site.call) == "update":
+            yield from _moved(model, site, behind_step(model, step), "Updates the scaler once per update.")
+        elif callee_name(site.call) == "unscale_":
+            yield from _moved(model, site, before_step(model, step), "Unscales the gradients once per update.")
+
+
+_OF_UPDATE = ("step", "unscale_", "update", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_gradients")
+"""Calls that belong to an update."""
+
+
+def repair_step(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a step that is made once per window: in the test that is there, in a new one, behind the inner loop."""
+    step = model.step_site
+    if step is None or model.is_once_per_window(step):
+        return
+    code = step.code
+    group = _group_of_update(code, step.statement)
+    if not all(code.owns_lines(each) for each in group) or not model.micro_loop(step):
+        return
+    yield from _into_existing_test(model, step)
+    yield from _behind_inner_loop(model, step, group)
+    yield from _into_new_test(model, step, group)
+
+
+def _group_of_update(code: Code, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements beside a step that belong to the update as well."""
+    block = code.block_of(statement)
+    at = next(at for at, each in enumerate(block) if each is statement)
+    first, last = at, at
+    while first > 0 and _is_of_update(block[first - 1]):
+        first -= 1
+    while last + 1 < len(block) and _is_of_update(block[last + 1]):
+        last += 1
+    return block[first : last + 1]
+
+
+def _is_of_update(statement: ast.stmt) -> bool:
+    is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
+    return is_simple and _calls(statement, *_OF_UPDATE) and not _calls(statement, "backward")
+
+
+def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """The clearings in the loop of a step that do not stand beside it: they have to go with it."""
+    loop = model.micro_loop(step)
+    found = []
+    for site in model.sites(ZeroGrad):
+        statement = movable(model, site)
+        in_loop = site.code is step.code and model.micro_loop(site) is loop
+        if in_loop and statement is not None and statement not in group and not model.is_once_per_window(site):
+            found.append(statement)
+    return found
+
+
+def _into_existing_test(model: LoopModel, step: Site) -> Iterator[Candidate]:
+    """Yields the step at the beginning of a test for the end of a window that stands in the same loop."""
+    code, loop = step.code, model.micro_loop(step)
+    for node in ast.walk(loop) if loop is not None else ():
+        if isinstance(node, ast.If) and model.is_boundary(code, node.test) and code.delete(step.statement):
+            block = code.block_of(step.statement)
+            at = next(at for at, each in enumerate(block) if each is step.statement)
+            moved = [step.statement]
+            if at + 1 < len(block) and _calls(block[at + 1], "update"):
+                moved.append(block[at + 1])
+            destination = _place_in_test(code, node)
+            edits = joined(*(code.delete(each) for each in moved), [destination.put(moved, code)])
+            yield Candidate(f"Steps only where `{code.text_of(node.test)}`.", edits)
+
+
+def _place_in_test(code: Code, test: ast.If) -> _Destination:
+    """The place of a step among the statements of an update: behind clippings, before what follows a step."""
+    indent = code.indent_of(test.body[0])
+    for statement in test.body:
+        if _calls(statement, "clip_grad_norm_", "clip_grad_value_", "clip_gradients", "unscale_"):
+            continue
+        return _Destination(code, statement, is_before=True, indent=indent)
+    return _Destination(code, test.body[-1], indent=indent)
+
+
+def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+    """Yields the update behind the loop over micro-batches, where another loop is around that."""
+    code, loops = step.code, step.code.loops_around(step.call)
+    if len(loops) < 2 or len(code.block_of(group[0])) == len(group):
+        return
+    inner = loops[0]
+    clearings = _early_clearings(model, step, group)
+    indent = code.indent_of(inner)
+    edits = [edit for each in [*group, *clearings] for edit in code.delete(each)]
+    edits.append(_Destination(code, inner, indent=indent).put(group, code))
+    if clearings:
+        edits.append(_Destination(code, inner, is_before=True, indent=indent).put(clearings, code))
+    yield Candidate("Steps once behind the loop over the micro-batches.", tuple(edits))
+
+
+def _into_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+    """Yields the update in a test for the end of a window, with a count of rounds where the loop has none."""
+    code, loop = step.code, model.micro_loop(step)
+    if loop is None:
+        return
+    index, edits = model.index_of(code, loop), list[Edit]()
+    if index is None:
+        counted = _count_rounds(code, loop)
+        if counted is None:
+            return
+        index, edits = counted
+    indent = code.indent_of(group[0])
+    unit = indent[len(code.indent_of(loop)) :] or "    "
+    clearings = _early_clearings(model, step, group)
+    for steps in steps_at(model, code, step.call):
+        done = f"({index.rounds_done})" if " " in index.rounds_done else index.rounds_done
+        divisor = f"({steps.text})" if " " in steps.text else steps.text
+        test = f"{done} % {divisor} == 0"
+        body = "".join(code.lines_of(each, indent + unit) for each in [*group, *clearings])
+        note = f"  # {steps.text} = micro-batches per update" if steps.is_number else ""
+        first, last = group[0].lineno, group[-1].end_lineno or group[-1].lineno
+        text = f"{indent}if {test}:{note}{code.line_end}{body}"
+        between = [Edit(code.file, first, 0, last + 1, 0, text)]
+        removed = [edit for each in clearings for edit in code.delete(each)]
+        yield Candidate(f"Steps only where `{test}`.", joined(edits, removed, between))
+
+
+def _count_rounds(code: Code, loop: Loop) -> tuple[Index, list[Edit]] | None:
+    """Returns a variable that counts the rounds of `for x in loader`, and the edits that add it; None for others."""
+    if not isinstance(loop, ast.For):
+        return None
+    scope = code.scope_of(loop)
+    names = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
+    name = next((each for each in ("i", "step", "micro_step", "batch_index") if each not in names), None)
+    if name is None:
+        return None
+    target = code.text_of(loop.target)
+    is_bare = isinstance(loop.target, ast.Tuple) and not target.startswith("(")
+    target = f"({target})" if is_bare else target
+    edits = [
+        code.replace(loop.target, f"{name}, {target}"),
+        code.replace(loop.iter, f"enumerate({code.text_of(loop.iter)})"),
+    ]
+    return Index(name, 0, ""), edits

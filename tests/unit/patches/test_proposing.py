@@ -1,0 +1,236 @@
+"""Proposals of patches for scripts whose calls were recorded at given lines; each fault's repair is among the first."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gaverify.patches import Context, Source, apply, propose
+from gaverify.records.audit import Record
+from gaverify.records.events import Backward, Clipping, Event, Ledger, ScalerCall, SchedulerStep, Step, ZeroGrad
+from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.windows import Window
+
+FILE = "/work/train.py"
+KINDS: dict[str, Event] = {
+    "backward(": Backward(1),
+    "optimizer.step(": Step(1),
+    "scaler.step(": Step(1),
+    "zero_grad(": ZeroGrad(1),
+    "clip_grad_norm_(": Clipping(1),
+    "scheduler.step(": SchedulerStep(1),
+    "unscale_(": ScalerCall(1, call="unscale_"),
+    "scaler.update(": ScalerCall(1, call="update"),
+}
+
+
+def context_of(text: str) -> Context:
+    """A record in which every call of the text was made in one window of 4 micro-batches."""
+    events = [
+        replace(event, file=FILE, line=number)
+        for number, line in enumerate(text.splitlines(), 1)
+        for word, event in KINDS.items()
+        if word in line
+    ]
+    record = Record((Window(1, tuple(events)),), Ledger((), ()), steps=4)
+    return Context(FILE, record, {FILE: Source(text, hashlib.sha256(text.encode()).hexdigest())})
+
+
+def finding_of(code: str, **values: object) -> Finding:
+    evidence = (Evidence("events", "measured", "", values),)
+    return Finding(code, "", "fault", "", Location(file=FILE, line=1), evidence, proven=True)
+
+
+def changes_of(text: str, code: str, **values: object) -> list[list[str]]:
+    """The lines that each proposal takes away and puts in."""
+    context = context_of(text)
+    patches = list(propose([finding_of(code, **values)], context))
+    for patch in patches:
+        assert set(apply(patch, {FILE: text})) == {FILE}
+    lines = [patch.diff.splitlines() for patch in patches]
+    return [[line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")] for diff in lines]
+
+
+LOOP = """for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y) / accumulation_steps  # 'the mean'
+    loss.backward()
+    if (i + 1) % accumulation_steps == 0:
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+HEAD = "accumulation_steps = 4\n"
+
+
+def changed(*pairs: tuple[str, str], loop: str = LOOP) -> str:
+    for before, after in pairs:
+        assert before in loop, before
+        loop = loop.replace(before, after)
+    return HEAD + loop
+
+
+@pytest.mark.parametrize(
+    ("differentiated", "repaired"),
+    [
+        ("loss.backward()", "(loss / accumulation_steps).backward()"),
+        ("criterion(model(x), y).backward()", "(criterion(model(x), y) / accumulation_steps).backward()"),
+        ("(a + b).backward()", "((a + b) / accumulation_steps).backward()"),
+        ("(2 * a).backward()", "(2 * a / accumulation_steps).backward()"),
+        ("scaler.scale(loss).backward()", "scaler.scale(loss / accumulation_steps).backward()"),
+        ("scaler.scale(a + b).backward()", "scaler.scale((a + b) / accumulation_steps).backward()"),
+        ("accelerator.backward(loss)", "accelerator.backward(loss / accumulation_steps)"),
+        ("torch.autograd.backward(loss)", "torch.autograd.backward(loss / accumulation_steps)"),
+        ("self.manual_backward(loss)", "self.manual_backward(loss / accumulation_steps)"),
+        ("loss.backward(retain_graph=True)", "(loss / accumulation_steps).backward(retain_graph=True)"),
+        ("losses['é'].backward()", "(losses['é'] / accumulation_steps).backward()"),
+    ],
+)
+def test_loss_is_divided(differentiated: str, repaired: str) -> None:
+    text = changed((" / accumulation_steps  #", "  #"), ("loss.backward()", differentiated))
+    assert changes_of(text, "GAV201", factor=4.0)[0] == [f"-    {differentiated}", f"+    {repaired}"]
+
+
+def test_number_of_micro_batches_is_explained_where_it_has_no_name() -> None:
+    text = changed((" / accumulation_steps  #", "  #"), ("accumulation_steps", "4")).removeprefix(HEAD)
+    line = "+    (loss / 4).backward()  # 4 = micro-batches per update"
+    assert changes_of(text, "GAV201", factor=4.0)[0] == ["-    loss.backward()", line]
+
+
+@pytest.mark.parametrize(
+    ("line", "repaired"),
+    [
+        ("    (loss / accumulation_steps).backward()", "    loss.backward()"),
+        ("    loss /= accumulation_steps\n    loss.backward()", "    loss.backward()"),
+        ("    loss = loss / accumulation_steps\n    loss.backward()", "    loss.backward()"),
+        ("    loss.div_(accumulation_steps)\n    loss.backward()", "    loss.backward()"),
+        ("    scaler.scale(loss / accumulation_steps).backward()", "    scaler.scale(loss).backward()"),
+        ("    (loss * (1 / accumulation_steps)).backward()", "    (loss).backward()"),
+    ],
+)
+def test_second_division_is_removed(line: str, repaired: str) -> None:
+    text = changed(("    loss.backward()", line))
+    wanted = changed(("    loss.backward()", repaired))
+    context = context_of(text)
+    results = [apply(patch, {FILE: text})[FILE] for patch in propose([finding_of("GAV201", factor=0.25)], context)]
+    assert wanted in results
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["i % accumulation_steps == 0", "i % accumulation_steps == 1", "i % accumulation_steps == 0 and i > 0"],
+)
+def test_boundary_counts_the_rounds_that_are_over(test: str) -> None:
+    right = "    if (i + 1) % accumulation_steps == 0:"
+    text = changed(("(i + 1) % accumulation_steps == 0", test))
+    assert [f"-    if {test}:", f"+{right}"] in changes_of(text, "GAV601")[:2]
+
+
+def test_boundary_of_a_count_from_one() -> None:
+    text = changed(("enumerate(loader)", "enumerate(loader, start=1)"))
+    wanted = ["-    if (i + 1) % accumulation_steps == 0:", "+    if i % accumulation_steps == 0:"]
+    assert changes_of(text, "GAV601")[0] == wanted
+
+
+def test_boundary_that_skips_rounds() -> None:
+    loop = LOOP.replace(
+        "    if (i + 1) % accumulation_steps == 0:", "    if i % accumulation_steps != 0:\n        continue"
+    )
+    loop = loop.replace("        clip", "    clip").replace("        opt", "    opt").replace("        sch", "    sch")
+    wanted = ["-    if i % accumulation_steps != 0:", "+    if (i + 1) % accumulation_steps != 0:"]
+    assert changes_of(HEAD + loop, "GAV601")[0] == wanted
+
+
+STEP, CLIP = "        optimizer.step()\n", "        clip_grad_norm_(model.parameters(), 1.0)\n"
+CLEAR, SCHEDULE = "        optimizer.zero_grad()\n", "        scheduler.step()\n"
+TEST = "    if (i + 1) % accumulation_steps == 0:\n"
+
+
+def test_step_goes_into_the_test_behind_the_clipping() -> None:
+    text = changed((STEP, ""), (TEST, "    optimizer.step()\n" + TEST))
+    assert changes_of(text, "GAV601")[0] == ["-    optimizer.step()", "+        optimizer.step()"]
+    repaired = apply(next(propose([finding_of("GAV601")], context_of(text))), {FILE: text})[FILE]
+    assert repaired == changed()
+
+
+def test_loop_without_a_test_gets_one_and_a_count() -> None:
+    loop = HEAD + "for x, y in loader:\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    assert changes_of(loop, "GAV603")[0] == [
+        "-for x, y in loader:",
+        "-    optimizer.zero_grad()",
+        "+for i, (x, y) in enumerate(loader):",
+        "-    optimizer.step()",
+        "+    if (i + 1) % accumulation_steps == 0:",
+        "+        optimizer.step()",
+        "+        optimizer.zero_grad()",
+    ]
+
+
+def test_clearing_goes_behind_the_step() -> None:
+    text = changed((CLEAR, ""), ("    loss = c", "    optimizer.zero_grad()\n    loss = c"))
+    wanted = ["-    optimizer.zero_grad()", "+        optimizer.zero_grad()"]
+    assert changes_of(text, "GAV603")[0] == wanted
+
+
+def test_second_clearing_is_removed() -> None:
+    text = changed(("    loss = c", "    model.zero_grad()\n    loss = c"))
+    assert changes_of(text, "GAV603")[0] == ["-    model.zero_grad()"]
+
+
+@pytest.mark.parametrize(
+    ("step", "clearing"),
+    [
+        ("        optimizer.step()\n", "        optimizer.zero_grad()"),
+        ("        scaler.step(optimizer)\n        scaler.update()\n", "        optimizer.zero_grad()"),
+    ],
+)
+def test_missing_clearing_is_added(step: str, clearing: str) -> None:
+    text = changed((CLEAR, ""), (STEP, step))
+    assert changes_of(text, "GAV602")[0] == [f"+{clearing}"]
+    repaired = apply(next(propose([finding_of("GAV602")], context_of(text))), {FILE: text})[FILE]
+    assert step + clearing in repaired
+
+
+def test_clipping_goes_before_the_step() -> None:
+    text = changed((CLIP, ""), (TEST, "    clip_grad_norm_(model.parameters(), 1.0)\n" + TEST))
+    repaired = apply(next(propose([finding_of("GAV606")], context_of(text))), {FILE: text})[FILE]
+    assert repaired == changed()
+
+
+def test_clipping_moves_with_its_test_and_its_scaler() -> None:
+    early = "    scaler.unscale_(optimizer)\n    if args.clip:\n        clip_grad_norm_(model.parameters(), 1.0)\n"
+    text = changed((CLIP, ""), (TEST, early + TEST))
+    moved = "".join(f"    {line}\n" for line in early.splitlines())
+    repaired = apply(next(propose([finding_of("GAV606")], context_of(text))), {FILE: text})[FILE]
+    assert repaired == changed((CLIP, moved))
+
+
+def test_schedule_goes_behind_the_step() -> None:
+    text = changed((SCHEDULE, ""), (TEST, "    scheduler.step()\n" + TEST))
+    repaired = apply(next(propose([finding_of("GAV607")], context_of(text))), {FILE: text})[FILE]
+    assert repaired == changed()
+
+
+def test_short_window_is_stepped_and_divided_by_its_size() -> None:
+    assert changes_of(changed(), "GAV604")[0] == [
+        "-    loss = criterion(model(x), y) / accumulation_steps  # 'the mean'",
+        "+    loss = criterion(model(x), y) / min(accumulation_steps, len(loader) - i // accumulation_steps * "
+        "accumulation_steps)  # 'the mean'",
+        "-    if (i + 1) % accumulation_steps == 0:",
+        "+    if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):",
+    ]
+
+
+def test_unknown_shapes_get_no_proposal() -> None:
+    text = "engine = Engine(model)\nengine.fit(loader)\n"
+    for code in ("GAV201", "GAV601", "GAV602", "GAV603", "GAV604", "GAV605", "GAV606", "GAV607", "GAV608", "GAV999"):
+        assert changes_of(text, code, factor=4.0) == []
+
+
+def test_line_ends_of_windows_are_kept(tmp_path: Path) -> None:
+    text = changed((CLEAR, "")).replace("\n", "\r\n")
+    patch = next(propose([finding_of("GAV602")], context_of(text)))
+    assert apply(patch, {FILE: text})[FILE].count("\r\n") == text.count("\r\n") + 1
