@@ -11,33 +11,31 @@ from dataclasses import replace
 
 import torch
 
+from gaverify.audit.bench import ScriptBench
 from gaverify.audit.coupling_controls import (
+    WATCHED,
     CallKey,
-    CouplingBench,
     Pair,
-    PinnedRuns,
-    Pins,
+    WatchedRuns,
     agree,
     calls_of_pair,
     difference_allowed,
+    pin_code,
     rows_of_pair,
+    watch_modules,
 )
 from gaverify.audit.job import (
     AlignState,
-    Change,
     DisableCompilation,
     RestoreState,
-    Role,
-    UseEvaluationMode,
     WeightMicroBatches,
 )
 from gaverify.audit.outcome import is_explained, is_proven
-from gaverify.audit.ranks import compare_weighed_run, gradient_difference
 from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples, labels
 from gaverify.audit.recording.outputs import SCRIPT, ModuleCall
 from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
-from gaverify.audit.stages import fit_gradients, fit_of
+from gaverify.audit.stages import fit_gradients
 from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, ChangedValue, ValuePlace
@@ -46,9 +44,9 @@ from gaverify.records.facts import NextUpdate, State, StateChange
 from gaverify.records.windows import common_rounds, rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
-from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, TINY
+from gaverify.search.bench import Intervention
+from gaverify.thresholds import FIT_FLOAT32, TINY
 from gaverify.tracebacks import Place, display_path
-from gaverify.verdict.criteria import floors_allowed
 
 # The control for losses that add up although gradients do not: which code's backward depends on the batch?
 #
@@ -64,21 +62,17 @@ def control_backward(trial: Trial, record: Record) -> Record:
         return record
     # Each run may divide its losses, or the gradients after its backward passes, by another number.
     factor = full_batch_weight(record, update) / update.window.fit.used[0] if update.window.fit is not None else 1.0
-    bench = CouplingBench(trial, record, update, factor)
-    runs = bench.run_both(Pins())
+    bench = ScriptBench(trial, record, update, "coupling", WATCHED)
+    runs = watch_modules(bench)
     if not runs.pairs_by_rank or not agree(runs.pairs, record.unit):
         return record
     cause: Cause | None = None
     for operation in _candidates(runs, factor, record.unit, update.number):
         path = SCRIPT if operation.module is None else operation.module
         name = "the loss" if operation.module is None else f"`{path or '(root)'}`"
-        pinned_runs = bench.run_both(Pins(modules=(path,)), runs.pairs_by_rank)
-        control = bench.control(
-            pinned_runs,
-            f"the gradient from {name} replaced by the full batch's",
-            ControlKind.FULL_BATCH,
-            "gradients",
-            [path],
+        what = f"the gradient from {name} replaced by the full batch's"
+        control = bench.run(
+            pin_code(bench, what, (path,), runs.pairs_by_rank, blamed="gradients", factor=factor), fit=True
         )
         suspect = Suspect("rows", operation, None, update.relative_difference, 0, operation.module is not None, False)
         # without a control that proves something the likeliest candidate is suspected
@@ -95,7 +89,7 @@ def full_batch_weight(record: Record, update: UpdateComparison) -> float:
     return update.window.full_loss / losses if losses else math.nan
 
 
-def _candidates(runs: PinnedRuns, factor: float, unit: float, update: int) -> Iterator[Operation]:
+def _candidates(runs: WatchedRuns, factor: float, unit: float, update: int) -> Iterator[Operation]:
     """Yields the code whose backward may be at fault.
 
     That is the module behind the last gradient that differs, then the code around both: a module or the loss.
@@ -141,7 +135,7 @@ def _operation_of(call: ModuleCall) -> Operation:
     return Operation("backward", call["path"], call["kind"], file=file and display_path(file), line=line)
 
 
-def _operation_of_loss(runs: PinnedRuns, update: int) -> Operation:
+def _operation_of_loss(runs: WatchedRuns, update: int) -> Operation:
     """Returns the loss, at the line of a function with a backward of its own if it has one, else where it is made."""
     event = next(event for event in runs.full.events if isinstance(event, Backward) and event.update == update)
     lines = [*event.origin.custom, *event.origin.met[-1:], event.place]
@@ -281,11 +275,19 @@ def control_carried_state(trial: Trial, record: Record) -> Record:
         return record
     carried = [each for each in trial.accumulated.closing.control.carried if each.update == update.number]
     places = {each.name: each.place for each in carried}
-    if not places or not _align(trial, record, update, tuple(places))[1].rounding:
+    bench = ScriptBench(trial, record, update, "state")
+
+    def is_enough(names: tuple[str, ...]) -> bool:
+        return bench.run(_align(names)).rounding
+
+    if not places or not is_enough(tuple(places)):
         return record
-    names = _find_carried(places, lambda names: _align(trial, record, update, names)[1].rounding)
-    run, control, holds = _align(trial, record, update, names)
-    lines = {each.name: each.line for each in run.closing.control.carried}
+    names = _find_carried(places, is_enough)
+    runs = bench.make_runs(_align(names), updates=trial.runner.updates)
+    control = bench.compare(runs)
+    later = bench.later_updates
+    holds = all(bench.difference_left(runs, each) <= bench.rounding_of(each) for each in (update, *later))
+    lines = {each.name: each.line for each in runs.accumulated.closing.control.carried}
     state = State(
         tuple(StateChange(name, place) for name, place in places.items()),
         control,
@@ -294,6 +296,11 @@ def control_carried_state(trial: Trial, record: Record) -> Record:
         together=len(names) > 1,
     )
     return replace(record, controls=replace(record.controls, state=state))
+
+
+def _align(names: tuple[str, ...]) -> Intervention:
+    what = f"full-batch run's {join_texts([f'`{name}`' for name in names], 2)} before each update"
+    return Intervention(what, ControlKind.STATE_ALIGNED, in_reference=False, changes=(AlignState(names),))
 
 
 def _find_carried(places: Mapping[str, ValuePlace], is_enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
@@ -312,26 +319,6 @@ def _find_carried(places: Mapping[str, ValuePlace], is_enough: Callable[[tuple[s
     return needed
 
 
-def _align(
-    trial: Trial, record: Record, update: UpdateComparison, names: tuple[str, ...]
-) -> tuple[RecordedRun, ControlRun, bool]:
-    """Returns a run with values of the full-batch run's state, the control, and whether no later update differs."""
-    run = trial.run(trial.control("accumulated", AlignState(names), shown_as="state"))
-    left = {
-        each.number: gradient_difference(trial.full, run, update=each.number)
-        for each in record.updates
-        if each.judged and each.number >= update.number
-    }
-    rounding = [
-        left[each.number] <= max(MANY_UNITS * record.unit, floors_allowed(record.unit) * each.noise)
-        for each in record.updates
-        if each.number in left
-    ]
-    what = f"full-batch run's {join_texts([f'`{name}`' for name in names], 2)} before each update"
-    control = ControlRun(what, left[update.number], rounding[0], kind=ControlKind.STATE_ALIGNED)
-    return run, control, all(rounding)
-
-
 # The control for state that forwards change and read again: it is restored before each micro-batch.
 
 
@@ -347,137 +334,98 @@ def control_state(trial: Trial, record: Record) -> Record:
     # A single micro-batch follows no other whose state it could read.
     if update is None or update.window.steps < 2 or record.ranks > 1 or trial.steps_itself or is_settled:
         return record
-    bench = _StateBench(trial, record, update)
-    changed_values, control = bench.restore((EVERYTHING,))
+    bench = ScriptBench(trial, record, update, "state")
+    coupling = record.controls.coupling[-1].control if record.controls.coupling else None
+    evaluated = coupling if coupling is not None and coupling.kind is ControlKind.EVALUATION_MODE else None
+    changed_values, control = _restore(bench, [EVERYTHING], evaluated)
     changes = tuple(StateChange(value.name, value.place) for value in changed_values)
     if not changes or not (control.rounding or control.fit is not None):
         return record
     # attributes last: most of those that change keep an output of the last forward
     one_by_one = sorted(changes, key=lambda change: change.place == "attribute")[:_MOST_ALONE]
     for suspects in [*([change] for change in one_by_one), list(changes)]:
-        changed_values, suspect_control = bench.restore(tuple(change.name for change in suspects))
+        names = [change.name for change in suspects]
+        changed_values, suspect_control = _restore(bench, names, evaluated)
         # where weights explain the rest with all values restored, they may do so with a few of them, too
         if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
             lines = {value.name: value.line for value in changed_values}
             blamed = tuple(replace(each, writer=_writer_of(each.name, lines.get(each.name))) for each in suspects)
-            is_repair = suspect_control.rounding and not bench.evaluated
+            is_repair = suspect_control.rounding and evaluated is None
             state = State(
                 changes,
                 suspect_control,
                 blamed,
                 (suspect_control,) if is_repair else (),
-                math.nan if is_repair else bench.difference_of_state,
-                next_update=bench.repeat(suspects) if is_repair else None,
+                math.nan if is_repair else _difference_of_state(update, evaluated),
+                next_update=_repeat(bench, names) if is_repair else None,
                 # several values are restored together only where none of them is enough alone
                 together=len(suspects) > 1,
             )
             results = replace(record.controls, state=state)
             if suspect_control.fit is not None:
-                results = replace(results, weighted_run=bench.run_weighted(state, suspect_control.fit))
-            if not bench.evaluated:  # putting the state back is enough, without what makes samples interact
+                weighing = bench.weigh(suspect_control.fit.multipliers)
+                weighted_run = bench.run(*suspect_control.interventions, weighing) if weighing is not None else None
+                results = replace(results, weighted_run=weighted_run)
+            if evaluated is None:  # putting the state back is enough, without what makes samples interact
                 results = replace(results, coupling=())
             return replace(record, controls=results)
     return record
 
 
-class _StateBench:
-    """Runs the script up to the update that differs, with values restored and layers in evaluation mode."""
+def _restore(
+    bench: ScriptBench, names: Sequence[str], evaluated: ControlRun | None
+) -> tuple[tuple[ChangedValue, ...], ControlRun]:
+    """Restores values before each micro-batch.
 
-    def __init__(self, trial: Trial, record: Record, update: UpdateComparison) -> None:
-        self._trial, self._record, self._update = trial, record, update
-        self.evaluated = self._buffers_to_evaluate()
+    Args:
+        bench: Makes the runs.
+        names: Of the values.
+        evaluated: The control whose evaluation mode removes a part of the difference; None where there is none.
+
+    Returns:
+        All values that forwards change, and the control; it has the weights that explain the rest, if any do.
+    """
+    what, beside = "state restored before each micro-batch", list[Intervention]()
+    if evaluated is not None:
         # Evaluation mode changes the full batch's gradient as well: in one run alone it would make a difference itself.
-        self._full = self._run("full") if self.evaluated else trial.full
+        what += f", and with {evaluated.what}"
+        beside = [each for each in evaluated.interventions if each.kind is ControlKind.EVALUATION_MODE]
+    runs = bench.make_runs(*beside, _restoring(what, names))
+    control = bench.compare(runs, fit=evaluated is None)
+    before, tolerance = bench.update.window.fit, bench.record.tolerance
+    if control.fit is not None and not _explains_more(control.fit, before, tolerance):
+        control = replace(control, fit=None)
+    return runs.accumulated.closing.control.changed_values, control
 
-    @property
-    def _coupling_control(self) -> ControlRun | None:
-        """The last control that put layers into evaluation mode; None where that was not the last one."""
-        coupling = self._record.controls.coupling
-        control = coupling[-1].control if coupling else None
-        return control if control is not None and control.kind is ControlKind.EVALUATION_MODE else None
 
-    def _buffers_to_evaluate(self) -> tuple[str, ...]:
-        """Returns the buffers of the layers whose evaluation mode removes a part of the difference."""
-        control = self._coupling_control
-        if control is None:
-            return ()
-        names = [
-            name
-            for step in self._trial.full.samples(rounds_of(self._trial.full.events)[0]).steps.values()
-            for name in step.buffers
-        ]
-        return tuple(name for name in names if name.partition(":")[2].rpartition(".")[0] in control.modules)
+def _restoring(what: str, names: Sequence[str], *, is_repair: bool = False) -> Intervention:
+    changes = DisableCompilation(), RestoreState(tuple(names), is_repair)
+    return Intervention(what, ControlKind.STATE_RESTORED, in_reference=False, changes=changes)
 
-    def _run(
-        self, role: Role, *changes: Change, source: RecordedRun | None = None, updates: int | None = None
-    ) -> RecordedRun:
-        evaluation = [UseEvaluationMode(self.evaluated)] if self.evaluated else []
-        every_change = (*evaluation, DisableCompilation(), *changes)
-        number = updates or self._update.number
-        control = self._trial.control(role, *every_change, source=source, updates=number, shown_as="state")
-        return self._trial.run(control)
 
-    def _rounding_of(self, update: UpdateComparison) -> float:
-        unit = self._record.unit
-        return max(MANY_UNITS * unit, floors_allowed(unit) * update.noise)
+def _repeat(bench: ScriptBench, names: Sequence[str]) -> NextUpdate | None:
+    """Restores values in all compared updates; returns the largest difference of a later one, None without one."""
+    later = bench.later_updates
+    if not later:
+        return None
+    runs = bench.make_runs(
+        _restoring("state restored in every update", names, is_repair=True), updates=later[-1].number
+    )
+    differences = [(bench.difference_left(runs, update), bench.rounding_of(update)) for update in later]
+    left, rounding = max(differences, key=lambda each: each[0] / each[1])
+    return NextUpdate(rounding, left, math.nan)
 
-    def repeat(self, suspects: Sequence[StateChange]) -> NextUpdate | None:
-        """Restores values in all compared updates; returns the largest difference of a later one, None without one."""
-        later = [each for each in self._record.updates if each.judged and each.number > self._update.number]
-        if not later:
-            return None
-        change = RestoreState(tuple(suspect.name for suspect in suspects), is_repair=True)
-        run = self._run("accumulated", change, source=self._full, updates=later[-1].number)
-        differences = [gradient_difference(self._full, run, update=each.number) for each in later]
-        shares = [left / self._rounding_of(each) for left, each in zip(differences, later, strict=True)]
-        worst = shares.index(max(shares))
-        return NextUpdate(self._rounding_of(later[worst]), differences[worst], math.nan)
 
-    def run_weighted(self, state: State, fit: WeightFit) -> ControlRun | None:
-        """Returns the control with the blamed values restored and the weights that fit then on the losses."""
-        shares = self._trial.factors_of_passes(self._record, fit.multipliers)
-        names = tuple(change.name for change in state.blamed)
-        if not shares:
-            return None
-        run = self._run("accumulated", RestoreState(names), WeightMicroBatches(shares))
-        return compare_weighed_run(self._full, run, self._record)
-
-    @property
-    def difference_of_state(self) -> float:
-        """The difference that is left without other causes: with layers in evaluation mode, or the best weights."""
-        control = self._coupling_control if self.evaluated else None
-        if control is not None:
-            return control.left
-        fit = self._update.window.fit
-        return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
-
-    def restore(self, names: tuple[str, ...]) -> tuple[tuple[ChangedValue, ...], ControlRun]:
-        """Restores values before each micro-batch.
-
-        Returns:
-            All values that forwards change, and the control; it has the weights that explain the rest, if any do.
-        """
-        run = self._run("accumulated", RestoreState(names), source=self._full)
-        number, tolerance = self._update.number, self._record.tolerance
-        difference = gradient_difference(self._full, run, update=number)
-        is_rounding = difference <= self._rounding_of(self._update)
-        fit = None
-        if not is_rounding and not self.evaluated:
-            round_ = rounds_of(run.events)[number - 1]
-            fit = fit_of(self._full.samples(round_), run.samples(round_))
-            fit = fit if fit is not None and _explains_more(fit, self._update.window.fit, tolerance) else None
-        what = "state restored before each micro-batch"
-        coupling_control = self._coupling_control if self.evaluated else None
-        if coupling_control is not None:
-            what += f", and with {coupling_control.what}"
-        control = ControlRun(what, difference, is_rounding, fit, ControlKind.STATE_RESTORED)
-        return run.closing.control.changed_values, control
+def _difference_of_state(update: UpdateComparison, evaluated: ControlRun | None) -> float:
+    """The difference that is left without other causes: with layers in evaluation mode, or the best weights."""
+    if evaluated is not None:
+        return evaluated.left
+    fit = update.window.fit
+    return max(fit.residual, fit.factor_residual) if fit is not None else math.nan
 
 
 def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -> bool:
     """Whether weights explain more than without restored state, or one factor explains what took several weights."""
-    if fit.vacuous or fit.residual > tolerance:
-        return False
     return before is None or before.residual > tolerance or fit.factor_residual <= tolerance < before.factor_residual
 
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from gaverify.audit.bench import ScriptBench, gradient_difference
 from gaverify.audit.code_controls import (
     control_backward,
     control_carried_state,
@@ -37,7 +38,7 @@ from gaverify.audit.job import (
 )
 from gaverify.audit.judgement import working_unit
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.ranks import RankedRun, compare_weighed_run, gradient_difference, rank_facts
+from gaverify.audit.ranks import RankedRun, rank_facts
 from gaverify.audit.reading import RecordedRun, Samples
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
@@ -50,6 +51,7 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import fitted_weights_of, multipliers_of
+from gaverify.search.bench import Intervention
 from gaverify.thresholds import FIT_FLOAT32, MANY_UNITS, SMALLEST_FAULT, TENTH, TOO_SMALL_TO_CLIP
 from gaverify.verdict.criteria import floors_allowed
 
@@ -187,18 +189,22 @@ def control_weights(trial: Trial, record: Record) -> Record:
     losses.
     """
     update, right = record.divergent, multipliers_of(record)
-    shares = trial.factors_of_passes(record, right)
     has_control = record.controls.overwritten is not None or record.controls.weighted_run is not None
-    # Ranks have a control of their own, which multiplies the losses of each rank: `control_ranks`.
-    if update is None or not shares or has_control or record.ranks > 1:
+    if update is None or has_control:
         return record
-    control = trial.control("accumulated", WeightMicroBatches(shares), updates=update.number, shown_as="weights")
-    control_run = trial.run(control)
-    passes = [event for event in control_run.events if isinstance(event, Backward) and event.update == update.number]
+    bench = ScriptBench(trial, record, update, "weights")
+    # Ranks have a control of their own, which multiplies the losses of each rank: `control_ranks`.
+    weighing = bench.weigh(right)
+    if weighing is None:
+        return record
+    runs = bench.make_runs(weighing)
+    passes = [
+        event for event in runs.accumulated.events if isinstance(event, Backward) and event.update == update.number
+    ]
     loss_line = next((backward.origin.made for backward in reversed(passes) if backward.origin.made), None)
     results = replace(
         record.controls,
-        weighted_run=compare_weighed_run(trial.full, control_run, record),
+        weighted_run=bench.compare(runs),
         loss_line=(loss_line[0], loss_line[1]) if loss_line else None,
     )
     return replace(record, controls=results)
@@ -333,22 +339,20 @@ def add_rank_facts(trial: Trial, record: Record) -> Record:
 def control_ranks(trial: Trial, record: Record) -> Record:
     """Makes the runs of the ranks that correct the likeliest fault, or pin what it depends on."""
     ranks = record.together
-    if ranks is None:
+    if ranks is None or not record.updates:
         return record
-
     # Gradients that a script reduces by hand are right or wrong only where the optimizers see them.
-    stages = record.updates[0].stages if record.updates else ()
+    stages = record.updates[0].stages
     differs_at_step = any(stage.stage is Stage.USED and stage.outcome is Outcome.DIVERGENT for stage in stages)
+
+    bench = ScriptBench(trial, record, record.updates[0], "ranks", summed=not differs_at_step)
 
     def difference_left(change: Change, *, also_full: bool = False) -> float:
         """The difference of a changed run of the ranks from the full-batch run, or from that with the same change."""
-        try:
-            full = trial.run(trial.control("full", change, shown_as="ranks")) if also_full else trial.full
-            accumulated = trial.run(trial.control("accumulated", change, source=full, shown_as="ranks"))
-        except ProblemError:
-            # A changed run may fail where the script's own does not: then it answers nothing, and the audit goes on.
-            return math.nan
-        return gradient_difference(full, accumulated, summed=not differs_at_step)
+        intervention = Intervention("ranks changed", in_reference=also_full, changes=(change,))
+        # A changed run may fail where the script's own does not: then it answers nothing, and the audit goes on.
+        control = bench.attempt("ranks", lambda: bench.run(intervention))
+        return math.nan if control is None else control.left
 
     if ranks.reduction.stepped_without:
         ranks = replace(ranks, sync_control=difference_left(SynchroniseGradients(), also_full=True))

@@ -13,32 +13,28 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from gaverify.audit.bench import ControlledRuns, ScriptBench
 from gaverify.audit.job import (
-    Change,
+    Blamed,
+    Changes,
     DisableCompilation,
     PinArguments,
     PinModules,
-    ReplayData,
-    Role,
-    Run,
     TraceScript,
     UseEvaluationMode,
     WatchModules,
-    WeightMicroBatches,
 )
 from gaverify.audit.outcome import is_explained
-from gaverify.audit.ranks import RankedRun, compare_weighed_run, gradient_difference
-from gaverify.audit.reading import RecordedRun, labels
+from gaverify.audit.ranks import RankedRun
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.outputs import (
     SCRIPT,
     Forward,
     ModuleCall,
-    PinnedCalls,
-    PinnedRows,
     RowSummaries,
     Summaries,
 )
@@ -46,11 +42,8 @@ from gaverify.audit.recording.script_calls import PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.script_trace import TraceComparison, describe_value, read_trace
-from gaverify.audit.stages import fit_of
-from gaverify.errors import ProblemError
 from gaverify.passes.layouts import SampleLayout
-from gaverify.records.audit import Record, Stage, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.audit import Record
 from gaverify.records.events import Backward
 from gaverify.records.experiment import (
     Cause,
@@ -59,22 +52,17 @@ from gaverify.records.experiment import (
     Operation,
     Suspect,
     SuspectKind,
-    WeightFit,
     is_constant,
 )
 from gaverify.records.windows import rounds_of
-from gaverify.rules.rule import join_texts
+from gaverify.search.bench import Intervention
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
 from gaverify.tracebacks import display_path
-from gaverify.verdict.criteria import floors_allowed
 
 _DEEPEST = 4  # levels below the script at which a loss is looked for
 
 CallKey = tuple[str, int]
 """Path of a module, and how many calls of it came before in the same forward."""
-
-Pinned = Literal["values", "gradients"]
-"""The pinned values of code that are blamed: its outputs, or the gradients of its inputs."""
 
 Pair = tuple[Forward, Forward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
@@ -370,38 +358,29 @@ def find_coupling(trial: Trial, record: Record) -> Record:
     ranked = record.ranks > 1
     if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
-    bench = CouplingBench(trial, record, update)
-    coupling = tuple(_causes(bench))  # finds `bench.weighted_run` as well
-    return replace(
-        record,
-        controls=replace(
-            record.controls, coupling=coupling, weighted_run=bench.weighted_run or record.controls.weighted_run
-        ),
-    )
+    bench = ScriptBench(trial, record, update, "coupling", WATCHED)
+    coupling, weighted_run = tuple(_causes(bench)), record.controls.weighted_run
+    control = coupling[-1].control if coupling else None
+    # weights explain the rest of the difference: they are tried beside what was neutralised
+    weighing = bench.weigh(control.fit.multipliers) if control is not None and control.fit is not None else None
+    if control is not None and weighing is not None:
+        weighted_run = bench.run(*control.interventions, weighing)
+    return replace(record, controls=replace(record.controls, coupling=coupling, weighted_run=weighted_run))
 
+
+# Compiled code calls no submodules that could be watched.
+WATCHED: Changes = (DisableCompilation(), WatchModules())
+"""What runs do so that every call of a module is recorded."""
 
 PairsOfRanks = Sequence[Sequence[Pair | None]]
 """The pairs of each rank."""
 
 
 @dataclass(frozen=True)
-class Pins:
-    """The code and statistics that both runs of a control replace by the full batch's."""
+class WatchedRuns(ControlledRuns):
+    """Both runs of a control whose modules are watched, and their forwards that hold the same rows."""
 
-    evaluated: tuple[str, ...] = ()
-    """Buffers whose modules run in evaluation mode."""
-    modules: tuple[str, ...] = ()
-    """Paths of code whose outputs and input gradients are the full batch's."""
-
-
-@dataclass(frozen=True)
-class PinnedRuns:
-    """Both runs with the same pins, and their forwards that hold the same rows."""
-
-    pins: Pins
-    full: RecordedRun
-    accumulated: RecordedRun
-    pairs_by_rank: list[list[Pair | None]]
+    pairs_by_rank: PairsOfRanks
 
     @property
     def pairs(self) -> list[Pair | None]:
@@ -409,174 +388,88 @@ class PinnedRuns:
         return [pair for pairs in self.pairs_by_rank for pair in pairs]
 
 
-class CouplingBench:
-    """Runs the script again up to the update that differs, with what the search asks for.
+def watch_modules(bench: ScriptBench, *interventions: Intervention, watch: Changes = ()) -> WatchedRuns:
+    """Makes both runs with something changed, and matches their forwards."""
+    runs = bench.make_runs(*interventions, watch=watch)
+    pairs = pairs_of_ranks(runs.full, runs.accumulated, bench.update.number)
+    return WatchedRuns(interventions, runs.full, runs.accumulated, pairs)
+
+
+def pin_code(
+    bench: ScriptBench,
+    what: str,
+    paths: tuple[str, ...],
+    first: PairsOfRanks,
+    *,
+    kind: ControlKind = ControlKind.FULL_BATCH,
+    blamed: Blamed = "values",
+    factor: float = 1.0,
+) -> Intervention:
+    """Returns the intervention that replaces what code gives and gives back by the full batch's.
 
     Args:
-        trial: The runs that were compared.
-        record: What they show.
-        update: The first that differs.
-        factor: On the gradients that pinned code gives back in one process.
+        bench: Makes the runs.
+        what: It in words.
+        paths: Of the modules whose code it is, or `SCRIPT`.
+        first: The pairs of the runs without pins, which tell the rows of each forward.
+        kind: The control for rules.
+        blamed: The pinned values that have to differ before.
+        factor: On the gradients that the code gives back in one process.
     """
-
-    def __init__(self, trial: Trial, record: Record, update: UpdateComparison, factor: float = 1.0) -> None:
-        self._trial, self.record, self.update, self._factor = trial, record, update, factor
-        self.weighted_run: ControlRun | None = None
-
-    def run_both(self, pins: Pins, first: PairsOfRanks = (), *changes: Change) -> PinnedRuns:
-        """Makes both runs.
-
-        Args:
-            pins: What is pinned in both.
-            first: The pairs of the runs without pins, which tell the rows of each forward.
-            changes: What else both do otherwise.
-        """
-        if self._can_run_side_by_side(pins, changes):
-            full, accumulated = self._trial.runner.record(
-                self._plan("full", pins, *changes),
-                self._plan("accumulated", pins, *changes, source=self._trial.full),
-            )
-        else:
-            full = self._run("full", pins, *changes)
-            accumulated = self._run_accumulated(full, pins, first, *changes)
-        return PinnedRuns(pins, full, accumulated, pairs_of_ranks(full, accumulated, self.update.number))
-
-    def run_script(self, *changes: Change) -> tuple[RecordedRun, RecordedRun]:
-        """Makes both runs with changes, and without looking at modules."""
-        number, pins = self.update.number, Pins()
-        every_change = DisableCompilation(), *changes
-
-        def plan(role: Role, source: RecordedRun | None = None) -> Run:
-            return self._trial.control(role, *every_change, source=source, updates=number, shown_as="trace")
-
-        if self._can_run_side_by_side(pins, changes):
-            full, accumulated = self._trial.runner.record(plan("full"), plan("accumulated", self._trial.full))
-        else:
-            full = self._trial.run(plan("full"))
-            accumulated = self._trial.run(plan("accumulated", full))
-        return full, accumulated
-
-    def _can_run_side_by_side(self, pins: Pins, changes: Sequence[Change]) -> bool:
-        """Whether the accumulated run may follow the trial's full-batch run, and need not wait for another one."""
-        closing = self._trial.full.closing
-        # Without a seed, full-batch runs differ in draws and samples, and each needs an accumulated run of its own.
-        is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in self._trial.changes)
-        # Later updates begin with the weights of the full-batch run, which other kernels may round differently.
-        is_first = self.update.number == 1 and not closing.unseen.has_compiled
-        # Pinned values are those of a full-batch run with the same pins.
-        has_pins = pins != Pins() or any(isinstance(change, PinArguments) for change in changes)
-        return is_first and not is_given_data and not has_pins
-
-    def run_weighted(self, runs: PinnedRuns, fit: WeightFit, first: PairsOfRanks) -> None:
-        """Makes the accumulated run with the weights that fit the difference left, and the same pins."""
-        # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
-        shares = self._trial.factors_of_passes(self.record, fit.multipliers) if self.record.ranks == 1 else ()
-        if shares:
-            control_run = self._run_accumulated(runs.full, runs.pins, first, WeightMicroBatches(shares))
-            self.weighted_run = compare_weighed_run(runs.full, control_run, self.record)
-
-    def _run_accumulated(self, full: RecordedRun, pins: Pins, first: PairsOfRanks, *changes: Change) -> RecordedRun:
-        rows = tuple(
-            tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
-        )
-        return self._run("accumulated", pins, *changes, source=full, rows=rows)
-
-    @property
-    def _factor_of_gradients(self) -> float:
-        """The factor on a rank's part of the full batch's gradient.
-
-        Ranks that average need as many times the gradient. A script that reduces by hand may add up instead: the
-        weight of a rank's own gradient tells.
-        """
-        ranks = self.record.together
-        if ranks is None:
-            return self._factor
-        fit = ranks.shares.fit
-        if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
-            return float(ranks.ranks)
-        return 1 / fit.used[0]
-
-    def depends_on_other_rows(self, runs: PinnedRuns, level: tuple[str, ...]) -> bool:
-        """Whether a loss gives half of the rows other gradients when the values of the other half change."""
-        moved = self._run("full", Pins(runs.pins.evaluated), WatchModules(level))
-        return depends_on_other_rows(outputs_of(runs.full), outputs_of(moved), self.record.unit, level)
-
-    def mixes_rows(self, runs: PinnedRuns, suspect: Suspect) -> bool:
-        """Whether the outputs of a module for half of the rows change with what it is given in the other half.
-
-        In the first update a module whose first micro-batch differs has no state of others. Later it may read what an
-        earlier update left. Inputs whose rows are padded to other lengths are not compared: they may be mixed before.
-        """
-        path = suspect.operation.module or ""
-        if self.record.ranks > 1 or (self.update.number == 1 and _are_inputs_compared(runs.pairs, path)):
-            return True
-        repeated = self._run("full", Pins(runs.pins.evaluated), WatchModules(repeated=path))
-        pairs = [
-            (full, moved, range(full["rows"] // 2))
-            for full, moved in zip(outputs_of(runs.full), outputs_of(repeated), strict=False)
-            if full["rows"] > 1
-        ]
-        found = first_module(pairs, self.record.unit)
-        return found is not None and found.operation.module == suspect.operation.module
-
-    def control(
-        self, runs: PinnedRuns, what: str, kind: ControlKind, blamed: Pinned | None = None, paths: Sequence[str] = ()
-    ) -> ControlRun:
-        """Returns what a control leaves of the difference, whether that is rounding, and the weights that explain it.
-
-        Parameters that the pinned code reads without a call of a module are left out. Their gradients are explained
-        where the blamed values of that code differed: the same code computes both.
-
-        Args:
-            runs: Both runs with the pins.
-            what: The control in words.
-            kind: For rules.
-            blamed: The pinned values that have to differ before; None: others than those of modules are pinned.
-            paths: The code whose values are blamed.
-        """
-        file, number, unit = runs.accumulated.folder / "pinned.pt", self.update.number, self.record.unit
-        pinned_calls: PinnedCalls = {"own": {}, "values": [], "gradients": []}
-        if file.exists():
-            pinned_calls = torch.load(file, weights_only=True)
-        left_out = {(at, position) for at, positions in pinned_calls["own"].items() for position in positions}
-        differed = None if blamed is None else not set(paths).isdisjoint(pinned_calls[blamed])
-        hidden: tuple[str, ...] = ()
-        if left_out:
-            names = labels(runs.full, runs.accumulated)
-            own_names = [names[place] for place in sorted(left_out)]
-            what += f" (except its own {join_texts([f'`{name}`' for name in own_names], 1)})"
-            if differed is False:
-                divergent = {row.name for row in self.update.parameters if row.outcome is Outcome.DIVERGENT}
-                hidden = tuple(name for name in own_names if name in divergent)
-        summed = self.update.decided is Stage.SUMMED
-        difference_left = gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=number)
-        if difference_left <= max(MANY_UNITS * unit, floors_allowed(unit) * self.update.noise):
-            return ControlRun(what, difference_left, True, kind=kind, values_differed=differed, cut_off=hidden)
-        round_ = rounds_of(runs.accumulated.events)[number - 1]
-        fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=summed)
-        explains = fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance
-        return ControlRun(what, difference_left, False, fit if explains else None, kind, differed, hidden)
-
-    def _run(
-        self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
-    ) -> RecordedRun:
-        return self._trial.run(self._plan(role, pins, *changes, source=source, rows=rows))
-
-    def _plan(
-        self, role: Role, pins: Pins, *changes: Change, source: RecordedRun | None = None, rows: PinnedRows = ()
-    ) -> Run:
-        # Compiled code calls no submodules that could be watched.
-        every_change = [DisableCompilation(), WatchModules()]
-        every_change += [UseEvaluationMode(pins.evaluated)] if pins.evaluated else []
-        every_change += [PinModules(pins.modules, rows, self._factor_of_gradients)] if pins.modules else []
-        every_change += changes
-        number = self.update.number
-        return self._trial.control(role, *every_change, source=source, updates=number, shown_as="coupling")
+    rows = tuple(
+        tuple(None if pair is None else (pair[0]["number"], tuple(pair[2])) for pair in pairs) for pairs in first
+    )
+    change = PinModules(paths, rows, _factor_of_gradients(bench.record, factor), blamed)
+    return Intervention(what, kind, changes=(change,))
 
 
-def _causes(bench: CouplingBench) -> Iterator[Cause]:
+def _factor_of_gradients(record: Record, factor: float) -> float:
+    """Returns the factor on a rank's part of the full batch's gradient; `factor` in one process.
+
+    Ranks that average need as many times the gradient. A script that reduces by hand may add up instead: the weight of
+    a rank's own gradient tells.
+    """
+    ranks = record.together
+    if ranks is None:
+        return factor
+    fit = ranks.shares.fit
+    if fit is None or fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
+        return float(ranks.ranks)
+    return 1 / fit.used[0]
+
+
+def _is_evaluation(intervention: Intervention) -> bool:
+    return intervention.kind is ControlKind.EVALUATION_MODE
+
+
+def _loss_depends_on_other_rows(bench: ScriptBench, runs: WatchedRuns, level: tuple[str, ...]) -> bool:
+    """Whether a loss gives half of the rows other gradients when the values of the other half change."""
+    moved = bench.make_full_run(*filter(_is_evaluation, runs.interventions), watch=(WatchModules(level),))
+    return depends_on_other_rows(outputs_of(runs.full), outputs_of(moved), bench.record.unit, level)
+
+
+def _mixes_rows(bench: ScriptBench, runs: WatchedRuns, suspect: Suspect) -> bool:
+    """Whether the outputs of a module for half of the rows change with what it is given in the other half.
+
+    In the first update a module whose first micro-batch differs has no state of others. Later it may read what an
+    earlier update left. Inputs whose rows are padded to other lengths are not compared: they may be mixed before.
+    """
+    path = suspect.operation.module or ""
+    if bench.record.ranks > 1 or (bench.update.number == 1 and _are_inputs_compared(runs.pairs, path)):
+        return True
+    repeated = bench.make_full_run(*filter(_is_evaluation, runs.interventions), watch=(WatchModules(repeated=path),))
+    pairs = [
+        (full, moved, range(full["rows"] // 2))
+        for full, moved in zip(outputs_of(runs.full), outputs_of(repeated), strict=False)
+        if full["rows"] > 1
+    ]
+    found = first_module(pairs, bench.record.unit)
+    return found is not None and found.operation.module == suspect.operation.module
+
+
+def _causes(bench: ScriptBench) -> Iterator[Cause]:
     """Yields the first code that differs, then with that pinned the next, until only rounding is left."""
-    runs, unit, difference = bench.run_both(Pins()), bench.record.unit, bench.update.relative_difference
+    runs, unit, difference = watch_modules(bench), bench.record.unit, bench.update.relative_difference
     first = runs.pairs_by_rank
     # Without places for the micro-batches' rows there is nothing to compare row by row.
     if not first:
@@ -586,24 +479,20 @@ def _causes(bench: CouplingBench) -> Iterator[Cause]:
         if suspect is None:
             yield from _loss_causes(bench, runs, first)
             return
-        if not bench.mixes_rows(runs, suspect):
+        if not _mixes_rows(bench, runs, suspect):
             if not _are_inputs_compared(runs.pairs, suspect.operation.module or ""):
                 yield Cause(suspect, None, failure=_NOT_COMPARED)
             return
-        pins, what, kind = _pin_module(suspect, before, writers_of(before.pairs))
-        runs = bench.run_both(pins, first)
+        pin = _pin_module(bench, suspect, before, first, writers_of(before.pairs))
+        runs = watch_modules(bench, *before.interventions, pin)
         following = first_module(runs.pairs, unit)
-        if following is not None and following.operation == suspect.operation and kind is ControlKind.EVALUATION_MODE:
+        if following is not None and following.operation == suspect.operation and _is_evaluation(pin):
             # It differs in evaluation mode, too: its buffers are not the cause.
-            pins, what, kind = _pin_module(suspect, before, {})
-            runs = bench.run_both(pins, first)
-        is_pinned = kind is ControlKind.FULL_BATCH
-        control = bench.control(runs, what, kind, "values" if is_pinned else None, [suspect.operation.module or ""])
-        statistics = suspect.statistics or kind is ControlKind.EVALUATION_MODE
-        control = replace(control, modules=_owners(pins.evaluated) if kind is ControlKind.EVALUATION_MODE else ())
+            pin = _pin_module(bench, suspect, before, first, {})
+            runs = watch_modules(bench, *before.interventions, pin)
+        control = bench.compare(runs, fit=True)
+        statistics = suspect.statistics or _is_evaluation(pin)
         yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
-        if control.fit is not None and not control.rounding:
-            bench.run_weighted(runs, control.fit, first)
         # The difference is gone, or weights explain its rest: a further suspect would have nothing to explain.
         if control.rounding or control.fit is not None:
             return
@@ -618,7 +507,7 @@ def _explained_share(control: ControlRun, difference: float) -> float:
     return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share
 
 
-def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) -> Iterator[Cause]:
+def _loss_causes(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks) -> Iterator[Cause]:
     """Yields the loss, if its gradients depend on other samples, or what the loop hands to it beside the outputs.
 
     The loss computed once for all outputs repairs any fault between the outputs and the loss. So it proves that samples
@@ -632,7 +521,7 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
     differing = [level for level in every_level if agree(pairs, unit, level) and _differs_at_all(pairs, unit, level)]
     for level in differing:
         # It costs a run of its own, so it is asked only of a loss whose gradients differ.
-        if loss_difference(pairs, unit, level) > 0 and bench.depends_on_other_rows(runs, level):
+        if loss_difference(pairs, unit, level) > 0 and _loss_depends_on_other_rows(bench, runs, level):
             yield _cause_in_loss(bench, runs, first, level, "rows")
             return
     if not differing:
@@ -649,8 +538,8 @@ def _loss_causes(bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks) ->
 
 
 def _additive_causes(
-    bench: CouplingBench,
-    runs: PinnedRuns,
+    bench: ScriptBench,
+    runs: WatchedRuns,
     first: PairsOfRanks,
     differing: Sequence[tuple[str, ...]],
     *,
@@ -686,24 +575,24 @@ _NOT_SEEN = (
 
 
 def _cause_in_loss(
-    bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks, level: tuple[str, ...], kind: SuspectKind
+    bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks, level: tuple[str, ...], kind: SuspectKind
 ) -> Cause:
     """Returns the code of a level as the cause, with the control that computes the loss once for all outputs."""
-    pins = replace(runs.pins, modules=tuple(dict.fromkeys((*runs.pins.modules, *level))))
-    what = "the loss computed once for all outputs"
-    control = bench.control(bench.run_both(pins, first), what, ControlKind.CACHED_GRADIENTS, "gradients", level)
+    what, kind_of_control = "the loss computed once for all outputs", ControlKind.CACHED_GRADIENTS
+    pin = pin_code(bench, what, level, first, kind=kind_of_control, blamed="gradients")
+    control = bench.run(*runs.interventions, pin, fit=True)
     difference = loss_difference(runs.pairs, bench.record.unit, level)
     suspect = Suspect(kind, _loss(bench.update.number, runs, level), None, difference, 0, False, False)
     return Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
 
 
 def _trace_script(
-    bench: CouplingBench, runs: PinnedRuns, first: PairsOfRanks, every_level: Iterable[tuple[str, ...]]
+    bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks, every_level: Iterable[tuple[str, ...]]
 ) -> TraceComparison | None:
     """Returns the calls that the script makes between its models and its loss, of both runs; None without a trace."""
-    try:
-        traced = bench.run_both(runs.pins, first, TraceScript(_open_modules(every_level)))
-    except ProblemError:  # a run that fails under the trace answers nothing
+    trace = TraceScript(_open_modules(every_level))
+    traced = bench.attempt("trace", lambda: watch_modules(bench, *runs.interventions, watch=(trace,)))
+    if traced is None:  # a run that fails under the trace answers nothing
         return None
     # Of several ranks the first one's calls are compared.
     traces = read_trace(traced.full), read_trace(traced.accumulated)
@@ -726,8 +615,8 @@ def _parts(pairs: Sequence[Pair | None]) -> tuple[PlacesOfPart, ...]:
 
 
 def _value_cause(
-    bench: CouplingBench,
-    runs: PinnedRuns,
+    bench: ScriptBench,
+    runs: WatchedRuns,
     first: PairsOfRanks,
     every_level: Iterable[tuple[str, ...]],
     comparison: TraceComparison,
@@ -742,17 +631,19 @@ def _value_cause(
     pins = PinArguments(comparison.pinned(comparison.handed), comparison.parts, _open_modules(every_level))
     name = suspect.value.name if suspect.value is not None else ""
     what = f"{f'`{name}`' if name else 'that value'} replaced by the full batch's for the same rows"
-    try:
-        control = bench.control(bench.run_both(runs.pins, first, pins), what, ControlKind.RESULT_PINNED)
-    except ProblemError:  # other values may not fit there: then nothing is shown
+    pin = Intervention(what, changes=(pins,))
+    control = bench.attempt("value", lambda: bench.run(*runs.interventions, pin, fit=True))
+    if control is None:  # other values may not fit there: then nothing is shown
         return None
     explained = _explained_share(control, bench.update.relative_difference)
     return Cause(suspect, control, explained=explained) if control.rounding or explained > SMALL_PART else None
 
 
-def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]]) -> tuple[Pins, str, ControlKind]:
-    """Returns pins with a module more, what that means, and its kind: evaluation mode if it has running statistics."""
-    path, pins = suspect.operation.module or "", runs.pins
+def _pin_module(
+    bench: ScriptBench, suspect: Suspect, runs: WatchedRuns, first: PairsOfRanks, writers: dict[str, list[str]]
+) -> Intervention:
+    """Returns how a module is neutralised: by evaluation mode if it has running statistics, else by its outputs."""
+    path = suspect.operation.module or ""
     if path in writers:
         # modules of the same class, and batch norms: a codebook that moves is state, and no statistics of the batch
         kinds = {call["path"]: call["kind"] for pair in runs.pairs if pair is not None for call in pair[0]["calls"]}
@@ -761,23 +652,21 @@ def _pin_module(suspect: Suspect, runs: PinnedRuns, writers: dict[str, list[str]
         steps = runs.full.samples(rounds_of(runs.full.events)[0]).steps.values()
         buffers = tuple(key for step in steps for key in step.buffers if key.partition(":")[2] in names)
         if buffers:
-            return replace(pins, evaluated=buffers), _describe_modules(buffers), ControlKind.EVALUATION_MODE
+            owners = tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in buffers))
+            changes = DisableCompilation(), UseEvaluationMode(buffers)
+            what = _describe_modules(owners)
+            return Intervention(what, ControlKind.EVALUATION_MODE, modules=owners, changes=changes)
     what = f"outputs and gradients of `{path or '(root)'}` replaced by the full batch's"
-    return replace(pins, modules=(*pins.modules, path)), what, ControlKind.FULL_BATCH
+    return pin_code(bench, what, (path,), first)
 
 
-def _owners(buffers: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key.partition(":")[2].rpartition(".")[0] for key in buffers))
-
-
-def _describe_modules(buffers: tuple[str, ...]) -> str:
-    owners = _owners(buffers)
+def _describe_modules(owners: tuple[str, ...]) -> str:
     if len(owners) > 3:
         return f"`{owners[0]}` and {len(owners) - 1} other modules with statistics in evaluation mode"
     return ", ".join(f"`{owner or '(root)'}`" for owner in owners) + " in evaluation mode"
 
 
-def _loss(update: int, runs: PinnedRuns, level: tuple[str, ...]) -> Operation:
+def _loss(update: int, runs: WatchedRuns, level: tuple[str, ...]) -> Operation:
     """Returns the loss, at the line in which rows first interact; else where it is made, or differentiated."""
     lines: list[list[Any]] = []
     for run in (runs.full, runs.accumulated):

@@ -19,25 +19,22 @@ from typing import NamedTuple
 
 import torch
 
-from gaverify.audit.coupling_controls import CouplingBench, difference_allowed
-from gaverify.audit.job import PinArguments, TraceScript
+from gaverify.audit.bench import ScriptBench
+from gaverify.audit.coupling_controls import difference_allowed
+from gaverify.audit.job import DisableCompilation, PinArguments, TraceScript
 from gaverify.audit.outcome import is_proven
-from gaverify.audit.ranks import gradient_difference
-from gaverify.audit.reading import RecordedRun, labels
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.script_calls import EVERYWHERE, INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.script_trace import Agreement, Node, TraceComparison, assigning_lines, read_trace
 from gaverify.audit.source_lines import deciding_line, is_kept, test_lines
-from gaverify.errors import ProblemError
 from gaverify.passes.calls import walk_from
-from gaverify.records.audit import Record, Stage
-from gaverify.records.comparison import Outcome
+from gaverify.records.audit import Record
 from gaverify.records.events import Forward
 from gaverify.records.experiment import (
     Cause,
     ControlKind,
-    ControlRun,
     DifferenceKind,
     DifferingNumber,
     FirstDifference,
@@ -46,10 +43,9 @@ from gaverify.records.experiment import (
     Suspect,
 )
 from gaverify.records.facts import State, StateChange
-from gaverify.records.windows import rounds_of
-from gaverify.thresholds import MANY_UNITS, TINY
+from gaverify.search.bench import Intervention
+from gaverify.thresholds import TINY
 from gaverify.tracebacks import Place, display_path
-from gaverify.verdict.criteria import floors_allowed
 
 _ARITHMETIC = frozenset(
     {"mul", "div", "add", "sub", "pow", "rsub", "clamp", "lerp", "__rdiv__", "__rsub__", "__rpow__"}
@@ -65,9 +61,10 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     update = record.divergent
     if update is None or record.unaligned or record.ranks > 1 or update.step.may_take_factor or is_proven(record):
         return record
-    bench = CouplingBench(trial, record, update)
-    full, accumulated = bench.run_script(TraceScript((EVERYWHERE,)))
-    traces, parts = (read_trace(full), read_trace(accumulated)), parts_of(full, accumulated, update.number)
+    bench = ScriptBench(trial, record, update, "trace", (DisableCompilation(),))
+    runs = bench.make_runs(watch=(TraceScript((EVERYWHERE,)),))
+    traces = read_trace(runs.full), read_trace(runs.accumulated)
+    parts = parts_of(runs.full, runs.accumulated, update.number)
     if traces[0] is None or traces[1] is None or len(parts) < 2:
         return record
     walk = Walk(TraceComparison(traces[0], traces[1], parts, difference_allowed(record.unit)))
@@ -75,7 +72,10 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     if found is None:
         return record
     pins = walk.pins_of(found)
-    control = _control(bench, found.difference, pins, parts) if pins else None
+    control = None
+    if pins:  # other values may not fit there: then nothing is shown
+        change = PinArguments(tuple(pins), parts, (EVERYWHERE,))
+        control = bench.attempt("first difference", lambda: bench.run(_replace_value(found.difference, change)))
     difference = replace(found.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
     if control is None or not control.proves:
@@ -487,21 +487,9 @@ def _source_of(place: Place) -> str:
     return linecache.getline(*place).strip()
 
 
-def _control(
-    bench: CouplingBench, difference: FirstDifference, pins: Sequence[PinnedCall], parts: Sequence[PlacesOfPart]
-) -> ControlRun | None:
-    """Makes both runs with the full batch's value at the first difference; None where a run fails with it."""
-    try:
-        full, accumulated = bench.run_script(PinArguments(tuple(pins), tuple(parts), (EVERYWHERE,)))
-    except ProblemError:  # other values may not fit there: then nothing is shown
-        return None
-    update, unit, number = bench.update, bench.record.unit, difference.number
-    summed = update.decided is Stage.SUMMED
-    left = gradient_difference(full, accumulated, summed=summed, update=update.number)
-    gradients = full.gradients(rounds_of(full.events)[update.number - 1], summed=summed)
-    names = labels(full, accumulated)
-    divergent = {row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT}
-    connected = {names[place] for place, gradient in gradients.items() if bool(gradient.any())}
+def _replace_value(difference: FirstDifference, change: PinArguments) -> Intervention:
+    """Returns the intervention that gives every micro-batch the full batch's value at the first difference."""
+    number = difference.number
     what = f"the result of `{(difference.sources or (difference.operation,))[0].source}` replaced by the full batch's"
     kind = ControlKind.RESULT_PINNED
     if difference.kind is DifferenceKind.STATE or _is_kept(difference):
@@ -511,8 +499,7 @@ def _control(
         what, kind = "the full batch's decision taken in every micro-batch", ControlKind.DECISIONS
     elif number is not None:
         what = f"{f'`{number.name}`' if number.name else 'that number'} replaced by the full batch's"
-    is_rounding = left <= max(MANY_UNITS * unit, floors_allowed(unit) * update.noise)
-    return ControlRun(what, left, is_rounding, None, kind, True, tuple(sorted(divergent - connected)))
+    return Intervention(what, kind, changes=(change,))
 
 
 def _with_cause(record: Record, found: FirstDifference, difference: float, *, is_meeting: bool) -> Record:

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from gaverify.records.ranks import Shares
 
@@ -40,6 +41,10 @@ Replay = Literal["samples", "batches"] | Order
 inputs of forwards as well. Ranks share the samples themselves: only the order counts."""
 
 
+Blamed = Literal["values", "gradients"]
+"""The pinned values of code that are blamed: its outputs, or the gradients of its inputs."""
+
+
 @dataclass(frozen=True)
 class Change:
     """One difference of a run from the script alone; its fields are plain values."""
@@ -50,6 +55,10 @@ class Change:
     def install(self, recorder: Recorder) -> None:
         """Makes the change in this process, before the script starts."""
         raise NotImplementedError
+
+    def join(self, earlier: Self) -> Self:
+        """Returns what one run does of this change and an earlier one of its class: a later one replaces it."""
+        return self
 
 
 # -- weights and steps ------------------------------------------------------------------------------------------------
@@ -196,6 +205,10 @@ class UseEvaluationMode(Change):
     buffers: tuple[str, ...]
     """Names of the buffers, each `model:name`."""
 
+    def join(self, earlier: Self) -> Self:
+        """Runs the modules of both in evaluation mode."""
+        return replace(self, buffers=tuple(dict.fromkeys((*earlier.buffers, *self.buffers))))
+
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
         from gaverify.audit.recording.control import use_evaluation_mode
@@ -269,6 +282,12 @@ class PinModules(Change):
     """Which rows of the full-batch run belong to each forward; empty in the full-batch run."""
     factor: float = 1.0
     """Factor on the input gradients: the number of ranks that average them."""
+    blamed: Blamed = "values"
+    """Which of the pinned values have to differ before, so that it shows something."""
+
+    def join(self, earlier: Self) -> Self:
+        """Pins the modules of both."""
+        return replace(self, paths=tuple(dict.fromkeys((*earlier.paths, *self.paths))))
 
     def install(self, recorder: Recorder) -> None:
         """Listens to module calls."""
@@ -311,7 +330,9 @@ class PinArguments(Change):
         """Listens to the calls."""
         from gaverify.audit.recording.script_calls import PinnedArguments
 
-        recorder.modules.pinned_arguments = PinnedArguments(recorder.recording, self.inside, self.calls, self.parts)
+        recorder.modules.pinned_arguments = PinnedArguments(
+            recorder.recording, self.inside, self.calls, self.parts, recorder.controls.note_replacement
+        )
         recorder.follow_script(recorder.modules.pinned_arguments)
 
 
@@ -392,8 +413,12 @@ Changes = tuple[Change, ...]
 
 
 def merge_changes(*groups: Iterable[Change]) -> Changes:
-    """Returns the changes of all groups; a later change replaces an earlier one of the same class."""
-    return tuple({type(change): change for group in groups for change in group}.values())
+    """Returns the changes of all groups; of the same class a later one replaces the earlier one, or joins it."""
+    merged: dict[type[Change], Change] = {}
+    for change in chain.from_iterable(groups):
+        earlier = merged.get(type(change))
+        merged[type(change)] = change if earlier is None else change.join(earlier)
+    return tuple(merged.values())
 
 
 def encode_change(change: Change) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -23,14 +23,13 @@ from gaverify.audit.same_data import ForwardInputs, StepSample, check_rows
 from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.collective.facts import make_rank_facts
 from gaverify.errors import ProblemError
-from gaverify.records.audit import Record, Stage, UpdateComparison
+from gaverify.records.audit import Stage, UpdateComparison
 from gaverify.records.comparison import Outcome, relative_total
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
-from gaverify.records.experiment import ControlRun, WeightFit, is_constant
+from gaverify.records.experiment import WeightFit, is_constant
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, Reduction, Replicas, Share, Traffic
 from gaverify.records.windows import Round, rounds_of, windows_of
 from gaverify.thresholds import FIT_UNITS, KEPT_ELEMENTS
-from gaverify.verdict.comparison import left_between
 
 # The calls that all ranks have to make alike; rank 0 alone may read files, say, without changing a gradient.
 _COUNTED = (Forward, Backward, Step, ZeroGrad)
@@ -421,39 +420,6 @@ def _norm(run: RecordedRun, round_: Round) -> float:
     return math.hypot(
         *(known.get(place, float(torch.linalg.vector_norm(each.double()))) for place, each in gradients.items())
     )
-
-
-def compare_weighed_run(full: RecordedRun, control_run: RecordedRun, record: Record) -> ControlRun:
-    """Returns the difference that is left in the first differing update if losses have other weights."""
-    update = record.divergent
-    assert update is not None
-    difference_left = gradient_difference(
-        full, control_run, summed=update.decided is Stage.SUMMED, update=update.number
-    )
-    return ControlRun("each loss weighted correctly", difference_left, difference_left <= record.tolerance)
-
-
-def gradient_difference(
-    full: RecordedRun,
-    accumulated: RecordedRun,
-    left_out: Collection[ParameterPlace] = (),
-    *,
-    summed: bool = True,
-    update: int = 1,
-) -> float:
-    """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
-
-    Args:
-        full: The full-batch run.
-        accumulated: The accumulated run.
-        left_out: Parameters that are not compared.
-        summed: As the last backward pass left them; else as the optimizers saw them.
-        update: Its number.
-    """
-    round_ = rounds_of(accumulated.events)[update - 1]
-    sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
-    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
-    return left_between({name: keys[1].get(name) for name in keys[0]}, keys[0]) if keys[0] else math.nan
 
 
 def _total(samples: Samples, at: int) -> torch.Tensor:

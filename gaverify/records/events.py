@@ -447,6 +447,8 @@ class ControlSummary:
     """Values of modules that forwards change."""
     carried: tuple[CarriedValue, ...] = ()
     """Values with which an update begins other than the full-batch run's."""
+    values_differed: bool | None = None
+    """Whether what a control replaced had been different; None: it does not tell."""
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ class ControlRun:
     modules: tuple[str, ...] = ()
     """The modules that it neutralised together."""
     interventions: tuple[Any, ...] = field(default=(), repr=False, compare=False)
-    """What it changed, as values of the search that can be run again on another experiment; empty in an audit."""
+    """What it changed, as values that can be run again: on another experiment, or in other runs of a script."""
 
     @property
     def has_power(self) -> bool:

@@ -143,6 +143,8 @@ class Intervention:
     """Whether the full batch is changed too, as by a control; a repair changes the micro-batches alone."""
     modules: tuple[str, ...] = ()
     """The modules that it neutralises together."""
+    changes: tuple[Any, ...] = ()
+    """What the runs of a script do otherwise (`Change` of audits); empty: only the probes of a process can make it."""
     shared: PassProbe | None = None
     """A probe for all of its runs, which keeps what it saw, such as values of the full batch; None: each makes one."""
 

@@ -411,7 +411,7 @@ class PinnedModules:
             stored = self._full_batch_rows(number, name, tensor, lambda forward: forward["values"])
             if stored is None or values is None:
                 return tensor
-            missing, is_same = stored - values, _are_same(stored, values)
+            missing, is_same = stored - values, are_same(stored, values)
         pinned_tensor = tensor + missing  # added rather than put in its place: the sum keeps the graph
         # A value that the loss does not depend on may differ without any fault.
         if not is_same and pinned_tensor.requires_grad:
@@ -441,7 +441,7 @@ class PinnedModules:
             stored = self._full_batch_rows(number, name, gradient, lambda forward: forward["gradients"], once=True)
             if stored is None:
                 return None
-            if not _are_same(stored * self._factor, gradient):
+            if not are_same(stored * self._factor, gradient):
                 self._differing_gradients.add(module)
             return stored * self._factor
 
@@ -487,11 +487,12 @@ class PinnedModules:
         self._own_parameters |= {id(leaf): leaf for leaf in leaves_behind if leaf is not None}
 
 
-def _are_same(constant: torch.Tensor, computed: torch.Tensor) -> bool:
+def are_same(constant: torch.Tensor, computed: torch.Tensor) -> bool:
     """Whether two tensors agree up to rounding, relative to the largest entry."""
-    difference, largest = (constant - computed.detach()).abs(), constant.abs()
-    if not difference.numel():
-        return True
+    constant, computed = real_numbers(constant), real_numbers(computed.detach())
+    if not constant.numel() or not constant.is_floating_point():
+        return torch.equal(constant, computed)
+    difference, largest = (constant - computed).abs(), constant.abs()
     allowed = max(COMPUTED_FLOAT32, MANY_UNITS * unit_roundoff(constant.dtype))
     return bool(difference.max() <= allowed * largest.max())
 

@@ -17,7 +17,7 @@ import os
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from types import FrameType, FunctionType, ModuleType
@@ -31,7 +31,7 @@ from torch.overrides import resolve_name
 import gaverify
 from gaverify.audit.recording.bus import replace_function
 from gaverify.audit.recording.calls import Differentiation, ForwardCall, Recording, StepCall
-from gaverify.audit.recording.outputs import SCRIPT
+from gaverify.audit.recording.outputs import SCRIPT, are_same
 from gaverify.audit.recording.values import paths_in, plain, tensors_in
 from gaverify.passes import calls
 from gaverify.passes.calls import Call, FunctionMode, listening
@@ -513,6 +513,7 @@ class PinnedArguments(ScriptCalls):
         inside: Paths of modules whose own code counts as the script's.
         pinned: The calls.
         parts: Which rows of the full batch each micro-batch holds.
+        note_replacement: Told of each replaced value whether it had been different.
     """
 
     def __init__(
@@ -521,7 +522,9 @@ class PinnedArguments(ScriptCalls):
         inside: Collection[str],
         pinned: Sequence[PinnedCall],
         parts: Sequence[PlacesOfPart],
+        note_replacement: Callable[[bool], None],
     ) -> None:
+        self._note_replacement = note_replacement
         source = recording.job.source
         self._parts, self._is_full = parts, True
         calls = [PinnedCall(*each) for each in pinned]  # as plain tuples they came from the audit
@@ -561,14 +564,18 @@ class PinnedArguments(ScriptCalls):
                 return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
             stored = self.kept.get(name)
             if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
+                has_tensor = isinstance(leaf, torch.Tensor) or isinstance(stored, torch.Tensor)
+                self._note_replacement(stored is not None and (has_tensor or stored != leaf))
                 return leaf if stored is None else stored
-            if stored.shape == leaf.shape:
-                return stored.to(leaf.device, leaf.dtype)
-            located = locate_rows(stored.shape, leaf.shape, self._parts[part])
-            if located is None:
-                return leaf
-            layout, (rows, places) = located
-            return layout.take(stored, places, rows).to(leaf.device, leaf.dtype)
+            if stored.shape != leaf.shape:
+                located = locate_rows(stored.shape, leaf.shape, self._parts[part])
+                if located is None:
+                    return leaf
+                layout, (rows, places) = located
+                stored = layout.take(stored, places, rows)
+            stored = stored.to(leaf.device, leaf.dtype)
+            self._note_replacement(not are_same(stored, leaf))
+            return stored
 
 
 def locate_rows(

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from gaverify.audit.coupling_controls import (
     Pair,
-    Pinned,
     agree,
     depends_on_other_rows,
     first_module,
@@ -23,6 +22,7 @@ from gaverify.audit.coupling_controls import (
     loss_difference,
     writers_of,
 )
+from gaverify.audit.job import Blamed
 from gaverify.audit.recording.graph import keep_lines, meetings
 from gaverify.audit.recording.outputs import SCRIPT, Outputs, PinnedCalls, PinnedModules, PinnedRows, rows_at
 from gaverify.records.audit import ControlResults, Record
@@ -140,7 +140,7 @@ def test_what_couples_is_held_and_nothing_else_differs(
     apart, read, pinned_calls = differing(make, held, loss, tmp_path)
     assert read == own and apart <= own
     # a loss has no output to pin: what it sends back differed
-    kind: Pinned = "values" if make is Centred else "gradients"
+    kind: Blamed = "values" if make is Centred else "gradients"
     assert list(held) == pinned_calls[kind]
 
 

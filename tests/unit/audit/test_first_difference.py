@@ -245,11 +245,14 @@ def test_the_full_batch_s_value_at_the_first_difference_repairs_the_gradient(los
     assert found is not None
     pins = walk.pins_of(found)
     assert pins
-    with following(PinnedArguments, pins, PARTS) as full:
+    differed = list[bool]()
+    with following(PinnedArguments, pins, PARTS, differed.append) as full:
         reference = train(loss, 1, full)
-    with following(PinnedArguments, pins, PARTS) as calls:
+    assert not differed
+    with following(PinnedArguments, pins, PARTS, differed.append) as calls:
         calls.take(full.kept)
         torch.testing.assert_close(train(loss, COUNT, calls), reference)
+    assert any(differed)
 
 
 def test_gradients_that_change_otherwise_after_the_last_pass_are_told() -> None:

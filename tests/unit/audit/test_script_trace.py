@@ -163,12 +163,15 @@ def test_the_full_batch_s_values_repair_the_gradient(loss: Loss) -> None:
     comparison = compared(loss)
     pinned = comparison.pinned(comparison.handed)
     gradients = []
-    with following(PinnedArguments, pinned, PARTS) as full:
+    differed = list[bool]()
+    with following(PinnedArguments, pinned, PARTS, differed.append) as full:
         run(loss, 1, lambda root: gradients.append(torch.autograd.grad(root, OUTPUTS)[0]))
-    with following(PinnedArguments, pinned, PARTS) as calls:
+    assert not differed
+    with following(PinnedArguments, pinned, PARTS, differed.append) as calls:
         calls.take(full.kept)
         run(loss, COUNT, lambda root: gradients.append(torch.autograd.grad(root, OUTPUTS)[0]))
     torch.testing.assert_close(sum(gradients[1:]), gradients[0])
+    assert any(differed)
 
 
 def test_rows_of_forwards_with_several_of_each_sample_are_found_in_tensors_of_samples() -> None:

@@ -51,6 +51,12 @@ class ControlListener:
         """The choice of attention kernels, where there is one: it would end if nobody kept it."""
         self.state: RestoredState | None = None
         """Restores values before micro-batches; None restores none."""
+        self.values_differed: bool | None = None
+        """Whether any replaced value had been different; None: nothing was replaced."""
+
+    def note_replacement(self, differed: bool) -> None:
+        """Notes that a change has replaced a value."""
+        self.values_differed = differed or bool(self.values_differed)
 
     def begin_forward(self, call: ForwardCall) -> None:
         """Looks at the state before the forward, and moves weights before their first use."""
@@ -161,9 +167,8 @@ class ControlListener:
         """Returns what was seen of controls and of state."""
         changed_values = self.state.describe() if self.state is not None else ()
         carried = self.carried.describe()
-        if self.clearing is None:
-            return ControlSummary(changed_values=changed_values, carried=carried)
-        return ControlSummary(self.clearing.count, self.clearing.setter, changed_values, carried)
+        cleared, setter = (0, None) if self.clearing is None else (self.clearing.count, self.clearing.setter)
+        return ControlSummary(cleared, setter, changed_values, carried, self.values_differed)
 
 
 # Steps of torch's optimizers, which torch's own hooks announce in two halves.

@@ -1,0 +1,274 @@
+"""Control runs of a script: both runs again, with something changed on purpose.
+
+`gaverify.search.bench` makes those of a process. Both are told as `Intervention`s what is changed, and answer what
+difference is left, and whether that shows anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from gaverify.audit.job import Change, Changes, PinModules, ReplayData, Run, WeightMicroBatches, merge_changes
+from gaverify.audit.reading import ParameterPlace, RecordedRun, labels
+from gaverify.audit.recording.outputs import PinnedCalls
+from gaverify.audit.running import Trial
+from gaverify.audit.stages import fit_of
+from gaverify.errors import GaverifyError
+from gaverify.records.audit import Record, Stage, UpdateComparison
+from gaverify.records.comparison import Outcome
+from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
+from gaverify.records.windows import rounds_of
+from gaverify.rules.rule import join_texts
+from gaverify.search.bench import ControlFailed, Intervention
+from gaverify.thresholds import MANY_UNITS
+from gaverify.verdict.comparison import left_between
+from gaverify.verdict.criteria import floors_allowed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ControlledRuns:
+    """Both runs of a control, and what was changed in them."""
+
+    interventions: tuple[Intervention, ...]
+    """What was changed; the last one names the control."""
+    full: RecordedRun
+    """The full-batch run; the audit's own where it was not changed."""
+    accumulated: RecordedRun
+    """The accumulated run, which follows it."""
+
+
+class ScriptBench:
+    """Runs a script again up to an update, with something changed, and compares the gradients of that update.
+
+    Args:
+        trial: The runs that were compared.
+        record: What they show.
+        update: Whose gradients are compared.
+        shown_as: How the report calls the runs.
+        watch: What all runs do otherwise to be looked at, which changes no gradient.
+        summed: Compare gradients as the last backward pass left them; None: at the stage that decided the update.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        record: Record,
+        update: UpdateComparison,
+        shown_as: str,
+        watch: Changes = (),
+        *,
+        summed: bool | None = None,
+    ) -> None:
+        self.trial, self.record, self.update = trial, record, update
+        self._shown_as, self._watch = shown_as, watch
+        self._summed = summed
+        self._full_runs: dict[tuple[Changes, int], RecordedRun] = {}
+        self.failures: dict[str, str] = {}
+        """Question → why it could not be asked."""
+
+    def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
+        """Returns what `ask` finds; None where a changed run failed, which is noted."""
+        try:
+            return ask()
+        except GaverifyError as error:
+            self.failures[name] = str(error)
+            return None
+
+    def run(self, *interventions: Intervention, fit: bool = False) -> ControlRun:
+        """Makes both runs with something changed; says what difference is left, and whether that shows anything.
+
+        Args:
+            interventions: What is changed; the last one names the control.
+            fit: Whether to look for weights that explain what is left.
+
+        Raises:
+            ControlFailed: An intervention cannot be made in a script.
+            ProblemError: A changed run failed.
+        """
+        return self.compare(self.make_runs(*interventions), fit=fit)
+
+    def make_runs(
+        self, *interventions: Intervention, watch: Changes = (), updates: int | None = None
+    ) -> ControlledRuns:
+        """Makes both runs with something changed; of a repair the accumulated one alone.
+
+        Args:
+            interventions: What is changed.
+            watch: What both do otherwise to be looked at.
+            updates: Updates to record; None: up to the one that is compared.
+        """
+        in_both, number = self._changes_of(interventions, watch), updates or self.update.number
+        changes = merge_changes(in_both, *(each.changes for each in interventions if not each.in_reference))
+        if in_both and (in_both, number) not in self._full_runs and self._can_run_side_by_side(interventions):
+            full, accumulated = self.trial.runner.record(
+                self._plan_full(in_both, number), self._plan_accumulated(self.trial.full, changes, number)
+            )
+            self._full_runs[in_both, number] = full
+        else:
+            full = self.make_full_run(*interventions, watch=watch, updates=updates)
+            accumulated = self.trial.run(self._plan_accumulated(full, changes, number))
+        return ControlledRuns(interventions, full, accumulated)
+
+    def make_full_run(
+        self, *interventions: Intervention, watch: Changes = (), updates: int | None = None
+    ) -> RecordedRun:
+        """Makes the full-batch run alone, once for the same changes; without any it is the trial's.
+
+        Args:
+            interventions: What is changed.
+            watch: What it does otherwise to be looked at.
+            updates: Updates to record; None: up to the one that is compared.
+        """
+        changes, number = self._changes_of(interventions, watch), updates or self.update.number
+        if not changes:
+            return self.trial.full
+        if (changes, number) not in self._full_runs:
+            self._full_runs[changes, number] = self.trial.run(self._plan_full(changes, number))
+        return self._full_runs[changes, number]
+
+    def _changes_of(self, interventions: Sequence[Intervention], watch: Changes) -> Changes:
+        """Returns what the full-batch run does otherwise."""
+        for each in interventions:
+            if not each.changes:
+                raise ControlFailed(f"no run of a script can be made with {each.what}")
+        return merge_changes(self._watch, *(each.changes for each in interventions if each.in_reference), watch)
+
+    def _plan_full(self, changes: Sequence[Change], updates: int) -> Run:
+        return self.trial.control("full", *changes, updates=updates, shown_as=self._shown_as)
+
+    def _plan_accumulated(self, full: RecordedRun, changes: Sequence[Change], updates: int) -> Run:
+        return self.trial.control("accumulated", *changes, source=full, updates=updates, shown_as=self._shown_as)
+
+    def _can_run_side_by_side(self, interventions: Sequence[Intervention]) -> bool:
+        """Whether the accumulated run may follow the trial's full-batch run, and need not wait for another one."""
+        closing = self.trial.full.closing
+        # Without a seed, full-batch runs differ in draws and samples, and each needs an accumulated run of its own.
+        is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in self.trial.changes)
+        # Later updates begin with the weights of the full-batch run, which other kernels may round differently.
+        is_first = self.update.number == 1 and not closing.unseen.has_compiled
+        # What is replaced by the full batch's is that of a full-batch run with the same changes.
+        is_changed = any(each.in_reference for each in interventions)
+        return is_first and not is_given_data and not is_changed
+
+    def compare(self, runs: ControlledRuns, *, fit: bool = False) -> ControlRun:
+        """Returns what difference is left between the runs of a control, and whether that shows anything.
+
+        Parameters that the own code of pinned modules reads are left out. Their gradients are explained where the
+        blamed values of that code differed: the same code computes both.
+
+        Args:
+            runs: The runs.
+            fit: Whether to look for weights that explain what is left.
+        """
+        last, names = runs.interventions[-1], labels(runs.full, runs.accumulated)
+        what = last.what
+        left_out, differed = self._read_pins(runs)
+        own_names = [names[place] for place in sorted(left_out)]
+        if own_names:
+            what += f" (except its own {join_texts([f'`{name}`' for name in own_names], 1)})"
+        divergent = {row.name for row in self.update.parameters if row.outcome is Outcome.DIVERGENT}
+        cut_off = set(own_names) & divergent if differed is False else set[str]()
+        if any(each.in_reference for each in runs.interventions):
+            connected = {names.get(place) for run in (runs.full, runs.accumulated) for place in self._connected(run)}
+            cut_off |= divergent - connected
+        difference_left = self.difference_left(runs, left_out=left_out)
+        allowed = self.record.tolerance if last.kind is ControlKind.WEIGHTS else self.rounding_of(self.update)
+        is_rounding = difference_left <= allowed
+        return ControlRun(
+            what,
+            difference_left,
+            is_rounding,
+            self._fit(runs) if fit and not is_rounding else None,
+            last.kind,
+            values_differed=differed,
+            cut_off=tuple(sorted(cut_off)),
+            modules=last.modules,
+            interventions=runs.interventions,
+        )
+
+    def difference_left(
+        self, runs: ControlledRuns, update: UpdateComparison | None = None, left_out: Collection[ParameterPlace] = ()
+    ) -> float:
+        """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
+
+        Args:
+            runs: The runs.
+            update: The update; None: that of the bench.
+            left_out: Parameters that are not compared.
+        """
+        update = update or self.update
+        summed = self._is_summed(update)
+        return gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=update.number)
+
+    def _is_summed(self, update: UpdateComparison) -> bool:
+        return update.decided is Stage.SUMMED if self._summed is None else self._summed
+
+    def rounding_of(self, update: UpdateComparison) -> float:
+        """Returns the relative difference of an update's gradients that rounding explains."""
+        return max(MANY_UNITS * self.record.unit, floors_allowed(self.record.unit) * update.noise)
+
+    @property
+    def later_updates(self) -> list[UpdateComparison]:
+        """The updates behind that of the bench in which a difference means something."""
+        return [each for each in self.record.updates if each.judged and each.number > self.update.number]
+
+    def weigh(self, weights: Sequence[float]) -> Intervention | None:
+        """Returns the repair that gives the micro-batches other weights; None where a run cannot be given them."""
+        # The weights of several ranks' passes stand side by side, and no run multiplies by those of each rank.
+        factors = self.trial.factors_of_passes(self.record, weights) if self.record.ranks == 1 else ()
+        if not factors:
+            return None
+        what, change = "each loss weighted correctly", WeightMicroBatches(factors)
+        return Intervention(what, ControlKind.WEIGHTS, in_reference=False, changes=(change,))
+
+    def _connected(self, run: RecordedRun) -> list[ParameterPlace]:
+        """The parameters that got a gradient in the update."""
+        round_ = rounds_of(run.events)[self.update.number - 1]
+        gradients = run.gradients(round_, summed=self._is_summed(self.update))
+        return [place for place, gradient in gradients.items() if bool(gradient.any())]
+
+    def _read_pins(self, runs: ControlledRuns) -> tuple[set[ParameterPlace], bool | None]:
+        """Returns the parameters that pinned code itself reads, and whether the values that are blamed had differed."""
+        file = runs.accumulated.folder / "pinned.pt"
+        pins = next((change for change in runs.interventions[-1].changes if isinstance(change, PinModules)), None)
+        if not file.exists():
+            return set(), runs.accumulated.closing.control.values_differed
+        pinned: PinnedCalls = torch.load(file, weights_only=True)
+        left_out = {(optimizer, at) for optimizer, positions in pinned["own"].items() for at in positions}
+        return left_out, None if pins is None else not set(pins.paths).isdisjoint(pinned[pins.blamed])
+
+    def _fit(self, runs: ControlledRuns) -> WeightFit | None:
+        """Returns the weights that explain what is left; None where none do."""
+        round_ = rounds_of(runs.accumulated.events)[self.update.number - 1]
+        fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=self._is_summed(self.update))
+        return fit if fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance else None
+
+
+def gradient_difference(
+    full: RecordedRun,
+    accumulated: RecordedRun,
+    left_out: Collection[ParameterPlace] = (),
+    *,
+    summed: bool = True,
+    update: int = 1,
+) -> float:
+    """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
+
+    Args:
+        full: The full-batch run.
+        accumulated: The accumulated run.
+        left_out: Parameters that are not compared.
+        summed: As the last backward pass left them; else as the optimizers saw them.
+        update: Its number.
+    """
+    round_ = rounds_of(accumulated.events)[update - 1]
+    sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
+    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
+    return left_between({name: keys[1].get(name) for name in keys[0]}, keys[0]) if keys[0] else math.nan
