@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What torch's allocators say; the CPU's raises a plain RuntimeError."""
@@ -149,6 +152,36 @@ class MissingPackage(ProblemError):
 
 class TimeUp(BaseException):
     """Ends a search whose time is over: no error of anybody's, so that nobody takes it for one."""
+
+
+@dataclass
+class TimeLimit:
+    """Seconds since an answer was asked for, None for no limit; only a search is ended by it, never a verdict."""
+
+    seconds: float | None = None
+    begun: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
+    """Whether it has ended a search."""
+    _searching: bool = False
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Ends with `TimeUp` what runs in it when the time is over."""
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+
+    def check(self) -> None:
+        """Raises `TimeUp` where a search has had its time."""
+        if self._searching and self.seconds is not None and time.monotonic() - self.begun >= self.seconds:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the search."""
+        self.has_ended = True
+        raise TimeUp
 
 
 class HiddenDraw(BaseException):

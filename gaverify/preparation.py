@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.errors import ProblemError, SpecError
+from gaverify.errors import ProblemError, SpecError, TimeLimit
 from gaverify.loading import load_problem
 from gaverify.loading.bare import as_loss, first_batch, has_training_step, training_step_loss
 from gaverify.passes import batching
 from gaverify.passes.batching import Loss, Problem, Split
-from gaverify.passes.experiment import Experiment, Placement, TimeLimit
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import (
     ModelState,

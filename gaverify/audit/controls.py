@@ -43,7 +43,7 @@ from gaverify.audit.reading import RecordedRun, Samples
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
 from gaverify.collective.facts import with_shares
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, TimeUp
 from gaverify.records.audit import Overwritten, Record, Stage, StageComparison, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward
@@ -396,16 +396,16 @@ def explain_difference(trial: Trial, record: Record) -> Record:
         control_terms,
     )
     for_one_process = () if trial.runner.request.has_ranks else for_weights
-    return _run_controls(
-        trial,
-        record,
-        (control_ranks, *for_one_process, control_carried_state, find_coupling, control_state, find_first_difference),
-    )
+    for_all = control_carried_state, find_coupling, control_state, find_first_difference
+    with trial.runner.limit.searching():
+        record = _run_controls(trial, record, (control_ranks, *for_one_process, *for_all))
+    stopped_after = trial.runner.request.time_limit if trial.runner.limit.has_ended else None
+    return replace(record, stopped_after=stopped_after)
 
 
 def _run_controls(trial: Trial, record: Record, controls: Sequence[Callable[[Trial, Record], Record]]) -> Record:
     # in this order: later controls read the answers of earlier ones
     for control in controls:
-        with suppress(ProblemError):  # a control that fails answers nothing
+        with suppress(ProblemError, TimeUp):  # a control that fails, or that has no time left, answers nothing
             record = control(trial, record)
     return record

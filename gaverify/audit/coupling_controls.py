@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from gaverify.audit.recording.script_calls import PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
 from gaverify.audit.script_trace import TraceComparison, describe_value, read_trace
+from gaverify.errors import TimeUp
 from gaverify.passes.layouts import SampleLayout
 from gaverify.records.audit import Record
 from gaverify.records.events import Backward
@@ -359,13 +361,16 @@ def find_coupling(trial: Trial, record: Record) -> Record:
     if update is None or record.unaligned or is_explained(record) or (ranked and record.together is None):
         return record
     bench = ScriptBench(trial, record, update, "coupling", WATCHED)
-    coupling, weighted_run = tuple(_causes(bench)), record.controls.weighted_run
-    control = coupling[-1].control if coupling else None
-    # weights explain the rest of the difference: they are tried beside what was neutralised
-    weighing = bench.weigh(control.fit.multipliers) if control is not None and control.fit is not None else None
-    if control is not None and weighing is not None:
-        weighted_run = bench.run(*control.interventions, weighing)
-    return replace(record, controls=replace(record.controls, coupling=coupling, weighted_run=weighted_run))
+    coupling, weighted_run = list[Cause](), record.controls.weighted_run
+    with suppress(TimeUp):  # what was found until then stands
+        for cause in _causes(bench):
+            coupling.append(cause)
+        control = coupling[-1].control if coupling else None
+        # weights explain the rest of the difference: they are tried beside what was neutralised
+        weighing = bench.weigh(control.fit.multipliers) if control is not None and control.fit is not None else None
+        if control is not None and weighing is not None:
+            weighted_run = bench.run(*control.interventions, weighing)
+    return replace(record, controls=replace(record.controls, coupling=tuple(coupling), weighted_run=weighted_run))
 
 
 # Compiled code calls no submodules that could be watched.

@@ -117,6 +117,16 @@ class Found(NamedTuple):
     """The call without a row for each sample that it reads."""
 
 
+class HandedValue(NamedTuple):
+    """A value without gradient that is handed to a computation with one, and that the first difference leads to."""
+
+    reader: Node
+    path: str
+    """Of the argument."""
+    maker: Node
+    """The call that made it."""
+
+
 class Walk:
     """Walks back through both traces from what is differentiated.
 
@@ -447,6 +457,51 @@ class Walk:
             return DifferingNumber(name, number, tuple(numbers)), assigning_lines(self.comparison, full, name)
         return None, ()
 
+    def handed(self, found: Found) -> list[HandedValue]:
+        """Returns the arguments by which a first difference without gradient reaches what is differentiated."""
+        comparison, origin = self.comparison, found.node
+        if found.difference.kind is not DifferenceKind.VALUES or comparison.call(origin)["graded"]:
+            return []
+        found_values = []
+        for node in self.reached(comparison.roots[0]):
+            call, partners = comparison.call(node), comparison.partners.get(node)
+            if not call["graded"] or partners is None or not partners.is_split:
+                continue
+            for path, maker in call["arguments"].items():
+                given = [each["arguments"].get(path) for each in comparison.micro_calls(node)]
+                makers = [-1 - at for at in given if at is not None]
+                is_plain = not any(comparison.call(each)["graded"] for each in (maker, *makers))
+                if is_plain and any(self._leads_to(each, origin) for each in makers):
+                    found_values.append(HandedValue(node, path, maker))
+        return found_values
+
+    def _leads_to(self, node: Node, origin: Node) -> bool:
+        """Whether a call of the accumulated run returns what a call, or what another one makes of it."""
+        return any(self._places.get(at, (None, 0))[0] == origin for at in self.reached([node]))
+
+    def value_of(self, found: Found, handed: Sequence[HandedValue]) -> LossValue:
+        """Returns what the first of some handed values is called, who reads it, and how it differs."""
+        value, difference = handed[0], found.difference
+        names = (self.comparison.name_of(found.node, path) for path in self.comparison.call(found.node)["arguments"])
+        return LossValue(
+            self.comparison.name_of(value.reader, value.path) or next(filter(None, names), ""),
+            self._operation(value.reader),
+            difference.samples > 0 and self._are_reordered(value.maker),
+            difference.number,
+            difference.assigned,
+        )
+
+    def _are_reordered(self, node: Node) -> bool:
+        """Whether the micro-batches hold the full batch's values at other rows; not known where these are alike."""
+        rows = self.comparison.rows_of(node)
+        if not rows:
+            return False
+        full, micro = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
+        scale = full.abs().max().clamp_min(TINY)
+        among_themselves = torch.cdist(full, full, p=math.inf).fill_diagonal_(math.inf).amin(1) / scale
+        to_nearest = torch.cdist(micro, full, p=math.inf).amin(1) / scale
+        return float(to_nearest.max()) <= self.comparison.allowed < float(among_themselves.min())
+
     def acts_on_rows(self, found: Found) -> bool:
         """Whether a call differs because rows of a micro-batch act on each other, and not by what it is given."""
         return found.difference.kind is DifferenceKind.VALUES and self.comparison.acts_on_rows(found.node)
@@ -461,6 +516,8 @@ class Walk:
         paths = list(dict.fromkeys(path for path, _ in self._left_behind(found.node)))
         if paths and comparison.rows_of(found.node):
             return self._pin(found.node, paths)
+        if not _is_kept(found.difference) and (handed := self.handed(found)):
+            return tuple(pin for each in handed for pin in self._pin(each.reader, [each.path]))
         if found.difference.number is not None:
             return self._pin(found.node, [path for path, _, _ in comparison.numbers(found.node)])
         maker = found.node if found.source is None or kind is DifferenceKind.STATE else found.source

@@ -82,7 +82,7 @@ def is_hidden_below_float32(record: Record) -> bool:
     if record.unit <= U32:
         return False
     if record.divergent is not None:
-        return not is_explained(record)
+        return record.stopped_after is None and not is_explained(record)
     return any(update.data.same and update.outcome is Outcome.INCONCLUSIVE for update in record.updates)
 
 

@@ -383,8 +383,7 @@ class UseMathKernels(Change):
         """Chooses the kernel for good."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        recorder.controls.kernels = sdpa_kernel(SDPBackend.MATH)
-        recorder.controls.kernels.__enter__()  # never left: it would end if nobody kept it
+        recorder.controls.surround_script(sdpa_kernel(SDPBackend.MATH))
 
 
 @dataclass(frozen=True)

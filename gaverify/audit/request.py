@@ -19,6 +19,7 @@ from gaverify.spec.values import (
     FLAG,
     LONGEST_TIME,
     QUOTED,
+    SECONDS,
     WORD,
     above_zero,
     seeds,
@@ -116,6 +117,13 @@ class Request:
         600,
     )
     """Seconds until a run is ended."""
+    time_limit: float | None = option(
+        SECONDS,
+        "Make no more runs for the search of the cause after this time; the verdict does not depend on it.",
+        None,
+        600,
+    )
+    """Seconds after which the search for the cause makes no more runs; None: no limit."""
     ranks: int | None = option(
         whole(2, "R"), "Start the accumulated run in R processes (ranks), as torchrun would.", None, 2
     )

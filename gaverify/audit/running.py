@@ -5,6 +5,7 @@ A `Runner` makes runs. A `Trial` is a full-batch run with the runs that follow i
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from gaverify.audit.launchers import free_port
 from gaverify.audit.memory import fit_side_by_side
 from gaverify.audit.processes import Child, check_parameters, check_ranks, check_updates, run_jobs
 from gaverify.audit.request import Request
-from gaverify.errors import ProblemError
+from gaverify.errors import ProblemError, TimeLimit
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import RunSummary
 from gaverify.records.events import Backward
@@ -69,6 +70,7 @@ class Runner:
         self.updates = self.request.updates
         self.done, self._last = 0, -1  # runs that have ended, and the number of the last one
         self._fits_twice = True  # whether two runs fit into the memory
+        self.limit = TimeLimit(None if self.reuse_records else self.request.time_limit)
 
     def make_first(self, role: Role) -> tuple[RecordedRun, Changes]:
         """Makes the first run of an audit, and returns it with the changes that were needed to record it.
@@ -149,7 +151,9 @@ class Runner:
 
         Raises:
             ProblemError: A run failed, or did not train.
+            TimeUp: They would belong to a search whose time is over.
         """
+        self.limit.check()
         children = self._children([self._job_of(run) for run in runs])
         return [self._join(self._read_runs(child)) for child in children]
 
@@ -185,6 +189,9 @@ class Runner:
     def _children(self, jobs: Sequence[Job]) -> list[Child]:
         """Returns the processes of all jobs, which have ended."""
         if self.reuse_records:
+            # the audit that made the records may have ended its search before these runs
+            if self.request.time_limit is not None and not all(os.path.isdir(job.folder) for job in jobs):
+                self.limit.end()
             return [Child.read(Path(job.folder)) for job in jobs]
         # Runs that have no memory beside each other, or that may write into the same folder, are made one by one.
         children, at_once = list[Child](), 2 if self._fits_twice and not self.request.in_place else 1

@@ -6,7 +6,6 @@ other micro-batch weights, with probes that change both strategies alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gaverify.errors import HiddenDraw, TimeUp
+from gaverify.errors import HiddenDraw, TimeLimit
 from gaverify.passes.batching import Problem, draw_batch, fresh, micro_batch_sizes, move_split
 from gaverify.passes.gradients import (
     AfterBackward,
@@ -34,29 +33,6 @@ from gaverify.passes.precision import convert_weights, return_freed, widest
 from gaverify.passes.randomness import Dealing, DealingReport, DrawLedger, Reading
 from gaverify.passes.user_code import micro_batch_of
 from gaverify.passes.wrappers import RankSum
-
-
-@dataclass
-class TimeLimit:
-    """Seconds since a verification began, None for no limit; only a search is ended by it, never a verdict."""
-
-    seconds: float | None = None
-    begun: float = field(default_factory=time.monotonic)
-    _searching: bool = False
-
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Ends with `TimeUp` what runs in it when the time is over."""
-        self._searching = True
-        try:
-            yield
-        finally:
-            self._searching = False
-
-    def check(self) -> None:
-        """Raises `TimeUp` where a search has had its time."""
-        if self._searching and self.seconds is not None and time.monotonic() - self.begun >= self.seconds:
-            raise TimeUp
 
 
 class Placement(NamedTuple):

@@ -333,6 +333,8 @@ class Record:
     """Note on updates that were not compared for want of copied gradients, appended to the verdict; "" for none."""
     float32: bool = False
     """Whether float32 runs were compared because the script trains in a coarser type."""
+    stopped_after: float | None = None
+    """Time limit in seconds that ended the search for the cause; None where none did."""
 
     @property
     def tolerance(self) -> float:

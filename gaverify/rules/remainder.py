@@ -43,16 +43,16 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     evidence = [Evidence("all", "ruled out", "; ".join(_list_ruled_out(facts)) or "nothing")]
     summary = "the divergence is real; no rule explains it"
     remedy = f"{_advice(facts)}; please report a small example"
+    if update is not None:
+        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
     if update is not None and first is not None:
         summary = f"update {update.number} differs, and nothing proves why; {_word_first_difference(first)}"
-        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
         evidence.insert(1, _trace_evidence(first))
         run = first.control
         evidence += [] if run is None else [word_control("trace", f"with {run.what} the difference", run.left, False)]
         remedy = _remedy_of(first)
-    elif update is not None:
+    elif update is not None and facts.stopped_after is None:
         summary = f"the difference in update {update.number} is real; no rule of the audit explains it"
-        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
         remedy = (
             "look for samples that interact in the model or the loss, or for state that one forward leaves to the next "
             "(a counter, a queue); `gaverify run --model FILE:FACTORY` finds both"

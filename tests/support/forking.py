@@ -35,31 +35,32 @@ _READ_AT_START = (
 
 
 @contextlib.contextmanager
-def forked_runs() -> Iterator[None]:
-    """Lets the runs of audits be forked for a while."""
-    servers = Servers()
+def forked_runs(*imported: str) -> Iterator[None]:
+    """Lets the runs of audits be forked for a while, with some more modules imported."""
+    servers, before = Servers(imported), processes.start_command
     processes.start_command = servers.started
     try:
         yield
     finally:
-        processes.start_command = start_command
+        processes.start_command = before
         servers.end()
 
 
 class Servers:
     """One for what each environment lets Python and torch find when they start."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = ()) -> None:
+        self._imported = imported
         self._usual = _read_at_start({"PYTHONHASHSEED": "0", **os.environ})
         self._of: dict[tuple[str, ...], Server | None] = {}
 
     def started(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Kept:
         """Forks `python -c CODE`, or starts it; see `gaverify.children.launching.start_command`."""
         read = _read_at_start(env)
-        if not _can_fork() or (read not in self._of and read != self._usual):
+        if not can_fork() or (read not in self._of and read != self._usual):
             self._of[read] = None
             return start_command(command, env=env, **streams)
-        server = self._of[read] = self._of.get(read) or Server(env)
+        server = self._of[read] = self._of.get(read) or Server(env, self._imported)
         return server.started(command, env=env, **streams)
 
     def end(self) -> None:
@@ -71,13 +72,13 @@ class Servers:
 class Server:
     """It ends when nobody holds the other end of its channel, and what it has forked, when nobody holds its pipe."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], imported: Sequence[str] = ()) -> None:
         self.environment = environment
         self._channel, theirs = socket.socketpair()
         text, number = _SERVER.read_text(encoding="utf-8"), theirs.fileno()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", text, str(number), keeper.__file__, *_IMPORTED],
+                [sys.executable, "-c", text, str(number), keeper.__file__, *_IMPORTED, *imported],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -141,7 +142,7 @@ def run_ranks(ranks: int, folder: Path, program: str, *arguments: str) -> list[t
 
 
 @cache
-def _can_fork() -> bool:
+def can_fork() -> bool:
     """No accelerator can be used after a fork."""
     from gaverify.passes.precision import available_devices
 

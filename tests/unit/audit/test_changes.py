@@ -61,7 +61,8 @@ COMMAND = Command("train.py", False, ("--accum", "4"), ("torchrun",), (("A", "1"
 
 
 def test_no_change_is_forgotten_here() -> None:
-    assert {type(change) for change in EVERY_CHANGE} == set(Change.__subclasses__())
+    known = {kind for kind in Change.__subclasses__() if kind.__module__ == Change.__module__}  # without an example's
+    assert {type(change) for change in EVERY_CHANGE} == known
 
 
 def test_a_process_reads_what_was_planned(tmp_path: Path) -> None:

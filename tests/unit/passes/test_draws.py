@@ -19,7 +19,8 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.passes.experiment import Experiment, Placement, TimeLimit
+from gaverify.errors import TimeLimit
+from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
 from gaverify.passes.randomness.dealing import DrawCounts

@@ -47,12 +47,16 @@ class ControlListener:
         """Replaces gradients for a step."""
         self.clearing: GradientClearing | None = None
         """Clears gradients before backward passes; None clears none."""
-        self.kernels: Any = None
-        """The choice of attention kernels, where there is one: it would end if nobody kept it."""
+        self._entered: list[AbstractContextManager[None]] = []
         self.state: RestoredState | None = None
         """Restores values before micro-batches; None restores none."""
         self.values_differed: bool | None = None
         """Whether any replaced value had been different; None: nothing was replaced."""
+
+    def surround_script(self, context: AbstractContextManager[None]) -> None:
+        """Enters a context that is never left: it would end if nobody kept it."""
+        self._entered.append(context)
+        context.__enter__()
 
     def note_replacement(self, differed: bool) -> None:
         """Notes that a change has replaced a value."""

@@ -1,0 +1,89 @@
+"""What the bench of a script says of the controls that it makes, and where it stops."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from audits import audit, gaverify
+from forking import can_fork, forked_runs
+
+from gaverify.audit.flow import _Audit
+from gaverify.audit.request import Request
+from gaverify.audit.running import Runner
+from gaverify.records.audit import Record
+from gaverify.records.facts import facts_of_loop
+from gaverify.rules import findings_for
+
+CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
+
+CAPPED = """
+import sys
+import torch
+
+size, accum, cap = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+torch.manual_seed(0)
+targets = torch.ones(16, 1)
+targets[[0, 1, 12, 13, 14, 15]] = 3.0
+model = torch.nn.Linear(6, 1)
+with torch.no_grad():
+    model.weight.mul_(0.01)
+    model.bias.zero_()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.randn(16, 6)
+for _ in range(2):
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        ((model(x) - y).square().mean().clamp(max=cap) / accum).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="the runs have to know the example, so that they are forked")
+def test_the_question_that_contributing_shows_is_asked_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Intervention" in code]
+    (tmp_path / "caps_example.py").write_text(code, encoding="utf-8")
+    (tmp_path / "train.py").write_text(CAPPED, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "caps_example", raising=False)
+    caps_example = importlib.import_module("caps_example")
+
+    def record_with(cap: str) -> Record:
+        full, accumulated = ("16", "1", cap), ("4", "4", cap)
+        request = Request(script=str(tmp_path / "train.py"), full=full, accumulated=accumulated, updates=1)
+        runner = Runner(request, tmp_path / f"runs-{cap}", lambda *_: None)
+        comparison = _Audit(request, runner)._compare(*runner.make_first("full"))
+        return caps_example.control_caps(comparison.trial, comparison.record)  # type: ignore[no-any-return]
+
+    with forked_runs("caps_example"):
+        assert record_with("60").agrees
+        record = record_with("6")
+    (finding,) = [finding for finding in findings_for(facts_of_loop(record)) if finding.severity == "fault"]
+    assert (finding.code, finding.proven) == ("GAV103", True)
+    (evidence,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
+    assert "caps on the loss left out" in evidence.statement
+    (control,) = [cause.control for cause in record.controls.coupling]
+    assert control is not None and control.values_differed and control.interventions == (caps_example.WITHOUT_CAPS,)
+
+
+@pytest.mark.parametrize(
+    ("script", "common", "code"),
+    [("loops_coupled.py", "--loop chained", ""), ("loops_scale.py", "--loop division_forgotten", "GAV201")],
+)
+def test_a_time_limit_ends_the_search_and_not_the_verdict(script: str, common: str, code: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    stopped = audit(script, common=common, options=("--time-limit", "0.001", "--keep", str(kept)))
+    assert (stopped.code, stopped.outcome) == (1, "divergent")
+    assert "the time limit of 0.001 s ended the search for the cause" in stopped.text("GAV000")
+    assert stopped.faults == {code} - {""} and not any(stopped.finding(each)["proven"] for each in stopped.faults)
+    # without the limit more runs are made
+    assert len(stopped.document["runs"]) == 3 < len(audit(script, common=common).document["runs"])
+    again = gaverify(["audit", "--from", str(kept), "--format", "json"])
+    assert again.document["findings"] == stopped.document["findings"]
