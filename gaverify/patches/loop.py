@@ -250,10 +250,22 @@ class LoopModel:
             for value in _named_like_steps(code)
             if self._is_usable(value, visible) and not _is_assigned_at(code, value)
         ]
+        texts += self._of_frameworks(code, node, visible)
         texts += sorted(name for name in visible if _STEPS_NAME.search(name.lower()))
         texts += self._of_chunks(code, node)
         numbers = {str(self.steps)}
         return [text for text in dict.fromkeys(texts) if text not in numbers and not text.isdigit()]
+
+    def _of_frameworks(self, code: Code, node: ast.AST, visible: set[str]) -> Iterator[str]:
+        """Yields K as a framework's own objects hold it."""
+        scope = code.scope_of(node)
+        name = scope.name if isinstance(scope, Function) else ""
+        if name == "compute_loss":
+            yield "self.args.gradient_accumulation_steps"
+        if name == "training_step":
+            yield "self.trainer.accumulate_grad_batches"
+        if "accelerator" in visible:
+            yield "accelerator.gradient_accumulation_steps"
 
     def _of_chunks(self, code: Code, node: ast.AST) -> Iterator[str]:
         """Yields K where the loop's own sequence of micro-batches tells it."""

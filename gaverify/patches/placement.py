@@ -324,6 +324,14 @@ def _is_of_update(statement: ast.stmt) -> bool:
     return is_simple and _calls(statement, *_OF_UPDATE) and not _calls(statement, "backward")
 
 
+def first_of_update(model: LoopModel, step: Site) -> ast.stmt | None:
+    """The first statement of the update that a step belongs to, behind what unscales its gradients; None outside."""
+    group = _group_of_update(step.code, step.statement)
+    if not model.is_once_per_window(step):
+        return None
+    return next((each for each in group if not _calls(each, "unscale_")), step.statement)
+
+
 def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The clearings in the loop of a step that do not stand beside it: they have to go with it."""
     loop = model.micro_loop(step)

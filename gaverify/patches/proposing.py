@@ -19,12 +19,15 @@ from gaverify.patches.placement import (
 )
 from gaverify.patches.scale import repair_factor
 from gaverify.patches.sources import Context, apply, render_diff
+from gaverify.patches.weights import repair_shares
 from gaverify.records.findings import Finding
 from gaverify.records.patch import Patch
 
 Recogniser = Callable[[LoopModel, Finding], Iterator[Candidate]]
 RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
     "GAV201": (repair_factor,),
+    "GAV202": (repair_shares, repair_factor),
+    "GAV203": (repair_shares,),
     "GAV601": (repair_boundary, repair_step, repair_clearing),
     "GAV602": (repair_clearing, repair_tail, repair_boundary),
     "GAV603": (repair_clearing, repair_step, repair_boundary),

@@ -58,8 +58,15 @@ _LOSS_METHODS = ("compute_loss", "training_step", "forward")
 
 
 def _returned_loss(value: ast.expr) -> ast.expr:
-    """The loss in what a method returns: `(loss, outputs) if return_outputs else loss`."""
-    return value.orelse if isinstance(value, ast.IfExp) else value
+    """The loss in what a method returns: `(loss, outputs) if return_outputs else loss`, `{"loss": loss}`."""
+    if isinstance(value, ast.IfExp):
+        return value.orelse
+    if isinstance(value, ast.Tuple) and value.elts:
+        return value.elts[0]
+    if isinstance(value, ast.Dict):
+        named = zip(value.keys, value.values, strict=True)
+        return next((each for key, each in named if isinstance(key, ast.Constant) and key.value == "loss"), value)
+    return value
 
 
 def _functions_at(code: Code, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -85,7 +92,7 @@ def differentiated(call: ast.Call) -> ast.expr | None:
 
 
 @dataclass(frozen=True)
-class _Division:
+class Division:
     """A division, or a product with a reciprocal, or the statement `loss /= K`."""
 
     code: Code
@@ -98,16 +105,16 @@ class _Division:
         return self.code.text_of(self.divisor)
 
 
-def divisions(model: LoopModel, finding: Finding) -> list[_Division]:
+def divisions(model: LoopModel, finding: Finding) -> list[Division]:
     """The divisions in the functions that differentiate, step with or make the loss, in this order."""
-    found: dict[ast.AST, _Division] = {}
+    found: dict[ast.AST, Division] = {}
     for code, scope in _scopes_of_loss(model, finding):
         for node in ast.walk(scope):
             if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
                 divisor = node.right if isinstance(node, ast.BinOp) else node.value
-                found.setdefault(node, _Division(code, node, divisor))
+                found.setdefault(node, Division(code, node, divisor))
             elif callee_name(node) in ("div", "div_", "true_divide") and isinstance(node, ast.Call) and node.args:
-                found.setdefault(node, _Division(code, node, node.args[-1]))
+                found.setdefault(node, Division(code, node, node.args[-1]))
     return list(found.values())
 
 
@@ -124,7 +131,24 @@ def _scopes_of_loss(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, 
                 yield code, node
 
 
-def _is_steps(model: LoopModel, division: _Division) -> bool:
+def division_by_steps(model: LoopModel, code: Code, node: ast.AST) -> Division | None:
+    """A node as a division by K; None where it is none."""
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+        division = Division(code, node, node.right if isinstance(node, ast.BinOp) else node.value)
+        return division if _is_steps(model, division) else None
+    return None
+
+
+def multiplied(division: Division, factor: str) -> Edit:
+    """Returns the edit that puts a factor in the place of a division."""
+    code, node = division.code, division.node
+    if isinstance(node, ast.BinOp):
+        return code.replace(node, f"{code.operand(node.left, product=True)} * {factor}")
+    assert isinstance(node, ast.AugAssign)
+    return code.replace(node, f"{code.text_of(node.target)} *= {factor}")
+
+
+def _is_steps(model: LoopModel, division: Division) -> bool:
     """Whether a divisor is written as K is."""
     code, text = division.code, division.text
     number = str(model.steps)
@@ -135,12 +159,13 @@ def _remove_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]
     """Yields the source without one of its divisions by K."""
     by_steps = [division for division in divisions(model, finding) if _is_steps(model, division)]
     for division in by_steps:
-        edits = _without_division(division)
+        edits = without_division(division)
         if edits:
             yield Candidate(f"Removes a second division by `{division.text}`.", tuple(edits))
 
 
-def _without_division(division: _Division) -> list[Edit]:
+def without_division(division: Division) -> list[Edit]:
+    """Returns the edits that remove a division; none where its shape is unknown."""
     code, node = division.code, division.node
     if isinstance(node, ast.BinOp):
         if isinstance(node.left, ast.Constant):  # `1 / K`, a factor: the product with it goes

@@ -234,3 +234,67 @@ def test_line_ends_of_windows_are_kept(tmp_path: Path) -> None:
     text = changed((CLEAR, "")).replace("\n", "\r\n")
     patch = next(propose([finding_of("GAV602")], context_of(text)))
     assert apply(patch, {FILE: text})[FILE].count("\r\n") == text.count("\r\n") + 1
+
+
+INNER = """accumulation_steps = 4
+for batch, answers in loader:
+    for x, y in zip(batch.split(2), answers.split(2)):
+        loss = F.cross_entropy(model(x), y.view(-1)) / accumulation_steps
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_parts_of_a_batch_count_by_their_share_of_its_targets() -> None:
+    assert changes_of(INNER, "GAV202")[0] == [
+        "-        loss = F.cross_entropy(model(x), y.view(-1)) / accumulation_steps",
+        "+        loss = F.cross_entropy(model(x), y.view(-1)) * (y != -100).sum() / (answers != -100).sum()",
+    ]
+
+
+def test_index_that_the_loss_ignores_is_counted() -> None:
+    text = INNER.replace("y.view(-1))", "y.view(-1), ignore_index=PAD)")
+    assert "(y != PAD).sum() / (answers != PAD).sum()" in changes_of(text, "GAV202")[0][1]
+
+
+def test_slices_of_a_batch_count_by_their_share_of_its_samples() -> None:
+    cut = "for start in range(0, len(batch), 3):\n        x, y = batch[start : start + 3], answers[start : start + 3]"
+    text = INNER.replace("for x, y in zip(batch.split(2), answers.split(2)):", cut)
+    proposed = [lines[1] for lines in changes_of(text, "GAV202")]
+    assert any(line.endswith("* len(y) / len(answers)") for line in proposed)
+
+
+def test_list_of_micro_batches_counts_each_of_them() -> None:
+    text = INNER.replace("for batch, answers in loader", "for batches in loader")
+    text = text.replace("for x, y in zip(batch.split(2), answers.split(2))", "for micro in batches")
+    text = text.replace("model(x), y.view(-1)", "model(micro), micro['labels']")
+    total = "sum((micro['labels'] != -100).sum() for micro in batches)"
+    assert changes_of(text, "GAV202")[0][1].endswith(f"* (micro['labels'] != -100).sum() / {total}")
+
+
+def test_gradient_is_divided_at_the_step_where_the_total_is_not_known_before() -> None:
+    text = changed(("criterion(model(x), y)", "F.cross_entropy(model(x), y)"))
+    assert changes_of(text, "GAV202")[0] == [
+        "+window_targets = 0",
+        "-    loss = F.cross_entropy(model(x), y) / accumulation_steps  # 'the mean'",
+        "-    loss.backward()",
+        "+    loss = F.cross_entropy(model(x), y)  # 'the mean'",
+        "+    (loss * (y != -100).sum()).backward()",
+        "+    window_targets += (y != -100).sum()",
+        "+        for group in optimizer.param_groups:",
+        '+            for parameter in group["params"]:',
+        "+                if parameter.grad is not None:",
+        "+                    parameter.grad /= window_targets",
+        "+        window_targets = 0",
+    ]
+
+
+def test_trainer_counts_the_items_of_all_micro_batches() -> None:
+    text = """class MyTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = F.cross_entropy(model(inputs), inputs["labels"])
+        return loss
+"""
+    line = '+        loss = F.cross_entropy(model(inputs), inputs["labels"], reduction="sum") / num_items_in_batch'
+    assert changes_of(text, "GAV202")[0][1] == line
