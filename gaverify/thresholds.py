@@ -155,6 +155,10 @@ STARTED_APART = 1e-3
 """Relative distance of initial weights that were drawn anew: these differ by 1.4, rounded ones by 64 u at most."""
 CUT = 2.0
 """Factor by which the rows of both runs may differ; K = 2 micro-batches taken for the batch is the smallest mistake."""
+SAME_NORM = 1e-3
+"""Relative difference of the full batch's norms with and without a patch that keeps its loss.
+
+Rounding moves them by 1e-6 in float32; a patch that divides this loss as well, or drops it, by half or more."""
 
 TOO_SMALL_TO_CLIP = U32
 """What losses are multiplied by so that no gradient meets a limit; a power of two rounds nothing."""

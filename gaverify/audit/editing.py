@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from gaverify.errors import ProblemError, nearest
-from gaverify.loading.importing import parse_file
+from gaverify.loading.importing import compile_with, parse_file
 
 PLACED = "placed.txt"
 """Name of the file in a run's folder that holds the names of values that found their place."""
@@ -56,18 +56,14 @@ class Edits:
     def install(self) -> None:
         """Compiles modules with their values, and parses arguments with their defaults, from now on."""
         self._install_defaults()
-        original = SourceFileLoader.get_code
-        edits = self
+        compile_with(self._compile_module)
 
-        def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
-            # Python's own loader may take cached bytecode, which holds the old values; other modules may use it.
-            wanted = edits._inside(fullname)
-            if not wanted:
-                return original(self, fullname)
-            path = self.get_filename(fullname)
-            return edits.compile_source(self.get_data(path), path, wanted)
-
-        SourceFileLoader.get_code = get_code  # type: ignore[method-assign,assignment]
+    def _compile_module(self, loader: SourceFileLoader, name: str) -> CodeType | None:
+        wanted = self._inside(name)
+        if not wanted:
+            return None
+        path = loader.get_filename(name)
+        return self.compile_source(loader.get_data(path), path, wanted)
 
     def _install_defaults(self) -> None:
         original: Any = argparse.ArgumentParser.parse_known_args

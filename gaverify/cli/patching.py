@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from gaverify.errors import ProblemError, SpecError
+from gaverify.errors import GaverifyError, ProblemError, SpecError
 from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
 from gaverify.records.patch import Patch
 from gaverify.records.verdict import Verdict
+from gaverify.thresholds import SAME_NORM
+from gaverify.tracebacks import Owner, owner_of
 
 if TYPE_CHECKING:
-    from gaverify.patches.searching import Patches
+    from gaverify.patches import Context
+    from gaverify.patches.searching import Patches, TrialResult
+    from gaverify.records.audit import Record
+    from gaverify.spec import Spec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Answer = TypeVar("Answer", Verdict, AuditReport)
@@ -63,7 +70,7 @@ class Wish(NamedTuple):
     def refuse(self, why: str) -> None:
         """Raises `SpecError` if a patch is asked for where none can be tried."""
         if self.asks:
-            raise SpecError(f"{self.flag}: {why}; leave it out")
+            raise SpecError(f"{self.flag}: {why}; leave out {self.flag}")
 
 
 def patch_options(command: Command) -> Command:
@@ -73,6 +80,72 @@ def patch_options(command: Command) -> Command:
     words = "Print the repair and write it into your files; exit code 0 if that was done."
     command = click.option("--fix", is_flag=True, help=words)(command)
     return click.option("--diff", is_flag=True, help="Try a repair on a copy, and print it as a unified diff.")(command)
+
+
+def try_patch(verdict: Verdict, spec: Spec, wish: Wish) -> Verdict:
+    """Returns the verdict of a run with a patch of the user's source that makes both gradients agree, or why without.
+
+    An audit tries its patches itself, where its runs are made.
+    """
+    if not wish.asks or verdict.outcome is Outcome.EQUIVALENT:
+        return verdict
+    from gaverify.patches.searching import search_patch
+
+    if verdict.outcome is Outcome.INCONCLUSIVE:
+        return replace(verdict, patch_refused="the run shows no difference that a patch could be tried against")
+    context = _read_sources(verdict, spec)
+    if not context.sources:
+        return replace(verdict, patch_refused=f"no file of yours was found that makes `{spec.model}`")
+    trial = RunTrial(verdict, spec, context.record)
+    patch, refused = search_patch(verdict.findings, context, trial, allow_unsafe=wish.unsafe)
+    return replace(verdict, patch=patch, patch_refused=refused)
+
+
+def _read_sources(verdict: Verdict, spec: Spec) -> Context:
+    """Reads the user's file that makes the model, and those that findings name; a run has no calls of a loop."""
+    from gaverify.loading.importing import NameKind, kind_of
+    from gaverify.patches import Context, read_context
+    from gaverify.records.audit import Record
+    from gaverify.records.events import Ledger
+
+    record = Record((), Ledger((), ()))
+    place = spec.model.rpartition(":")[0] if kind_of(spec.model) is NameKind.FACTORY else ""
+    files = [place] if place.endswith(".py") else []
+    files += [where.file for finding in verdict.findings for where in finding.places if where and where.file]
+    read = [read_context(file, record) for file in files if owner_of(os.path.realpath(file)) is Owner.USER]
+    sources = {path: source for context in read for path, source in context.sources.items()}
+    return Context(os.path.realpath(files[0]) if files else "", record, sources)
+
+
+class RunTrial(NamedTuple):
+    """Makes a run again with patched sources, in a process that has imported none of them."""
+
+    verdict: Verdict
+    spec: Spec
+    record: Record
+
+    def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
+        """Returns what the run of patched sources finds; `safe`: the full batch's gradient has to stay."""
+        from gaverify.cli.workers import verify_in_worker
+        from gaverify.patches.searching import TrialResult
+
+        try:
+            patched = verify_in_worker(self.spec, texts)
+        except GaverifyError:
+            return TrialResult(is_equivalent=False)
+        is_right = patched.outcome is Outcome.EQUIVALENT and (not safe or self._keeps_gradient(patched))
+        return TrialResult(is_right, patched.findings, self.record)
+
+    def _keeps_gradient(self, patched: Verdict) -> bool:
+        """Whether the full batch's loss and gradient stay as they were: a patch may not take the loss away."""
+        before, after = (
+            [verdict.run.losses.full, *(row.reference_norm for row in verdict.parameters)]
+            for verdict in (self.verdict, patched)
+        )
+        return len(before) == len(after) and all(
+            math.isclose(one, other, rel_tol=SAME_NORM, abs_tol=SAME_NORM * max(before))
+            for one, other in zip(before, after, strict=True)
+        )
 
 
 def settle_patch(answer: Answer, wish: Wish) -> Answer:

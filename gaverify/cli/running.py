@@ -26,6 +26,7 @@ from gaverify.cli.choosing import (
 )
 from gaverify.cli.listing import complete_notes
 from gaverify.cli.options import GroupedCommand, add_options, complete_specs, names_a_model
+from gaverify.cli.patching import Wish, patch_options, settle_patch, try_patch
 from gaverify.cli.showing import check_outputs, exit_code_of, output_options, show, strict_option
 from gaverify.cli.streams import (
     DelayedProgress,
@@ -78,6 +79,8 @@ class Gate:
     """Say nothing of what is begun where there is no terminal."""
     row_width: int | None = None
     """Columns of the names where each run is a row; None: runs have no rows."""
+    wish: Wish = field(default_factory=Wish)
+    """What is asked for of patches."""
 
 
 _GATE_OPTIONS = options_of(Gate)
@@ -117,6 +120,7 @@ class _Results:
 )
 @click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
+@patch_options
 @strict_option(", and 2 if a spec would be skipped for want of a package")
 @output_options
 @click.pass_obj
@@ -129,6 +133,9 @@ def run(
     stop_at_first: bool,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
+    diff: bool,
+    fix: bool,
+    unsafe: bool,
     quiet: bool,
     show_all: bool,
     strict: bool,
@@ -148,7 +155,9 @@ def run(
     """
     problems: list[str] = []
     overrides = read_words({**OPTIONS, **_GATE_OPTIONS}, words)
-    gate = Gate(strict=strict, quiet=quiet, **pop_values(_GATE_OPTIONS, overrides, problems))
+    wish = Wish(diff, fix, unsafe)
+    wish.check()
+    gate = Gate(strict=strict, quiet=quiet, wish=wish, **pop_values(_GATE_OPTIONS, overrides, problems))
     # The file would hold what an earlier call found.
     problems += ["--list: runs nothing and writes no report; leave out -o"] if gate.only_list and outputs else []
     if problems:
@@ -171,9 +180,10 @@ def run(
             outputs = tuple(map(Path, project.outputs))
             check_outputs(outputs)
         found_jobs = _jobs(specs, overrides, project, exclude, choice, gate)
+        _refuse_patch(found_jobs, gate)
         if gate.only_list:
             return list_jobs(found_jobs)
-        if form == "text" and is_first() and (len(found_jobs) > 1 or quiet):
+        if form == "text" and is_first() and (len(found_jobs) > 1 or quiet) and not (quiet and wish.asks):
             # A single answer is left to `show`: there is nothing to wait for behind it.
             width = name_width(found_jobs)
             gate = replace(gate, row_width=width if quiet else None)
@@ -195,9 +205,27 @@ def run(
             printed=print_each is not None,
             quiet=quiet,
             slowest=gate.durations or 0,
+            only_diffs=quiet and wish.asks,
         )
     await_first(code)
     return code
+
+
+def _refuse_patch(jobs: Sequence[Job], gate: Gate) -> None:
+    """Raises if a patch is asked for that no job can have; a folder may hold others that can."""
+    if not gate.wish.asks:
+        return
+    from gaverify.loading.importing import NameKind, kind_of
+
+    if gate.only_list:
+        gate.wish.refuse("--list runs nothing, and a patch is tried in a run")
+    if read_launcher() is not None:
+        gate.wish.refuse("a launcher has started this process, and a patch is tried in another one")
+    specs = [spec for source, spec in jobs if isinstance(spec, Spec) and source == COMMAND_LINE]
+    # A name that is wrong gets its own sentence when its turn comes.
+    specs = [spec for spec in specs if _name_error(spec) is None]
+    if specs and all(kind_of(spec.model) is NameKind.BUILTIN for spec in specs):
+        gate.wish.refuse(f"`{specs[0].model}` is a built-in model of gaverify, and a patch changes a file of yours")
 
 
 def _project_for(select: tuple[str, ...], ignore: tuple[str, ...]) -> Project:
@@ -255,7 +283,8 @@ def _verify_all(
             try:
                 if isinstance(spec, SpecError):
                     raise spec
-                verdict = _settle(next(answers), spec, project, source, gate)
+                verdict = try_patch(_settle(next(answers), spec, project, source, gate), spec, gate.wish)
+                verdict = settle_patch(verdict, gate.wish)
             except BaseException as error:
                 if isinstance(error, MissingPackage) and source != COMMAND_LINE and not gate.strict:
                     results.skipped.append(Failure(source, str(error), error.exit_code, at))

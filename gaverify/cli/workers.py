@@ -10,7 +10,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,7 +103,12 @@ def needs_worker(spec: Spec) -> bool:
 
 
 def verify_in_workers(
-    specs: Sequence[Spec], count: int, progress: Callable[[int, str, int, int], None], *, debug: bool = False
+    specs: Sequence[Spec],
+    count: int,
+    progress: Callable[[int, str, int, int], None],
+    *,
+    debug: bool = False,
+    sources: Mapping[str, str] | None = None,
 ) -> Generator[tuple[int, Any], None, None]:
     """Yields the number of a spec and its verdict, or what it ended with, as soon as it is there.
 
@@ -112,6 +117,7 @@ def verify_in_workers(
         count: How many at a time.
         progress: Told the number of a spec, what is done, and how many parts of how many are.
         debug: Print the traceback of what a verification raised.
+        sources: Texts of files, by their real paths, that stand for what the files hold; None: no others.
     """
     # Reversed, because `pop` takes the last one.
     waiting = list(enumerate(specs))[::-1]
@@ -120,6 +126,8 @@ def verify_in_workers(
         while waiting or workers:
             while waiting and len(workers) < count:
                 process = _start_worker(group, count, debug=debug)
+                if sources:
+                    process.send(dict(sources))
                 workers[process] = _Worker(process)
                 workers[process].give(*waiting.pop())
             # A worker that hangs says nothing: the next deadline ends the wait.
@@ -138,13 +146,17 @@ def verify_in_workers(
             yield number, answer
 
 
-def verify_in_worker(spec: Spec) -> Verdict:
+def verify_in_worker(spec: Spec, sources: Mapping[str, str] | None = None) -> Verdict:
     """Returns the verdict of one spec, which is verified in a process of its own.
+
+    Args:
+        spec: What to verify.
+        sources: As of `verify_in_workers`.
 
     Raises:
         GaverifyError: What the verification ended with.
     """
-    with closing(verify_in_workers([spec], 1, lambda *step: None)) as answers:
+    with closing(verify_in_workers([spec], 1, lambda *step: None, sources=sources)) as answers:
         _, answer = next(answers)
     if isinstance(answer, BaseException):
         raise answer
@@ -167,6 +179,7 @@ def main() -> None:
     hears, says = open_pipes()
     ignore_missing_numpy()
     try:
+        from gaverify.loading.importing import replace_sources
         from gaverify.verification import verify_spec
     except Exception as error:
         says.send(BrokenTorch(error))
@@ -177,6 +190,9 @@ def main() -> None:
             spec = hears.recv()
         except (EOFError, OSError):
             os._exit(0)  # threads that the user's code left are not waited for
+        if not isinstance(spec, Spec):  # sources, which come before the specs
+            replace_sources(spec)
+            continue
         says.send(_verify(verify_spec, spec, lambda *step: says.send(_Step(*step))))
 
 

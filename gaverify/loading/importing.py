@@ -11,17 +11,18 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import pkgutil
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from gaverify.errors import MissingPackage, ProblemError, SpecError, exit_call, nearest, text_of
@@ -114,6 +115,38 @@ class _Finder:
 # By name, not by identity: a module that is imported twice has another class `_Finder`.
 if not any(getattr(finder, "__qualname__", "") == "_Finder" for finder in sys.meta_path):
     sys.meta_path.append(_Finder)
+
+
+def compile_with(compiler: Callable[[SourceFileLoader, str], CodeType | None]) -> None:
+    """From now on asks `compiler` first for the code of a module; None: Python compiles it as always.
+
+    Python's own loader may take cached bytecode, which holds the old text, and other modules may use it.
+    """
+    original = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+        return compiler(self, fullname) or original(self, fullname)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign,assignment]
+
+
+def replace_sources(texts: Mapping[str, str]) -> None:
+    """From now on compiles some files from other texts: a patch is tried, and no file changes.
+
+    Args:
+        texts: The texts by the real paths of the files.
+    """
+
+    def compile_patched(loader: SourceFileLoader, name: str) -> CodeType | None:
+        path = loader.get_filename(name)
+        text = texts.get(os.path.realpath(path))
+        # As bytes, in which Python reads a byte-order mark and a declared encoding.
+        return None if text is None else compile(text.encode(), path, "exec", dont_inherit=True)
+
+    compile_with(compile_patched)
+    for path, text in texts.items():
+        # Without a time: whoever reads the source (`inspect`, a traceback) does not look at the file again.
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process

@@ -13,14 +13,19 @@ import samples
 
 from gaverify.audit.launchers import find_remote_word
 from gaverify.cli import main
-from gaverify.cli.patching import Wish, settle_patch
+from gaverify.cli.patching import RunTrial, Wish, settle_patch
 from gaverify.cli.showing import show
+from gaverify.cli.workers import verify_in_worker
 from gaverify.patches import apply, render_diff
+from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
+from gaverify.records.events import Ledger
 from gaverify.records.findings import Acceptance
 from gaverify.records.patch import Edit, Patch
 from gaverify.report import render
+from gaverify.spec import parse_spec
+from gaverify.spec.project import project_settings
 
 BEFORE, AFTER = "a\r\nloss.backward()\r\n", "a\r\n(loss / K).backward()\r\n"
 DIFF, FIX = Wish(diff=True), Wish(fix=True)
@@ -151,6 +156,64 @@ def test_every_audit_of_a_folder_is_fixed(
     assert asked == ["safe", "safe", "unsafe", "unsafe", "safe", "safe"]
 
 
+MODEL = """import torch
+from torch import nn
+
+
+def factory():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    batch = torch.randn(16, 4), torch.randint(3, (16,))
+    return model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), batch
+"""
+NORMED, REPEATED = ("nn.BatchNorm1d(8)", "nn.GroupNorm(2, 8)"), ("nn.BatchNorm1d(8), ", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "safe", "repairs"),
+    [
+        (("return model, lambda", "return  model, lambda"), False, False),  # the fault stays
+        (NORMED, False, True),
+        (NORMED, True, False),  # another gradient than that of the unpatched full batch
+        (("lambda model, batch: ", "lambda model, batch: 0 * "), True, False),
+        (("import torch", "import tarch"), False, False),
+    ],
+)
+def test_a_run_is_made_again_with_patched_sources(
+    file: Path, change: tuple[str, str], safe: bool, repairs: bool
+) -> None:
+    model = file.with_name("net.py")
+    model.write_text(MODEL, encoding="utf-8")
+    spec = parse_spec({}, "command line", {"model": "net.py:factory"}, project_settings())
+    trial = RunTrial(verify_in_worker(spec), spec, Record((), Ledger((), ())))
+    assert trial({str(model): MODEL.replace(*change)}, safe=safe).is_equivalent == repairs
+    assert model.read_text(encoding="utf-8") == MODEL
+
+
+@pytest.mark.parametrize("flags", [["--diff"], ["--fix", "--unsafe"]])
+def test_a_run_says_why_there_is_no_patch(file: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    file.with_name("net.py").write_text(MODEL.replace("nn.BatchNorm1d(8)", "Centred()") + CENTRED, encoding="utf-8")
+    assert main(["run", "net.py:factory", "--format", "json", *flags]) == 1
+    out, err = capsys.readouterr()
+    verdict = json.loads(out)["verdicts"][0]
+    assert verdict["patch"] is None and "shapes that gaverify can patch" in verdict["patch_refused"]
+    assert err.count(f"gaverify: no patch: {verdict['patch_refused']}") == 1
+
+
+CENTRED = """
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+"""
+
+
+def test_an_equivalent_run_needs_no_patch(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.with_name("net.py").write_text(MODEL.replace(*REPEATED), encoding="utf-8")
+    assert main(["run", "net.py:factory", "-q", "--diff"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
 SCRIPTED = ["audit", "train.py", "--full", "--accum 1", "--accumulated", "--accum 4"]
 
 
@@ -159,6 +222,11 @@ SCRIPTED = ["audit", "train.py", "--full", "--accum 1", "--accumulated", "--accu
     [
         ([*SCRIPTED, "--diff", "--fix"], "--diff and --fix: the first only prints the patch"),
         ([*SCRIPTED, "--unsafe"], "--unsafe says which patches are tried; add --diff, which prints one, or --fix"),
+        (
+            ["run", "mlp", "--diff"],
+            "--diff: `mlp` is a built-in model of gaverify, and a patch changes a file of yours",
+        ),
+        (["run", "mlp", "--list", "--fix"], "--fix: --list runs nothing"),
         (["audit", "--from", "records", "--diff"], "--diff: --from runs nothing, and a patch is tried in runs"),
         (["audit", "train.py", "--events-only", "--fix"], "--fix: --events-only makes one run"),
         ([*SCRIPTED, "--in-place", "--fix"], "--fix: a patch is tried on copies of your files, and --in-place"),
