@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gaverify.errors import ProblemError
 from gaverify.patches.candidates import Candidate
+from gaverify.patches.frameworks import guard_by_accelerator, tell_steps
+from gaverify.patches.layers import replace_batch_norm
 from gaverify.patches.loop import LoopModel
 from gaverify.patches.placement import (
     repair_boundary,
@@ -28,13 +30,20 @@ RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
     "GAV201": (repair_factor,),
     "GAV202": (repair_shares, repair_factor),
     "GAV203": (repair_shares,),
-    "GAV601": (repair_boundary, repair_step, repair_clearing),
+    "GAV101": (replace_batch_norm,),
+    "GAV601": (tell_steps, guard_by_accelerator, repair_boundary, repair_step, repair_clearing),
     "GAV602": (repair_clearing, repair_tail, repair_boundary),
-    "GAV603": (repair_clearing, repair_step, repair_boundary),
+    "GAV603": (guard_by_accelerator, repair_clearing, repair_step, repair_boundary),
     "GAV604": (repair_tail, repair_boundary),
     "GAV605": (repair_tail,),
-    "GAV606": (repair_clipping,),
-    "GAV607": (repair_schedule,),
+    "GAV606": (
+        guard_by_accelerator,
+        repair_clipping,
+    ),
+    "GAV607": (
+        guard_by_accelerator,
+        repair_schedule,
+    ),
     "GAV608": (repair_clipping, repair_scaler),
 }
 """The repairs that may fit a finding, by its code."""

@@ -157,8 +157,10 @@ def _is_steps(model: LoopModel, division: Division) -> bool:
 
 def _remove_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source without one of its divisions by K."""
-    by_steps = [division for division in divisions(model, finding) if _is_steps(model, division)]
-    for division in by_steps:
+    every = divisions(model, finding)
+    by_steps = [division for division in every if _is_steps(model, division)]
+    # A name that is none of K's own may hold K all the same: the trial tells.
+    for division in by_steps or [each for each in every if isinstance(each.divisor, ast.Name | ast.Attribute)]:
         edits = without_division(division)
         if edits:
             yield Candidate(f"Removes a second division by `{division.text}`.", tuple(edits))

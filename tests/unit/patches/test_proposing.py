@@ -298,3 +298,41 @@ def test_trainer_counts_the_items_of_all_micro_batches() -> None:
 """
     line = '+        loss = F.cross_entropy(model(inputs), inputs["labels"], reduction="sum") / num_items_in_batch'
     assert changes_of(text, "GAV202")[0][1] == line
+
+
+ACCELERATED = """accelerator = Accelerator(ARGUMENTS)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(criterion(model(x), y))
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("", "gradient_accumulation_steps=accumulation_steps"),
+        ("cpu=True", "cpu=True, gradient_accumulation_steps=accumulation_steps"),
+        ("gradient_accumulation_steps=1", "gradient_accumulation_steps=accumulation_steps"),
+    ],
+)
+def test_accelerator_is_told_the_number_of_micro_batches(arguments: str, told: str) -> None:
+    text = HEAD + ACCELERATED.replace("ARGUMENTS", arguments)
+    assert changes_of(text, "GAV601")[0][1] == f"+accelerator = Accelerator({told})"
+
+
+def test_clipping_waits_for_the_accelerator() -> None:
+    clip = "        clip_grad_norm_(model.parameters(), 1.0)"
+    text = HEAD + ACCELERATED.replace("ARGUMENTS", "gradient_accumulation_steps=accumulation_steps")
+    assert changes_of(text, "GAV606")[0] == [f"-{clip}", "+        if accelerator.sync_gradients:", f"+    {clip}"]
+
+
+def test_batch_norm_is_replaced_behind_the_last_assignment_of_the_model() -> None:
+    text = "import torch\n\nnet = Net()\nnet = net.cuda()\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    (patch,) = propose([finding_of("GAV101")], context_of(text))
+    assert patch.unsafe
+    assert apply(patch, {FILE: text})[FILE] == text.replace(
+        "import torch\n", "import torch\nfrom gaverify.remedies import convert_batch_norm\n"
+    ).replace("net.cuda()\n", "net.cuda()\nnet = convert_batch_norm(net)\n")

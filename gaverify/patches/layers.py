@@ -1,0 +1,62 @@
+"""Repairs of the model: BatchNorm replaced by a norm that knows no batch, which makes it another model (GAV101)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from gaverify.patches.candidates import Candidate
+from gaverify.patches.code import Code, Function, callee_name
+from gaverify.patches.loop import LoopModel
+from gaverify.records.findings import Finding
+from gaverify.records.patch import Edit
+
+_UNSAFE = "GroupNorm in place of BatchNorm makes another model, which has to be trained from the beginning"
+
+
+def replace_batch_norm(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a model whose BatchNorm layers are converted, where its parameters are handed to an optimizer."""
+    for code in model.codes.values():
+        for text, node in _trained_models(code):
+            assigned = _assignment_of(code, text, node)
+            if assigned is None:
+                continue
+            line = f"{code.indent_of(assigned)}{text} = convert_batch_norm({text}){code.line_end}"
+            edits = (_import_line(code), code.insert_after(assigned, line))
+            title = f"Replaces the BatchNorm layers of `{text}` by GroupNorm."
+            yield Candidate(title, edits, _UNSAFE)
+
+
+def _trained_models(code: Code) -> Iterator[tuple[str, ast.Call]]:
+    """Yields the models whose parameters a call is given."""
+    for node in ast.walk(code.tree):
+        if callee_name(node) in ("parameters", "named_parameters") and isinstance(node, ast.Call):
+            func = node.func
+            if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name | ast.Attribute):
+                yield code.text_of(func.value), node
+
+
+def _assignment_of(code: Code, text: str, node: ast.AST) -> ast.stmt | None:
+    """The last statement before a node that assigns a name, in the node's scope or the module."""
+    line = getattr(node, "lineno", 0)
+    scope = code.scope_of(node)
+    scopes = [scope, code.tree] if isinstance(scope, Function) else [scope]
+    for each in scopes:
+        found = [
+            statement
+            for statement in ast.walk(each)
+            if isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and code.text_of(statement.targets[0]) == text
+            and (statement.lineno < line or each is not scope)
+        ]
+        if found:
+            return max(found, key=lambda statement: statement.lineno)
+    return None
+
+
+def _import_line(code: Code) -> Edit:
+    """Returns the edit that imports the conversion behind the source's own imports."""
+    imports = [node for node in code.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    text = f"from gaverify.remedies import convert_batch_norm{code.line_end}"
+    return code.insert_after(imports[-1], text) if imports else code.insert_before(code.tree.body[0], text)
