@@ -51,7 +51,7 @@ class ScriptBench:
         trial: The runs that were compared.
         record: What they show.
         update: Whose gradients are compared.
-        shown_as: How the report calls the runs.
+        shown_as: How the report calls the runs; empty: like the trial's.
         watch: What all runs do otherwise to be looked at, which changes no gradient.
         summed: Compare gradients as the last backward pass left them; None: at the stage that decided the update.
     """
@@ -61,7 +61,7 @@ class ScriptBench:
         trial: Trial,
         record: Record,
         update: UpdateComparison,
-        shown_as: str,
+        shown_as: str = "",
         watch: Changes = (),
         *,
         summed: bool | None = None,
@@ -70,15 +70,13 @@ class ScriptBench:
         self._shown_as, self._watch = shown_as, watch
         self._summed = summed
         self._full_runs: dict[tuple[Changes, int], RecordedRun] = {}
-        self.failures: dict[str, str] = {}
-        """Question → why it could not be asked."""
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where a changed run failed, which is noted."""
         try:
             return ask()
         except GaverifyError as error:
-            self.failures[name] = str(error)
+            self.trial.failures[name] = str(error).splitlines()[0]
             return None
 
     def run(self, *interventions: Intervention, fit: bool = False) -> ControlRun:
@@ -176,8 +174,8 @@ class ScriptBench:
         divergent = {row.name for row in self.update.parameters if row.outcome is Outcome.DIVERGENT}
         cut_off = set(own_names) & divergent if differed is False else set[str]()
         if any(each.in_reference for each in runs.interventions):
-            connected = {names.get(place) for run in (runs.full, runs.accumulated) for place in self._connected(run)}
-            cut_off |= divergent - connected
+            connected = {*self._find_connected(runs.full), *self._find_connected(runs.accumulated)}
+            cut_off |= divergent - {names.get(place) for place in connected}
         difference_left = self.difference_left(runs, left_out=left_out)
         allowed = self.record.tolerance if last.kind is ControlKind.WEIGHTS else self.rounding_of(self.update)
         is_rounding = difference_left <= allowed
@@ -204,8 +202,13 @@ class ScriptBench:
             left_out: Parameters that are not compared.
         """
         update = update or self.update
-        summed = self._is_summed(update)
-        return gradient_difference(runs.full, runs.accumulated, left_out, summed=summed, update=update.number)
+        round_ = rounds_of(runs.accumulated.events)[update.number - 1]
+        full, accumulated = (
+            {str(place): gradient for place, gradient in gradients.items() if place not in left_out}
+            for run in (runs.full, runs.accumulated)
+            for gradients in [run.gradients(round_, summed=self._is_summed(update))]
+        )
+        return left_between({name: accumulated.get(name) for name in full}, full) if full else math.nan
 
     def _is_summed(self, update: UpdateComparison) -> bool:
         return update.decided is Stage.SUMMED if self._summed is None else self._summed
@@ -228,7 +231,7 @@ class ScriptBench:
         what, change = "each loss weighted correctly", WeightMicroBatches(factors)
         return Intervention(what, ControlKind.WEIGHTS, in_reference=False, changes=(change,))
 
-    def _connected(self, run: RecordedRun) -> list[ParameterPlace]:
+    def _find_connected(self, run: RecordedRun) -> list[ParameterPlace]:
         """The parameters that got a gradient in the update."""
         round_ = rounds_of(run.events)[self.update.number - 1]
         gradients = run.gradients(round_, summed=self._is_summed(self.update))
@@ -249,26 +252,3 @@ class ScriptBench:
         round_ = rounds_of(runs.accumulated.events)[self.update.number - 1]
         fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=self._is_summed(self.update))
         return fit if fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance else None
-
-
-def gradient_difference(
-    full: RecordedRun,
-    accumulated: RecordedRun,
-    left_out: Collection[ParameterPlace] = (),
-    *,
-    summed: bool = True,
-    update: int = 1,
-) -> float:
-    """Returns ‖accumulated − full‖ / ‖full‖ of an update's gradients; NaN where there are none.
-
-    Args:
-        full: The full-batch run.
-        accumulated: The accumulated run.
-        left_out: Parameters that are not compared.
-        summed: As the last backward pass left them; else as the optimizers saw them.
-        update: Its number.
-    """
-    round_ = rounds_of(accumulated.events)[update - 1]
-    sides = [run.gradients(round_, summed=summed) for run in (full, accumulated)]
-    keys = [{str(place): gradient for place, gradient in side.items() if place not in left_out} for side in sides]
-    return left_between({name: keys[1].get(name) for name in keys[0]}, keys[0]) if keys[0] else math.nan

@@ -6,8 +6,9 @@ State is a module's buffer, frozen parameter or attribute, such as a moving aver
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -44,7 +45,7 @@ from gaverify.records.facts import NextUpdate, State, StateChange
 from gaverify.records.windows import common_rounds, rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
-from gaverify.search.bench import Intervention
+from gaverify.search.bench import Intervention, find_needed
 from gaverify.thresholds import FIT_FLOAT32, TINY
 from gaverify.tracebacks import Place, display_path
 
@@ -275,14 +276,18 @@ def control_carried_state(trial: Trial, record: Record) -> Record:
         return record
     carried = [each for each in trial.accumulated.closing.control.carried if each.update == update.number]
     places = {each.name: each.place for each in carried}
+    if not places:
+        return record
     bench = ScriptBench(trial, record, update, "state")
 
-    def is_enough(names: tuple[str, ...]) -> bool:
-        return bench.run(_align(names)).rounding
+    def align(parts: Sequence[tuple[str, ...]]) -> ControlRun | None:
+        return bench.run(_align(tuple(chain(*parts)))) if parts else None
 
-    if not places or not is_enough(tuple(places)):
+    together = align([tuple(places)])
+    if together is None or not together.rounding:
         return record
-    names = _find_carried(places, is_enough)
+    needed = find_needed(_parts_of(places), align)
+    names = tuple(name for name in places if any(name in each.item for each in needed))
     runs = bench.make_runs(_align(names), updates=trial.runner.updates)
     control = bench.compare(runs)
     later = bench.later_updates
@@ -303,20 +308,13 @@ def _align(names: tuple[str, ...]) -> Intervention:
     return Intervention(what, ControlKind.STATE_ALIGNED, in_reference=False, changes=(AlignState(names),))
 
 
-def _find_carried(places: Mapping[str, ValuePlace], is_enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    """Returns the values that have to be set together: one alone if that is enough, else without those it can miss."""
-    single = [(name,) for name, place in places.items() if place != "parameter"]
+def _parts_of(places: Mapping[str, ValuePlace]) -> list[tuple[str, ...]]:
+    """Returns the values that are set or left alone together, those that are the likelier causes last."""
+    parts: list[tuple[str, ...]] = [(name,) for name, place in places.items() if place != "parameter"]
     parameters = tuple(name for name, place in places.items() if place == "parameter")  # a teacher's move together
-    parts = [*single, *([parameters] if parameters else [])][:_MOST_ALONE]
-    alone = next((part for part in parts if len(parts) > 1 and is_enough(part)), None)
-    if alone is not None:
-        return alone
-    needed = tuple(places)
-    for part in parts:
-        rest = tuple(name for name in needed if name not in part)
-        if rest and is_enough(rest):
-            needed = rest
-    return needed
+    parts += [parameters] if parameters else []
+    rest = tuple(chain(*parts[_MOST_ALONE:]))
+    return [*([rest] if rest else []), *reversed(parts[:_MOST_ALONE])]
 
 
 # The control for state that forwards change and read again: it is restored before each micro-batch.

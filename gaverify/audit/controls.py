@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from gaverify.audit.bench import ScriptBench, gradient_difference
+from gaverify.audit.bench import ControlledRuns, ScriptBench
 from gaverify.audit.code_controls import (
     control_backward,
     control_carried_state,
@@ -173,9 +173,10 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     multipliers, tolerance = update_and_fit[1].multipliers, record.tolerance
     if not all(a - b > tolerance * abs(a) for a, b in pairwise((*multipliers, 0.0))):
         return record
-    number = update_and_fit[0].number
-    cleared = trial.run(trial.control("accumulated", ClearGradients(), updates=number))
-    difference_left = gradient_difference(trial.accumulated, cleared, update=number)
+    bench = ScriptBench(trial, record, update_and_fit[0])
+    clearing = Intervention("gradients cleared", in_reference=False, changes=(ClearGradients(),))
+    cleared = bench.make_runs(clearing).accumulated
+    difference_left = bench.difference_left(ControlledRuns((clearing,), trial.accumulated, cleared))
     if not difference_left <= record.tolerance or not cleared.closing.control.cleared:
         return record  # a script that moves its gradients away after each pass leaves nothing to clear
     overwritten = Overwritten(difference_left, *(cleared.closing.control.setter or (None, None)))
@@ -351,7 +352,7 @@ def control_ranks(trial: Trial, record: Record) -> Record:
         """The difference of a changed run of the ranks from the full-batch run, or from that with the same change."""
         intervention = Intervention("ranks changed", in_reference=also_full, changes=(change,))
         # A changed run may fail where the script's own does not: then it answers nothing, and the audit goes on.
-        control = bench.attempt("ranks", lambda: bench.run(intervention))
+        control = bench.attempt("a control of ranks", lambda: bench.run(intervention))
         return math.nan if control is None else control.left
 
     if ranks.reduction.stepped_without:
@@ -400,7 +401,7 @@ def explain_difference(trial: Trial, record: Record) -> Record:
     with trial.runner.limit.searching():
         record = _run_controls(trial, record, (control_ranks, *for_one_process, *for_all))
     stopped_after = trial.runner.request.time_limit if trial.runner.limit.has_ended else None
-    return replace(record, stopped_after=stopped_after)
+    return replace(record, stopped_after=stopped_after, failures=dict(trial.failures))
 
 
 def _run_controls(trial: Trial, record: Record, controls: Sequence[Callable[[Trial, Record], Record]]) -> Record:

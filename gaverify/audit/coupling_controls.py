@@ -596,7 +596,7 @@ def _trace_script(
 ) -> TraceComparison | None:
     """Returns the calls that the script makes between its models and its loss, of both runs; None without a trace."""
     trace = TraceScript(_open_modules(every_level))
-    traced = bench.attempt("trace", lambda: watch_modules(bench, *runs.interventions, watch=(trace,)))
+    traced = bench.attempt("a trace of the loss", lambda: watch_modules(bench, *runs.interventions, watch=(trace,)))
     if traced is None:  # a run that fails under the trace answers nothing
         return None
     # Of several ranks the first one's calls are compared.
@@ -637,7 +637,7 @@ def _value_cause(
     name = suspect.value.name if suspect.value is not None else ""
     what = f"{f'`{name}`' if name else 'that value'} replaced by the full batch's for the same rows"
     pin = Intervention(what, changes=(pins,))
-    control = bench.attempt("value", lambda: bench.run(*runs.interventions, pin, fit=True))
+    control = bench.attempt("the control of a value", lambda: bench.run(*runs.interventions, pin, fit=True))
     if control is None:  # other values may not fit there: then nothing is shown
         return None
     explained = _explained_share(control, bench.update.relative_difference)

@@ -75,7 +75,7 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     control = None
     if pins:  # other values may not fit there: then nothing is shown
         change = PinArguments(tuple(pins), parts, (EVERYWHERE,))
-        control = bench.attempt("first difference", lambda: bench.run(_replace_value(found.difference, change)))
+        control = bench.attempt("its control", lambda: bench.run(_replace_value(found.difference, change)))
     difference = replace(found.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
     if control is None or not control.proves:

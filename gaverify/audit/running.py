@@ -219,6 +219,8 @@ class Trial:
             runner.updates = min(runner.updates, copies.updates + 1)
         accumulated, self.perturbed = runner.record(self.control("accumulated"), self.perturbed_control())
         self.accumulated = accumulated.beside(full)
+        self.failures: dict[str, str] = {}
+        """Question of the search → why it could not be asked."""
         self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
 
     @property

@@ -335,6 +335,8 @@ class Record:
     """Whether float32 runs were compared because the script trains in a coarser type."""
     stopped_after: float | None = None
     """Time limit in seconds that ended the search for the cause; None where none did."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Questions of that search that could not be asked, with the reason for each."""
 
     @property
     def tolerance(self) -> float:

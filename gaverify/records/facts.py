@@ -295,5 +295,6 @@ def facts_of_loop(loop: Record) -> Facts:
         cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
         ranks=loop.together,
         stopped_after=loop.stopped_after,
+        failures=loop.failures,
         loop=loop,
     )

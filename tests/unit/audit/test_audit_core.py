@@ -492,7 +492,7 @@ class TestWeights:
     ) -> None:
         """Passes with as many samples have equal weights: which is the larger one differs between processors."""
         differs = update(ratio=1.2, fit=fit(0.9, 0.3, right=right))
-        trial: Any = SimpleNamespace(run=None, control=lambda *_, **__: pytest.fail("ran"))
+        trial: Any = SimpleNamespace(full=None, run=None, control=lambda *_, **__: pytest.fail("ran"))
         with pytest.raises(pytest.fail.Exception, match="ran") if runs else nullcontext():
             control_overwriting(trial, record(RIGHT, "BSZ BSZ", updates=(differs,)))
 

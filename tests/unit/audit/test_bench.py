@@ -5,18 +5,30 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from audits import audit, gaverify
 from forking import can_fork, forked_runs
+from recorded import numbers, run_of
+from updates import update_of
 
+from gaverify.audit.bench import ControlledRuns, ScriptBench
 from gaverify.audit.flow import _Audit
+from gaverify.audit.job import DisableCompilation, PinModules, UseEvaluationMode, WatchModules, merge_changes
 from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
-from gaverify.records.audit import Record
+from gaverify.records.audit import Record, RowCheck
+from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.events import ControlSummary, Ledger
+from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.rules import findings_for
+from gaverify.search.bench import Intervention
 
 CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
 
@@ -87,3 +99,65 @@ def test_a_time_limit_ends_the_search_and_not_the_verdict(script: str, common: s
     assert len(stopped.document["runs"]) == 3 < len(audit(script, common=common).document["runs"])
     again = gaverify(["audit", "--from", str(kept), "--format", "json"])
     assert again.document["findings"] == stopped.document["findings"]
+
+
+PINNED = Intervention("a value replaced", changes=(DisableCompilation(),))
+RIGHT, ZERO_BIAS, WRONG = numbers(1.0, 2.0, 3.0, 4.0, 5.0), numbers(1.0, 2.0, 3.0, 4.0, 0.0), numbers(2, 2, 3, 4, 5)
+
+
+def bench_of() -> ScriptBench:
+    """Of an update in which a bias differs, without a script."""
+    row = ParameterComparison("bias", (1,), Outcome.DIVERGENT, Method.NOISE_FLOOR, 5.0, 1.0, 4.0, 0.0, 4.0, None)
+    update = update_of(1, outcome=Outcome.DIVERGENT, judged=True, parameters=(row,), data=RowCheck(4, 4))
+    trial: Any = SimpleNamespace(failures={})
+    return ScriptBench(trial, Record((), Ledger((), ()), updates=(update,)), update)
+
+
+def control_of(
+    folder: Path, gradient: torch.Tensor, full: torch.Tensor = RIGHT, differed: bool | None = None, **changed: Any
+) -> ControlRun:
+    """Of two runs that leave these gradients."""
+    told = {"control": ControlSummary(values_differed=differed)}
+    runs = [run_of(folder / "full", full, full, role="full"), run_of(folder / "own", gradient, gradient, told=told)]
+    return bench_of().compare(ControlledRuns((replace(PINNED, **changed),), *runs))
+
+
+def test_a_control_that_leaves_rounding_proves_what_it_changed(tmp_path: Path) -> None:
+    control = control_of(tmp_path, RIGHT, differed=True)
+    assert control.proves and control.interventions == (PINNED,)
+
+
+def test_a_control_that_leaves_a_difference_proves_nothing(tmp_path: Path) -> None:
+    control = control_of(tmp_path, WRONG)
+    assert control.left == pytest.approx(1 / 55**0.5) and not control.rounding
+
+
+def test_values_that_did_not_differ_prove_nothing(tmp_path: Path) -> None:
+    control = control_of(tmp_path, RIGHT, differed=False)
+    assert control.rounding and not control.proves
+
+
+def test_a_divergent_parameter_without_a_gradient_in_a_control_proves_nothing(tmp_path: Path) -> None:
+    control = control_of(tmp_path, ZERO_BIAS, ZERO_BIAS)
+    assert control.rounding and control.cut_off == ("bias",) and not control.proves
+
+
+def test_a_repair_leaves_the_full_batch_s_gradient_as_it_is(tmp_path: Path) -> None:
+    assert control_of(tmp_path, ZERO_BIAS, ZERO_BIAS, in_reference=False).proves
+
+
+def test_what_no_run_of_a_script_can_change_is_told_and_not_asked() -> None:
+    bench = bench_of()
+    assert bench.attempt("a probe", lambda: bench.run(Intervention("a layer pinned"))) is None
+    assert bench.trial.failures == {"a probe": "no run of a script can be made with a layer pinned"}
+
+
+def test_later_pins_join_earlier_ones_and_other_changes_replace_them() -> None:
+    first, second = PinModules(("a", "b"), blamed="gradients"), PinModules(("b", "c"))
+    evaluated = UseEvaluationMode(("0:x",)), UseEvaluationMode(("0:y",))
+    watched = WatchModules(("a",)), WatchModules()
+    assert merge_changes([first, evaluated[0], watched[0]], [second, evaluated[1], watched[1]]) == (
+        PinModules(("a", "b", "c")),
+        UseEvaluationMode(("0:x", "0:y")),
+        WatchModules(),
+    )
