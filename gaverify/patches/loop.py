@@ -170,6 +170,10 @@ class LoopModel:
             is_test = isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             if is_test and isinstance(node, ast.expr) and any(map(_is_remainder, ast.iter_child_nodes(node))):
                 found.append(node)
+            elif isinstance(node, ast.BinOp) and _is_remainder(node):  # `if i % K: continue`
+                parent = code.parents[node]
+                if isinstance(parent, ast.BoolOp) or (isinstance(parent, ast.If) and parent.test is node):
+                    found.append(node)
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def guards(self, site: Site) -> list[ast.If]:
@@ -183,8 +187,10 @@ class LoopModel:
         return guards
 
     def is_boundary(self, code: Code, test: ast.expr) -> bool:
-        """Whether a test asks for the end of a window: by a remainder, or by a variable that holds one."""
-        if self.boundaries(code, test):
+        """Whether a test asks for the end of a window: by a remainder, a count, or a variable that holds that."""
+        if self.boundaries(code, test) or self.count_test(code, test) is not None:
+            return True
+        if any(isinstance(node, ast.Attribute) and node.attr == "sync_gradients" for node in ast.walk(test)):
             return True
         names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
         assigned = [node for node in ast.walk(code.scope_of(test)) if isinstance(node, ast.Assign)]
@@ -194,19 +200,37 @@ class LoopModel:
             for target in node.targets
         )
 
+    def count_test(self, code: Code, test: ast.expr) -> tuple[ast.Compare, str] | None:
+        """The comparison of a count with K in a test, `count == K`, and the text of K; None without one."""
+        steps = [*self.steps_texts(code, test, by_remainders=False), str(self.steps)]
+        for node in ast.walk(test):
+            if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Name | ast.Attribute):
+                other = node.comparators[0]
+                without_one = other.left if isinstance(other, ast.BinOp) else other
+                if code.text_of(without_one) in steps and isinstance(node.ops[0], ast.Eq | ast.GtE | ast.Gt):
+                    return node, code.text_of(without_one)
+        return None
+
+    def index_around(self, code: Code, node: ast.AST) -> Index | None:
+        """The count of rounds that is known at a node: its loop's, or the parameter that a loop hands it as."""
+        loops, scope = code.loops_around(node), code.scope_of(node)
+        if loops:
+            return self.index_of(code, loops[0])
+        caller = next(iter(_callers_of(code, node)), None)
+        loop = self.micro_loop(caller) if caller is not None else None
+        index = self.index_of(code, loop) if loop is not None else None
+        if caller is None or index is None or not isinstance(scope, Function):
+            return None
+        parameters = [each.arg for each in scope.args.args]
+        parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+        given = [*zip(parameters, caller.call.args, strict=False)]
+        given += [(each.arg, each.value) for each in caller.call.keywords if each.arg is not None]
+        names = [name for name, value in given if isinstance(value, ast.Name) and value.id == index.name]
+        return Index(names[0], index.start, "") if names else None
+
     def callers(self, site: Site) -> list[Site]:
         """The calls of the function that holds a call, and of those around it, in the same file."""
-        found: list[Site] = []
-        scope = site.code.scope_of(site.call)
-        while isinstance(scope, Function) and len(found) < _DEEPEST:
-            name = scope.name
-            calls = [node for node in ast.walk(site.code.tree) if callee_name(node) == name]
-            inside = [call for call in calls if isinstance(call, ast.Call) and site.code.scope_of(call) is not scope]
-            if len(inside) != 1:
-                break
-            found.append(Site(site.code, inside[0]))
-            scope = site.code.scope_of(inside[0])
-        return found
+        return _callers_of(site.code, site.call)
 
     def is_once_per_window(self, site: Site) -> bool:
         """Whether a call is made once per window as its text tells: under a test, or outside of the inner loop."""
@@ -237,14 +261,16 @@ class LoopModel:
 
     # -- K ------------------------------------------------------------------------------------------------------------
 
-    def steps_texts(self, code: Code, node: ast.AST) -> list[str]:
+    def steps_texts(self, code: Code, node: ast.AST, *, by_remainders: bool = True) -> list[str]:
         """Expressions for K that can be written at a node, the likeliest first; the number itself is not among them."""
         texts: list[str] = []
         visible = _visible_names(code, node)
         scope = code.scope_of(node)
-        for around in (scope, code.tree):
+        for around in (scope, code.tree) if by_remainders else ():
             for boundary in self.boundaries(code, around):
                 texts += [code.text_of(right) for right in _moduli(boundary) if self._is_usable(right, visible)]
+        own_names = _visible_names(code, node, outer=False) if isinstance(scope, Function) else set()
+        texts += sorted(name for name in own_names if _STEPS_NAME.search(name.lower()))
         texts += [
             code.text_of(value)
             for value in _named_like_steps(code)
@@ -280,6 +306,8 @@ class LoopModel:
             arguments = _arguments(iterated)
             if callee_name(iterated) == "range" and len(arguments) == 1 and not isinstance(arguments[0], ast.Constant):
                 yield code.text_of(arguments[0])
+            if callee_name(iterated) == "islice" and len(arguments) == 2:
+                yield code.text_of(arguments[1])
             if callee_name(iterated) in ("chunk", "tensor_split") and arguments:
                 count = arguments[0] if len(arguments) == 1 or _is_method(iterated) else arguments[1]
                 if not isinstance(count, ast.Constant):
@@ -293,6 +321,20 @@ class LoopModel:
             return False
         names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         return names <= visible
+
+
+def _callers_of(code: Code, node: ast.AST) -> list[Site]:
+    """The calls of the function that holds a node, and of those around it."""
+    found: list[Site] = []
+    scope = code.scope_of(node)
+    while isinstance(scope, Function) and len(found) < _DEEPEST:
+        calls = [each for each in ast.walk(code.tree) if isinstance(each, ast.Call) and callee_name(each) == scope.name]
+        outside = [call for call in calls if code.scope_of(call) is not scope]
+        if len(outside) != 1:
+            break
+        found.append(Site(code, outside[0]))
+        scope = code.scope_of(outside[0])
+    return found
 
 
 def _calls_at(code: Code, line: int, kind: type[Event]) -> list[ast.Call]:
@@ -342,12 +384,12 @@ def _moduli(test: ast.expr) -> list[ast.expr]:
     return [remainder.right] if remainder is not None else []
 
 
-def _visible_names(code: Code, node: ast.AST) -> set[str]:
+def _visible_names(code: Code, node: ast.AST, *, outer: bool = True) -> set[str]:
     """The names that are known at a node: parameters, and what is assigned or imported before it or in the module."""
     names: set[str] = set()
     line = getattr(node, "lineno", 0)
     scopes = [each for each in code.around(node) if isinstance(each, Function | ast.Module | ast.Lambda)]
-    for scope in scopes:
+    for scope in scopes if outer else scopes[:1]:
         if isinstance(scope, Function | ast.Lambda):
             arguments = scope.args
             every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]

@@ -18,8 +18,8 @@ from gaverify.records.patch import Edit
 
 def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source with another test of whether a window ends (GAV601 to GAV604)."""
-    for code, loop, test in _tests_of_boundaries(model):
-        index = model.index_of(code, loop) if loop is not None else None
+    for code, _, test in _tests_of_boundaries(model):
+        index = model.index_around(code, test)
         remainder = remainder_of(test)
         if remainder is None:
             continue
@@ -32,6 +32,18 @@ def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
                 parent = code.parents[test]
                 if isinstance(parent, ast.BoolOp):  # `i % K == 0 and i > 0`
                     yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(parent, text),))
+    yield from _correct_counts(model)
+
+
+def _correct_counts(model: LoopModel) -> Iterator[Candidate]:
+    """Yields tests of a count that is one off: `count > K` for `count == K`."""
+    for site in _sites_of_update(model):
+        for guard in model.guards(site):
+            found = model.count_test(site.code, guard.test)
+            if found is not None:
+                test, steps = found
+                text = f"{site.code.text_of(test.left)} == {steps}"
+                yield Candidate(f"Ends the accumulation window where `{text}`.", (site.code.replace(test, text),))
 
 
 def _tests_of_boundaries(model: LoopModel) -> Iterator[tuple[Code, Loop | None, ast.expr]]:
@@ -56,9 +68,10 @@ def _sites_of_update(model: LoopModel) -> list[Site]:
 def _counts_of_rounds(code: Code, remainder: ast.BinOp, index: Index | None) -> list[str]:
     """Texts of the number of rounds that are over at the end of one, the likelier first."""
     left = remainder.left
-    if index is not None:
-        return [index.rounds_done]
     text = code.text_of(left)
+    # A test may count in a variable of its own, whatever the loop counts.
+    if index is not None and any(isinstance(node, ast.Name) and node.id == index.name for node in ast.walk(left)):
+        return [index.rounds_done]
     if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Add) and isinstance(left.right, ast.Constant):
         return [text, code.text_of(left.left)]
     return [text, f"{text} + 1"]
@@ -76,6 +89,8 @@ def _boundary_text(code: Code, test: ast.expr, left: str, modulus: str) -> str:
     is_sum = any(sign in left for sign in "+-*/ ")
     count = f"({left})" if is_sum and not left.startswith("(") else left
     modulus = f"({modulus})" if " " in modulus and not modulus.startswith("(") else modulus
+    if isinstance(test, ast.BinOp):
+        return f"{count} % {modulus}"
     if isinstance(test, ast.UnaryOp):
         return f"not {count} % {modulus}"
     assert isinstance(test, ast.Compare)
@@ -95,7 +110,7 @@ def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             continue
         own = _divisions_by_window_size(model, code, loop, index, remainder)
         last = f"{index.rounds_done} == {index.length}"
-        is_open = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq)
+        is_open = isinstance(test, ast.BinOp) or (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq))
         ending = f" and {last.replace('==', '!=')}" if is_open else f" or {last}"
         if finding.code == "GAV605":
             if own:
@@ -224,7 +239,11 @@ def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         for clearing in clearings:
             yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
     text = _clearing_text(step)
-    if text and finding.code == "GAV602":
+    if text and finding.code == "GAV602" and not step.code.owns_lines(step.statement):
+        end = step.code.span(step.statement)[1]  # `if …: optimizer.step()`
+        edit = step.code.replace_between(end, end, f"; {text}")
+        yield Candidate("Clears the gradients behind the step.", (edit,))
+    elif text and finding.code == "GAV602":
         destination = behind_step(model, step)
         line = f"{destination.indent}{text}{step.code.line_end}"
         yield Candidate("Clears the gradients behind the step.", (destination.put_text(line),))
@@ -298,9 +317,12 @@ def repair_step(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     step = model.step_site
     if step is None or model.is_once_per_window(step):
         return
+    # An update in a function of its own is made where that is called.
+    is_function = model.micro_loop(step) is None and model.index_around(step.code, step.call) is None
+    step = next(iter(model.callers(step)), step) if is_function else step
     code = step.code
     group = _group_of_update(code, step.statement)
-    if not all(code.owns_lines(each) for each in group) or not model.micro_loop(step):
+    if not all(code.owns_lines(each) for each in group):
         return
     yield from _into_existing_test(model, step)
     yield from _behind_inner_loop(model, step, group)
@@ -339,6 +361,7 @@ def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) ->
     for site in model.sites(ZeroGrad):
         statement = movable(model, site)
         in_loop = site.code is step.code and model.micro_loop(site) is loop
+        in_loop = in_loop and site.code.scope_of(site.call) is step.code.scope_of(step.call)
         if in_loop and statement is not None and statement not in group and not model.is_once_per_window(site):
             found.append(statement)
     return found
@@ -347,7 +370,9 @@ def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) ->
 def _into_existing_test(model: LoopModel, step: Site) -> Iterator[Candidate]:
     """Yields the step at the beginning of a test for the end of a window that stands in the same loop."""
     code, loop = step.code, model.micro_loop(step)
-    for node in ast.walk(loop) if loop is not None else ():
+    scope = code.scope_of(step.call)
+    around = loop if loop is not None or isinstance(scope, ast.Module) else scope
+    for node in ast.walk(around) if around is not None else ():
         if isinstance(node, ast.If) and model.is_boundary(code, node.test) and code.delete(step.statement):
             block = code.block_of(step.statement)
             at = next(at for at, each in enumerate(block) if each is step.statement)
@@ -387,16 +412,14 @@ def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) 
 def _into_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
     """Yields the update in a test for the end of a window, with a count of rounds where the loop has none."""
     code, loop = step.code, model.micro_loop(step)
-    if loop is None:
-        return
-    index, edits = model.index_of(code, loop), list[Edit]()
+    index, edits = model.index_around(code, step.call), list[Edit]()
     if index is None:
-        counted = _count_rounds(code, loop)
+        counted = _count_rounds(code, loop) if loop is not None else None
         if counted is None:
             return
         index, edits = counted
-    indent = code.indent_of(group[0])
-    unit = indent[len(code.indent_of(loop)) :] or "    "
+    indent, around = code.indent_of(group[0]), code.parents[group[0]]
+    unit = indent[len(code.indent_of(around)) :] if isinstance(around, ast.stmt) else "    "
     clearings = _early_clearings(model, step, group)
     for steps in steps_at(model, code, step.call):
         done = f"({index.rounds_done})" if " " in index.rounds_done else index.rounds_done

@@ -24,16 +24,37 @@ def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     if math.isclose(factor, 1 / model.steps, rel_tol=THREE_DIGITS):
         yield from _remove_divisions(model, finding)
     if math.isclose(factor, model.steps, rel_tol=THREE_DIGITS):
+        yield from _divide_terms(model)
         yield from _add_division(model, finding)
     yield from _correct_divisions(model, finding)
 
 
 def _add_division(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the loss divided where it is differentiated, else where it is returned to a framework."""
-    for code, node in _losses(model, finding):
+    losses = list(_losses(model, finding))
+    if len(losses) > 1 and all(code is losses[0][0] for code, _ in losses):
+        for steps in steps_at(model, *losses[0], most=1):
+            edits = tuple(divide(code, node, steps.text) for code, node in losses)
+            yield Candidate(f"Divides every loss by `{steps.text}`.", edits)
+    for code, node in losses:
         for steps in steps_at(model, code, node):
             edits = joined([divide(code, node, steps.text)], steps.note(code, code.statement_of(node)))
             yield Candidate(f"Divides the loss by `{steps.text}`.", edits)
+
+
+def _divide_terms(model: LoopModel) -> Iterator[Candidate]:
+    """Yields sums of which one term is divided by K, with another term divided as well."""
+    for site in model.sites(Backward):
+        code = site.code
+        for node in ast.walk(code.scope_of(site.call)):
+            if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+                continue
+            pairs = ((node.left, node.right), (node.right, node.left))
+            for divided, other in pairs:
+                division = division_by_steps(model, code, divided)
+                if division is not None and division_by_steps(model, code, other) is None:
+                    edit = code.replace(other, f"{code.operand(other, product=True)} / {division.text}")
+                    yield Candidate(f"Divides every term of the loss by `{division.text}`.", (edit,))
 
 
 def _losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.expr]]:

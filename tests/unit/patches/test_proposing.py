@@ -336,3 +336,49 @@ def test_batch_norm_is_replaced_behind_the_last_assignment_of_the_model() -> Non
     assert apply(patch, {FILE: text})[FILE] == text.replace(
         "import torch\n", "import torch\nfrom gaverify.remedies import convert_batch_norm\n"
     ).replace("net.cuda()\n", "net.cuda()\nnet = convert_batch_norm(net)\n")
+
+
+def test_term_that_is_not_divided() -> None:
+    text = changed(
+        ("criterion(model(x), y) / accumulation_steps", "criterion(model(x), y) / accumulation_steps + 2 * p")
+    )
+    line = "+    loss = criterion(model(x), y) / accumulation_steps + 2 * p / accumulation_steps  # 'the mean'"
+    assert changes_of(text, "GAV201", factor=4.0, term=2)[0][1] == line
+
+
+@pytest.mark.parametrize(
+    ("test", "right"),
+    [
+        ("if i % accumulation_steps:", "if (i + 1) % accumulation_steps:"),
+        ("if count > accumulation_steps:", "if count == accumulation_steps:"),
+    ],
+)
+def test_other_tests_of_a_boundary(test: str, right: str) -> None:
+    text = changed(("if (i + 1) % accumulation_steps == 0:", test))
+    assert changes_of(text, "GAV601")[0] == [f"-    {test}", f"+    {right}"]
+
+
+def test_clearing_joins_a_step_on_one_line() -> None:
+    text = HEAD + "for i, x in enumerate(loader):\n    model(x).backward()\n    if (i + 1) % 4 == 0: optimizer.step()\n"
+    assert changes_of(text, "GAV602")[0][1] == "+    if (i + 1) % 4 == 0: optimizer.step(); optimizer.zero_grad()"
+
+
+def test_update_in_a_function_is_called_where_a_window_ends() -> None:
+    text = """class Loop:
+    def one(self, at, batch, accumulation_steps):
+        (model(batch) / accumulation_steps).backward()
+        self.update()
+
+    def update(self):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fit(self):
+        for i, batch in enumerate(loader):
+            self.one(i, batch, 4)
+"""
+    assert changes_of(text, "GAV601")[0] == [
+        "-        self.update()",
+        "+        if (at + 1) % accumulation_steps == 0:",
+        "+            self.update()",
+    ]
