@@ -23,9 +23,7 @@ from gaverify.audit.job import (
     Blamed,
     Changes,
     DisableCompilation,
-    PinArguments,
     PinModules,
-    TraceScript,
     UseEvaluationMode,
     WatchModules,
 )
@@ -39,10 +37,8 @@ from gaverify.audit.recording.outputs import (
     RowSummaries,
     Summaries,
 )
-from gaverify.audit.recording.script_calls import PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
-from gaverify.audit.script_trace import TraceComparison, describe_value, read_trace
 from gaverify.errors import TimeUp
 from gaverify.passes.layouts import SampleLayout
 from gaverify.records.audit import Record
@@ -497,7 +493,7 @@ def _causes(bench: ScriptBench) -> Iterator[Cause]:
             runs = watch_modules(bench, *before.interventions, pin)
         control = bench.compare(runs, fit=True)
         statistics = suspect.statistics or _is_evaluation(pin)
-        yield Cause(replace(suspect, statistics=statistics), control, explained=_explained_share(control, difference))
+        yield Cause(replace(suspect, statistics=statistics), control, explained=explained_share(control, difference))
         # The difference is gone, or weights explain its rest: a further suspect would have nothing to explain.
         if control.rounding or control.fit is not None:
             return
@@ -506,18 +502,17 @@ def _causes(bench: ScriptBench) -> Iterator[Cause]:
 _NOT_COMPARED = "its inputs may differ before it: padded to other lengths or without rows, they cannot be compared"
 
 
-def _explained_share(control: ControlRun, difference: float) -> float:
+def explained_share(control: ControlRun, difference: float) -> float:
     """The share of the difference that pins remove; if that is small, the share that they and weights remove."""
     share = 1 - control.left / difference
     return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share
 
 
 def _loss_causes(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks) -> Iterator[Cause]:
-    """Yields the loss, if its gradients depend on other samples, or what the loop hands to it beside the outputs.
+    """Yields the loss, if its gradients depend on other samples.
 
     The loss computed once for all outputs repairs any fault between the outputs and the loss. So it proves that samples
-    act on each other only where that was seen: in gradients that follow the outputs of other samples, or in a value of
-    the loop that is computed from rows which agree.
+    act on each other only where that was seen: in gradients that follow the outputs of other samples.
     """
     pairs, unit = runs.pairs, bench.record.unit
     backwards = [e for e in runs.full.events if isinstance(e, Backward) and e.update == bench.update.number]
@@ -529,54 +524,6 @@ def _loss_causes(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks) -> 
         if loss_difference(pairs, unit, level) > 0 and _loss_depends_on_other_rows(bench, runs, level):
             yield _cause_in_loss(bench, runs, first, level, "rows")
             return
-    if not differing:
-        return
-    comparison = _trace_script(bench, runs, first, every_level)
-    rows_act = [] if comparison is None else list(map(comparison.acts_on_rows, comparison.origins))
-    if comparison is not None and not all(rows_act):
-        cause = _value_cause(bench, runs, first, every_level, comparison)
-        if cause is not None:
-            yield cause
-            if not any(rows_act) or (cause.control is not None and cause.control.rounding):
-                return
-    yield from _additive_causes(bench, runs, first, differing, seen=any(rows_act))
-
-
-def _additive_causes(
-    bench: ScriptBench,
-    runs: WatchedRuns,
-    first: PairsOfRanks,
-    differing: Sequence[tuple[str, ...]],
-    *,
-    seen: bool,
-) -> Iterator[Cause]:
-    """Yields the loss, if values that the loop computes of all samples are in it, and no wrong scale of a term.
-
-    Args:
-        bench: Makes the runs.
-        runs: Both runs, with their outputs recorded.
-        first: The pairs of the runs without pins.
-        differing: The levels of code at which the gradients of outputs differ.
-        seen: Whether a line was seen in which samples act on each other.
-    """
-    record = bench.record
-    terms = [backward.terms for window in record.windows for backward in window.of(Backward)]
-    weights_excluded = max(terms, default=0) < 2 or bool(record.controls.terms)
-    for level in differing if weights_excluded else ():
-        if loss_difference(runs.pairs, record.unit, level) > 0:
-            cause = _cause_in_loss(bench, runs, first, level, "non-additive")
-            if cause.control is None or not cause.control.rounding:
-                continue
-            if not seen:
-                cause = replace(cause, control=None, failure=_NOT_SEEN)
-            yield cause
-            return
-
-
-_NOT_SEEN = (
-    "the loss computed once for all outputs repairs any fault between the outputs and the loss, and no line was seen "
-    "in which samples act on each other"
-)
 
 
 def _cause_in_loss(
@@ -588,60 +535,7 @@ def _cause_in_loss(
     control = bench.run(*runs.interventions, pin, fit=True)
     difference = loss_difference(runs.pairs, bench.record.unit, level)
     suspect = Suspect(kind, _loss(bench.update.number, runs, level), None, difference, 0, False, False)
-    return Cause(suspect, control, explained=_explained_share(control, bench.update.relative_difference))
-
-
-def _trace_script(
-    bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks, every_level: Iterable[tuple[str, ...]]
-) -> TraceComparison | None:
-    """Returns the calls that the script makes between its models and its loss, of both runs; None without a trace."""
-    trace = TraceScript(_open_modules(every_level))
-    traced = bench.attempt("a trace of the loss", lambda: watch_modules(bench, *runs.interventions, watch=(trace,)))
-    if traced is None:  # a run that fails under the trace answers nothing
-        return None
-    # Of several ranks the first one's calls are compared.
-    traces = read_trace(traced.full), read_trace(traced.accumulated)
-    parts = _parts(traced.pairs_by_rank[0]) if traced.pairs_by_rank else ()
-    if traces[0] is None or traces[1] is None or not parts:
-        return None
-    return TraceComparison(traces[0], traces[1], parts, difference_allowed(bench.record.unit))
-
-
-def _open_modules(every_level: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(path for level in every_level for path in level if path != SCRIPT))
-
-
-def _parts(pairs: Sequence[Pair | None]) -> tuple[PlacesOfPart, ...]:
-    """Returns which rows of the full batch each micro-batch holds, by the forwards of the first model."""
-    by_forward: dict[tuple[int, int], list[PlacesOfPart]] = {}
-    for full, micro, places in filter(None, pairs):
-        by_forward.setdefault((full["number"], micro["model"]), []).append((full["rows"], tuple(places)))
-    return tuple(next(iter(by_forward.values()), ()))
-
-
-def _value_cause(
-    bench: ScriptBench,
-    runs: WatchedRuns,
-    first: PairsOfRanks,
-    every_level: Iterable[tuple[str, ...]],
-    comparison: TraceComparison,
-) -> Cause | None:
-    """Returns the first differing value that the loop hands to the loss, if the full batch's values repair that."""
-    if not comparison.handed:
-        return None
-    origin = next(node for node in comparison.origins if not comparison.acts_on_rows(node))
-    suspect = describe_value(comparison, origin)
-    if bench.record.ranks > 1:
-        return Cause(suspect, None, failure="values are not replaced where several ranks train")
-    pins = PinArguments(comparison.pinned(comparison.handed), comparison.parts, _open_modules(every_level))
-    name = suspect.value.name if suspect.value is not None else ""
-    what = f"{f'`{name}`' if name else 'that value'} replaced by the full batch's for the same rows"
-    pin = Intervention(what, changes=(pins,))
-    control = bench.attempt("the control of a value", lambda: bench.run(*runs.interventions, pin, fit=True))
-    if control is None:  # other values may not fit there: then nothing is shown
-        return None
-    explained = _explained_share(control, bench.update.relative_difference)
-    return Cause(suspect, control, explained=explained) if control.rounding or explained > SMALL_PART else None
+    return Cause(suspect, control, explained=explained_share(control, bench.update.relative_difference))
 
 
 def _pin_module(

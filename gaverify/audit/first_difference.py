@@ -20,19 +20,20 @@ from typing import NamedTuple
 import torch
 
 from gaverify.audit.bench import ScriptBench
-from gaverify.audit.coupling_controls import difference_allowed
+from gaverify.audit.coupling_controls import difference_allowed, explained_share
 from gaverify.audit.job import DisableCompilation, PinArguments, TraceScript
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.reading import RecordedRun
-from gaverify.audit.recording.script_calls import EVERYWHERE, INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
+from gaverify.audit.recording.script_calls import INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
-from gaverify.audit.script_trace import Agreement, Node, TraceComparison, assigning_lines, read_trace
+from gaverify.audit.script_trace import Agreement, Node, RowPair, TraceComparison, assigning_lines, read_trace
 from gaverify.audit.source_lines import deciding_line, is_kept, test_lines
 from gaverify.passes.calls import walk_from
 from gaverify.records.audit import Record
 from gaverify.records.events import Forward
 from gaverify.records.experiment import (
+    MOVES_ROWS,
     Cause,
     ControlKind,
     DifferenceKind,
@@ -44,12 +45,13 @@ from gaverify.records.experiment import (
 )
 from gaverify.records.facts import State, StateChange
 from gaverify.search.bench import Intervention
-from gaverify.thresholds import TINY
+from gaverify.thresholds import SMALL_PART, TINY
 from gaverify.tracebacks import Place, display_path
 
 _ARITHMETIC = frozenset(
     {"mul", "div", "add", "sub", "pow", "rsub", "clamp", "lerp", "__rdiv__", "__rsub__", "__rpow__"}
 )
+_MOVING = MOVES_ROWS | {"__getitem__"}
 _SCALING = frozenset({"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "mul_", "div_"})
 
 
@@ -62,7 +64,7 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     if update is None or record.unaligned or record.ranks > 1 or update.step.may_take_factor or is_proven(record):
         return record
     bench = ScriptBench(trial, record, update, "trace", (DisableCompilation(),))
-    runs = bench.make_runs(watch=(TraceScript((EVERYWHERE,)),))
+    runs = bench.make_runs(watch=(TraceScript(),))
     traces = read_trace(runs.full), read_trace(runs.accumulated)
     parts = parts_of(runs.full, runs.accumulated, update.number)
     if traces[0] is None or traces[1] is None or len(parts) < 2:
@@ -71,16 +73,20 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     found = walk.find()
     if found is None:
         return record
-    pins = walk.pins_of(found)
+    pins, value = walk.pins_of(found), walk.value_of(found)
     control = None
     if pins:  # other values may not fit there: then nothing is shown
-        change = PinArguments(tuple(pins), parts, (EVERYWHERE,))
-        control = bench.attempt("its control", lambda: bench.run(_replace_value(found.difference, change)))
+        pin = _replace_value(found.difference, value, PinArguments(tuple(pins), parts))
+        control = bench.attempt("its control", lambda: bench.run(pin, fit=value is not None))
     difference = replace(found.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
-    if control is None or not control.proves:
+    if control is None:
         return record
-    return _with_cause(record, difference, update.relative_difference, is_meeting=walk.acts_on_rows(found))
+    # beside another cause, as a wrong weight, a value explains a part
+    explained = explained_share(control, update.relative_difference)
+    if not control.proves and (value is None or explained <= SMALL_PART):
+        return record
+    return _with_cause(record, difference, value, explained, is_meeting=walk.acts_on_rows(found))
 
 
 def parts_of(full: RecordedRun, accumulated: RecordedRun, update: int) -> tuple[PlacesOfPart, ...]:
@@ -107,16 +113,6 @@ def parts_of(full: RecordedRun, accumulated: RecordedRun, update: int) -> tuple[
     return tuple(parts) if sorted(places) == list(range(parts[0][0] if parts else 0)) else ()
 
 
-class Found(NamedTuple):
-    """The first difference, and the calls behind it."""
-
-    difference: FirstDifference
-    node: Node
-    """The call that differs; of a branch the one that reads the number by which it is decided."""
-    source: Node | None
-    """The call without a row for each sample that it reads."""
-
-
 class HandedValue(NamedTuple):
     """A value without gradient that is handed to a computation with one, and that the first difference leads to."""
 
@@ -125,6 +121,18 @@ class HandedValue(NamedTuple):
     """Of the argument."""
     maker: Node
     """The call that made it."""
+
+
+class Found(NamedTuple):
+    """The first difference, and the calls behind it."""
+
+    difference: FirstDifference
+    node: Node
+    """The call that differs; of a branch the one that reads the number by which it is decided."""
+    source: Node | None
+    """The call without a row for each sample that it reads."""
+    handed: tuple[HandedValue, ...] = ()
+    """The arguments by which it reaches what is differentiated, where it has no gradient itself."""
 
 
 class Walk:
@@ -164,7 +172,20 @@ class Walk:
         call = self.comparison.call(node)
         described = [result for result in call["results"] if result is not None]
         is_from_outside = call["name"] == INPUT or (not call["arguments"] and "from_numpy" in call["name"])
-        return bool(described) and all(result["is_integer"] for result in described) and not is_from_outside
+        is_integer = bool(described) and all(result["is_integer"] for result in described)
+        return is_integer and not is_from_outside and not self._moves_data(node)
+
+    def _moves_data(self, node: Node) -> bool:
+        """Whether a call puts integers, as labels, elsewhere or shifts them, which all of the update shares."""
+
+        def is_shared(at: Node) -> bool:
+            partners = self.comparison.partners.get(self._places.get(at, (at, 0))[0])
+            is_once = partners is not None and not partners.is_split
+            return self.comparison.call(at)["name"] == INPUT or (is_once and self.agreement(at) is Agreement.AGREES)
+
+        calls = list(walk_from([node], lambda at: [] if is_shared(at) else self.inputs(at)))
+        names = [self.comparison.call(at)["name"].rpartition(".")[2] for at in calls if not is_shared(at)]
+        return len(names) < len(calls) and set(names) <= _MOVING | _ARITHMETIC
 
     def is_alone(self, node: Node) -> bool:
         """Whether one run alone makes a call, or some micro-batches do not."""
@@ -219,8 +240,7 @@ class Walk:
         return self._is_given_number(node)
 
     def _is_given_number(self, node: Node) -> bool:
-        name = self.comparison.call(node)["name"].rpartition(".")[2]
-        return name in _ARITHMETIC and bool(self.comparison.numbers(self._places[node][0]))
+        return self._computes(node) and bool(self.comparison.numbers(self._places[node][0]))
 
     def _beside(self, node: Node) -> list[Node]:
         """Returns the calls of all micro-batches, for a result without rows: any of them may keep it from adding up."""
@@ -279,6 +299,8 @@ class Walk:
                 self.comparison.call(source)["results"], self.comparison.micro_calls(source)[0]["results"], strict=False
             ):
                 if full is None or micro is None or len(full["shape"]) != len(micro["shape"]):
+                    continue
+                if math.prod(full["shape"]) == math.prod(micro["shape"]):  # as many numbers in another shape
                     continue
                 rows, places = self.comparison.parts[0]
                 changed = [(a, b) for a, b in zip(full["shape"], micro["shape"], strict=True) if a != b]
@@ -370,9 +392,7 @@ class Walk:
         difference, samples = math.nan, 0
         if rows and len(rows) == len(comparison.partners[full].parts):
             ratios = tuple(float(b[..., 2].norm() / a[..., 2].norm().clamp_min(TINY)) for a, b in rows)
-            a, b = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
-            each = (a - b).abs().amax(1) / a.abs().max().clamp_min(TINY)
-            difference, samples = float(each.max()), int((each > comparison.allowed).sum())
+            difference, samples = self._compare_rows(rows)
         sources = [at for at in self._sources(node) if at >= 0]
         number, assigned = self._number_of(full)
         state = self._state_behind(node) if number is None else None
@@ -392,7 +412,18 @@ class Walk:
             number=number,
             assigned=assigned,
         )
-        return Found(found, full, next(iter(sources), None))
+        handed = self._handed(full) if kind is DifferenceKind.VALUES and not _is_state(found) else []
+        made = comparison.rows_of(handed[0].maker) if handed else []
+        if made and not samples:  # it is made of several lines, and only in the last one it has rows
+            difference, samples = self._compare_rows(made)
+            found = replace(found, difference=difference, samples=samples)
+        return Found(found, full, next(iter(sources), None), tuple(handed))
+
+    def _compare_rows(self, rows: Sequence[RowPair]) -> tuple[float, int]:
+        """Returns the largest relative difference of rows, and how many differ."""
+        a, b = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
+        each = (a - b).abs().amax(1) / a.abs().max().clamp_min(TINY)
+        return float(each.max()), int((each > self.comparison.allowed).sum())
 
     def _left_behind(self, full: Node) -> Iterator[tuple[str, Node]]:
         """Yields arguments that an earlier micro-batch made, and of which the full-batch run has none, or another."""
@@ -457,10 +488,10 @@ class Walk:
             return DifferingNumber(name, number, tuple(numbers)), assigning_lines(self.comparison, full, name)
         return None, ()
 
-    def handed(self, found: Found) -> list[HandedValue]:
-        """Returns the arguments by which a first difference without gradient reaches what is differentiated."""
-        comparison, origin = self.comparison, found.node
-        if found.difference.kind is not DifferenceKind.VALUES or comparison.call(origin)["graded"]:
+    def _handed(self, origin: Node) -> list[HandedValue]:
+        """Returns the arguments by which a call without gradient reaches what is differentiated."""
+        comparison = self.comparison
+        if comparison.call(origin)["graded"]:
             return []
         found_values = []
         for node in self.reached(comparison.roots[0]):
@@ -479,17 +510,23 @@ class Walk:
         """Whether a call of the accumulated run returns what a call, or what another one makes of it."""
         return any(self._places.get(at, (None, 0))[0] == origin for at in self.reached([node]))
 
-    def value_of(self, found: Found, handed: Sequence[HandedValue]) -> LossValue:
-        """Returns what the first of some handed values is called, who reads it, and how it differs."""
-        value, difference = handed[0], found.difference
+    def value_of(self, found: Found) -> LossValue | None:
+        """Returns what the first handed value is called, who reads it, and how it differs; None where there is none."""
+        if not found.handed:
+            return None
+        value, difference = found.handed[0], found.difference
         names = (self.comparison.name_of(found.node, path) for path in self.comparison.call(found.node)["arguments"])
         return LossValue(
             self.comparison.name_of(value.reader, value.path) or next(filter(None, names), ""),
             self._operation(value.reader),
-            difference.samples > 0 and self._are_reordered(value.maker),
+            difference.samples > 0 and not self._computes(found.node) and self._are_reordered(value.maker),
             difference.number,
             difference.assigned,
         )
+
+    def _computes(self, node: Node) -> bool:
+        """Whether a call makes new values: those of ranks, for one, may be among the full batch's."""
+        return self.comparison.call(node)["name"].rpartition(".")[2] in _ARITHMETIC
 
     def _are_reordered(self, node: Node) -> bool:
         """Whether the micro-batches hold the full batch's values at other rows; not known where these are alike."""
@@ -516,8 +553,10 @@ class Walk:
         paths = list(dict.fromkeys(path for path, _ in self._left_behind(found.node)))
         if paths and comparison.rows_of(found.node):
             return self._pin(found.node, paths)
-        if not _is_kept(found.difference) and (handed := self.handed(found)):
-            return tuple(pin for each in handed for pin in self._pin(each.reader, [each.path]))
+        if handed := found.handed:
+            readers = dict.fromkeys(each.reader for each in handed)
+            paths_of = {reader: [each.path for each in handed if each.reader == reader] for reader in readers}
+            return tuple(pin for reader, paths in paths_of.items() for pin in self._pin(reader, paths))
         if found.difference.number is not None:
             return self._pin(found.node, [path for path, _, _ in comparison.numbers(found.node)])
         maker = found.node if found.source is None or kind is DifferenceKind.STATE else found.source
@@ -544,44 +583,48 @@ def _source_of(place: Place) -> str:
     return linecache.getline(*place).strip()
 
 
-def _replace_value(difference: FirstDifference, change: PinArguments) -> Intervention:
+def _replace_value(difference: FirstDifference, value: LossValue | None, change: PinArguments) -> Intervention:
     """Returns the intervention that gives every micro-batch the full batch's value at the first difference."""
     number = difference.number
     what = f"the result of `{(difference.sources or (difference.operation,))[0].source}` replaced by the full batch's"
     kind = ControlKind.RESULT_PINNED
-    if difference.kind is DifferenceKind.STATE or _is_kept(difference):
+    if _is_state(difference):
         name = difference.name or (number.name if number is not None else "")
         what = f"value of {f'`{name}`' if name else 'that state'} taken from the full batch"
     elif difference.kind is DifferenceKind.BRANCH:
         what, kind = "the full batch's decision taken in every micro-batch", ControlKind.DECISIONS
+    elif value is not None:
+        what = f"{f'`{value.name}`' if value.name else 'that value'} replaced by the full batch's for the same rows"
     elif number is not None:
         what = f"{f'`{number.name}`' if number.name else 'that number'} replaced by the full batch's"
     return Intervention(what, kind, changes=(change,))
 
 
-def _with_cause(record: Record, found: FirstDifference, difference: float, *, is_meeting: bool) -> Record:
-    """Returns the record with a proven first difference as its cause.
+def _with_cause(
+    record: Record, found: FirstDifference, handed: LossValue | None, explained: float, *, is_meeting: bool
+) -> Record:
+    """Returns the record with a first difference as its cause.
 
     Args:
         record: What is known.
         found: The difference.
-        difference: That of the gradients.
+        handed: The value that it reaches the loss by, if that has no gradient.
+        explained: The share of the gradients' difference that went away with it.
         is_meeting: Whether samples act on each other there.
     """
     control, number, operation = found.control, found.number, found.operation
-    if found.kind is DifferenceKind.BACKWARD:
+    if control is None or found.kind is DifferenceKind.BACKWARD:
         return record  # judged by what was found
-    controls = replace(record.controls, coupling=())
-    if found.kind is DifferenceKind.STATE or _is_kept(found):
+    controls = replace(record.controls, coupling=() if control.proves else record.controls.coupling)
+    if _is_state(found):
         name = found.name or (number.name if number is not None else "") or operation.source
         where = found.assigned[0] if len(found.assigned) == 1 else operation
         change = StateChange(name, "attribute" if "." in name else "closure", replace(where, name=""))
         return replace(record, controls=replace(controls, state=State((change,), control, (change,))))
     source = next(iter(found.sources), None)
-    is_value = number is not None or not is_meeting
-    kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "values" if is_value else "rows"
+    kind = "control-flow" if found.kind is DifferenceKind.BRANCH else "rows" if is_meeting else "values"
     name = number.name if number is not None else ""
-    value = LossValue(name, operation, made_with=number, assigned=found.assigned) if kind == "values" else None
+    value = handed or LossValue(name, operation, made_with=number, assigned=found.assigned)
     measured = 1.0 if math.isnan(found.difference) else found.difference
     suspect = Suspect(
         kind,  # type: ignore[arg-type]
@@ -591,13 +634,17 @@ def _with_cause(record: Record, found: FirstDifference, difference: float, *, is
         found.samples,
         found.in_model,
         False,
-        value=value,
+        value=value if kind == "values" else None,
     )
-    cause = Cause(suspect, control, explained=1 - control.left / difference if control is not None else math.nan)
-    return replace(record, controls=replace(controls, coupling=(cause,)))
+    # a value without gradient is the same constant in both runs: to give it to the micro-batches repairs the script
+    is_repair = kind == "rows" and handed is not None and control.rounding
+    remedies = (replace(control, kind=ControlKind.FULL_BATCH_VALUE),) if is_repair else ()
+    cause = Cause(suspect, control, remedies, explained)
+    return replace(record, controls=replace(controls, coupling=(*controls.coupling, cause)))
 
 
-def _is_kept(found: FirstDifference) -> bool:
-    """Whether the number that differs outlives the function that reads it."""
+def _is_state(found: FirstDifference) -> bool:
+    """Whether one known line changes what both runs read otherwise, which outlives the function that reads it."""
     number, place = found.number, (found.operation.file or "", found.operation.line or 0)
-    return number is not None and bool(number.name) and is_kept(number.name, place)
+    is_kept_number = number is not None and bool(number.name) and is_kept(number.name, place)
+    return found.kind is DifferenceKind.STATE or (is_kept_number and len(found.assigned) == 1)

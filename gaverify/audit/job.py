@@ -299,16 +299,13 @@ class PinModules(Change):
 
 @dataclass(frozen=True)
 class TraceScript(Change):
-    """Notes every call of torch that the script itself makes in the last update that is recorded."""
-
-    inside: tuple[str, ...] = ()
-    """Paths of modules whose own code counts as the script's."""
+    """Notes every call of torch in the last update that is recorded."""
 
     def install(self, recorder: Recorder) -> None:
         """Listens to the calls."""
         from gaverify.audit.recording.script_calls import TracedCalls
 
-        recorder.modules.traced_calls = TracedCalls(recorder.recording, self.inside)
+        recorder.modules.traced_calls = TracedCalls(recorder.recording)
         recorder.follow_script(recorder.modules.traced_calls)
 
 
@@ -323,15 +320,13 @@ class PinArguments(Change):
     """The calls, and which arguments."""
     parts: tuple[PlacesOfPart, ...]
     """Number of rows of the full batch, and the places of each micro-batch's rows among them."""
-    inside: tuple[str, ...] = ()
-    """Paths of modules whose own code counts as the script's."""
 
     def install(self, recorder: Recorder) -> None:
         """Listens to the calls."""
         from gaverify.audit.recording.script_calls import PinnedArguments
 
         recorder.modules.pinned_arguments = PinnedArguments(
-            recorder.recording, self.inside, self.calls, self.parts, recorder.controls.note_replacement
+            recorder.recording, self.calls, self.parts, recorder.controls.note_replacement
         )
         recorder.follow_script(recorder.modules.pinned_arguments)
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import torch
 
@@ -23,7 +22,6 @@ from gaverify.audit.recording.script_calls import (
     PARAMETER,
     CallKey,
     Description,
-    PinnedCall,
     PlacesOfPart,
     Trace,
     TracedCall,
@@ -31,7 +29,7 @@ from gaverify.audit.recording.script_calls import (
 )
 from gaverify.audit.source_lines import assignments_of
 from gaverify.passes.calls import walk_from
-from gaverify.records.experiment import DifferingNumber, LossValue, Operation, Suspect
+from gaverify.records.experiment import Operation
 from gaverify.thresholds import COMPUTED_FLOAT32, TINY
 from gaverify.tracebacks import display_path
 
@@ -72,17 +70,6 @@ class Partners:
     """How often the full-batch run makes the call in an update."""
     once: int = 0
     """How many of these both runs make once per update, before those of micro-batches."""
-
-
-@dataclass(frozen=True)
-class HandedValue:
-    """A value without gradient that the script hands to a computation with one, and that differs."""
-
-    reader: Node
-    path: str
-    """Of the argument."""
-    maker: Node
-    """The call that made it; the reader itself for a Python number."""
 
 
 class TraceComparison:
@@ -166,45 +153,10 @@ class TraceComparison:
     def _node_of(self, at: int) -> Node:
         return self._nodes.get(at, -1 - at)
 
-    @cached_property
-    def reached(self) -> list[Node]:
-        """The calls that what is differentiated depends on, back to the nearest that agree, in the script's order."""
-        roots = [*self.roots[0], *map(self._node_of, self.roots[1])]
-
-        def onwards(node: Node) -> set[Node]:
-            is_end = self.agreement(node) is Agreement.AGREES and node not in roots
-            return set() if is_end else self.inputs(node)
-
-        return sorted(walk_from(roots, onwards), key=lambda node: (node < 0, abs(node)))
-
-    @cached_property
-    def origins(self) -> list[Node]:
-        """The calls that differ and read nothing that differs."""
-        differing = {node for node in self.reached if self.agreement(node) is Agreement.DIFFERS}
-        return [node for node in self.reached if node in differing and not differing & self._behind(node)]
-
-    def _behind(self, node: Node) -> set[Node]:
-        reached = set(self.reached)
-        return set(walk_from(self.inputs(node), lambda each: self.inputs(each) & reached)) - {node}
-
     def name_of(self, node: Node, path: str) -> str:
         """Returns the script's variable that holds an argument in both runs; empty where there is none."""
         first, *others = (call["names"].get(path, []) for call in (self.call(node), *self.micro_calls(node)))
         return next((name for name in first if all(name in names for names in others)), "")
-
-    def name_read(self, node: Node) -> str:
-        """Returns the first variable of the script that a call reads a tensor from; empty where there is none."""
-        return next(filter(None, (self.name_of(node, path) for path in self.call(node)["arguments"])), "")
-
-    def first_line(self, node: Node) -> Node:
-        """Returns the call by which a value first differs: itself, or one that only the accumulated run makes."""
-        known = set(map(key_of, self.full))
-        alone = [each for each in self._behind(node) if each < 0 and key_of(self.call(each)) not in known]
-        return max(alone, default=node)
-
-    def leads_to(self, node: Node, origin: Node) -> bool:
-        """Whether a value that a call makes comes from another call."""
-        return node == origin or origin in self._behind(node)
 
     def acts_on_rows(self, node: Node) -> bool:
         """Whether a call differs because rows of a micro-batch act on each other: all that it reads agrees.
@@ -262,44 +214,6 @@ class TraceComparison:
     def _other_numbers(self, own: TracedCall, call: TracedCall) -> bool:
         # A number that was read out of a tensor is an input of the call like any other.
         return own["numbers"] != call["numbers"] and not (own["read"] and call["read"])
-
-    @cached_property
-    def handed(self) -> list[HandedValue]:
-        """The differing values without gradient that computations with one read."""
-        values = []
-        for node in self.reached:
-            call = self.call(node)
-            if node < 0 or not call["graded"] or node not in self.partners or not self.partners[node].is_split:
-                continue
-            for path, maker in call["arguments"].items():
-                makers = {maker} | {
-                    self._node_of(each["arguments"][path])
-                    for each in self.micro_calls(node)
-                    if path in each["arguments"]
-                }
-                # Where another line makes it in the accumulated run, no results can be compared.
-                differs = makers != {maker} or self.agreement(maker) is not Agreement.AGREES
-                is_plain = not any(self.call(each)["graded"] for each in makers)
-                if differs and is_plain and makers & set(self.reached):
-                    values.append(HandedValue(node, path, maker))
-            if node in self.origins:
-                values += [HandedValue(node, path, node) for path, _, _ in self.numbers(node)]
-        return values
-
-    def pinned(self, values: Sequence[HandedValue]) -> tuple[PinnedCall, ...]:
-        """Returns the calls whose arguments have to be replaced so that some values are the full batch's."""
-        paths: dict[Node, list[str]] = {}
-        for value in values:
-            paths.setdefault(value.reader, []).append(value.path)
-        calls = []
-        for reader, arguments in paths.items():
-            call, partners = self.full[reader], self.partners[reader]
-            where, number = call["place"], call["number"]
-            pin = PinnedCall(
-                call["name"], *where, partners.in_full, number, tuple(arguments), call["module"], partners.once
-            )
-            calls.append(pin)
-        return tuple(calls)
 
     def rows_of(self, node: Node) -> list[RowPair]:
         """Returns the fingerprints of a call's rows, of the full batch and of each micro-batch; empty without rows."""
@@ -479,60 +393,6 @@ def _rows(full: Description | None, micro: Description | None, part: PlacesOfPar
     at, fold = layout.first.at, layout.first.fold
     in_full, in_micro = full["along"][at].reshape(rows, fold, 3), micro["along"][at].reshape(len(places), fold, 3)
     return in_full[list(places)], in_micro
-
-
-def describe_value(comparison: TraceComparison, origin: Node) -> Suspect:
-    """Returns the value that the loss is handed and that differs first, where a call makes it.
-
-    Args:
-        comparison: The calls of both runs.
-        origin: The call.
-    """
-    value = next(
-        (each for each in comparison.handed if each.reader == origin or comparison.leads_to(each.maker, origin)),
-        comparison.handed[0],
-    )
-    rows = [] if value.maker == value.reader else comparison.rows_of(value.maker)
-    difference, samples = _row_difference(rows, comparison.allowed)
-    differing = comparison.numbers(origin)[:1]
-    numbers = [
-        DifferingNumber(comparison.name_of(origin, path), number, tuple(numbers)) for path, number, numbers in differing
-    ]
-    loss_value = LossValue(
-        comparison.name_of(value.reader, value.path) or comparison.name_read(origin),
-        _operation_of(comparison.call(value.reader)),
-        samples > 0 and _are_reordered(comparison, rows),  # rows that agree are not those that were read
-        next(iter(numbers), None),
-        assigning_lines(comparison, origin, numbers[0].name) if numbers else (),
-    )
-    made = _operation_of(comparison.call(comparison.first_line(origin)))
-    return Suspect("values", made, None, difference, samples, False, False, value=loss_value)
-
-
-def _row_difference(rows: Sequence[RowPair], allowed: float) -> tuple[float, int]:
-    """Returns the largest relative difference, and how many rows differ; 1 and 0 where there are no rows."""
-    if not rows:
-        return 1.0, 0
-    full, micro = (torch.cat(side) for side in zip(*rows, strict=True))
-    differences = (full - micro).abs().flatten(1).amax(1) / full[..., 2].abs().max().clamp_min(TINY)
-    return float(differences.max()), int((differences > allowed).sum())
-
-
-def _are_reordered(comparison: TraceComparison, rows: Sequence[RowPair]) -> bool:
-    """Whether the micro-batches hold the full batch's values at other rows; not known where these are alike."""
-    if not rows:
-        return False
-    full, micro = (torch.cat(side).flatten(1) for side in zip(*rows, strict=True))
-    scale = full.abs().max().clamp_min(TINY)
-    among_themselves = torch.cdist(full, full, p=float("inf")).fill_diagonal_(float("inf")).amin(1) / scale
-    to_nearest = torch.cdist(micro, full, p=float("inf")).amin(1) / scale
-    return float(to_nearest.max()) <= comparison.allowed < float(among_themselves.min())
-
-
-def _operation_of(call: TracedCall) -> Operation:
-    file, line = call["place"]
-    name = call["name"].removeprefix("torch.")
-    return Operation(name, file=display_path(file), line=line, source=linecache.getline(file, line).strip())
 
 
 def assigning_lines(comparison: TraceComparison, node: Node, name: str) -> tuple[Operation, ...]:

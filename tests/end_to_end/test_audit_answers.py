@@ -84,6 +84,7 @@ DIFFERENT = (
 JOINED = "because that one is skipped and the step with it"
 TIMES_4 = "the gradient of update 1 is 4 times the full batch's (= K)"
 CACHED = "two-pass gradient caching (`gaverify.remedies.CachedGradients`); gaverify ran it"
+ONCE = "compute it once over the full batch and use this constant in every micro-batch; gaverify ran it: equivalent"
 SMALL = "with losses too small to be clipped"
 ADDED = "add to the existing gradients"
 COUNTED = "sum the losses (`reduction='sum'`) and divide by the total over all micro-batches"
@@ -297,7 +298,8 @@ ROWS = [
     # samples that act on each other: the operation or the loss is named and proven
     looped(COUPLED, "compared", "GAV103", mark="contrastive", proven=True, words=CACHED),
     looped(COUPLED, "scored", "GAV103", mark="contrastive", proven=True, words=CACHED),
-    *(looped(COUPLED, loop, "GAV103", proven=True, words=CACHED) for loop in ("advantages", "against_reference")),
+    looped(COUPLED, "advantages", "GAV103", proven=True, words=ONCE),
+    looped(COUPLED, "against_reference", "GAV103", proven=True, words=CACHED),
     looped(COUPLED, "criterion", "GAV103", mark="made", proven=True, words=CACHED),
     looped(COUPLED, "attention", "GAV102", proven=True),
     looped(COUPLED, "chained", "GAV101", proven=True),
@@ -309,7 +311,7 @@ ROWS = [
     looped(HANDED, "temperature", "GAV610", "--wrong", proven=True, words="use the same value"),
     looped(HANDED, "masked", "GAV610", "--wrong", proven=True, words="the loss reads `kept`"),
     looped(HANDED, "baseline", "GAV610", "--wrong", proven=True, words="where `mean` is 0.5 in the full batch"),
-    looped(HANDED, "whitened", "GAV103", "--wrong", proven=True, words=CACHED),
+    looped(HANDED, "whitened", "GAV103", "--wrong", proven=True, words=ONCE),
     looped(HANDED, "levelled", "GAV401", "--wrong", proven=True),
     *(looped(HANDED, loop) for loop in ("advantages", "targets", "positions", "temperature", "masked", "baseline")),
     looped(COUPLED, "counted", "GAV103 GAV201", mark="routed", proven=True),

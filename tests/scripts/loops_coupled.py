@@ -113,9 +113,9 @@ def criterion(model, features, labels):
 
 def advantages(model, features, labels):
     gained = features.sum(1)
-    gained = (gained - gained.mean()) / gained.std()
+    gained = (gained - gained.mean()) / gained.std()  # here: advantages
     chosen = model(features)[0].log_softmax(1).gather(1, labels[:, None])[:, 0]
-    loss = -(gained * chosen).mean()  # here: advantages
+    loss = -(gained * chosen).mean()
     return loss
 
 

@@ -108,8 +108,8 @@ def whitened(args, wrong=False):
         for start in starts:
             at = slice(start, start + args.batch_size)
             own = rewards[at] if wrong else rewards
-            gained = (rewards[at] - own.mean()) / own.std()
-            loss = -(gained * chosen(model, features[at], labels[at])).mean()  # here: whitened
+            gained = (rewards[at] - own.mean()) / own.std()  # here: whitened
+            loss = -(gained * chosen(model, features[at], labels[at])).mean()
             (loss / args.accum).backward()
 
 

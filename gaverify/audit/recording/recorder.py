@@ -182,14 +182,12 @@ class Recorder:
         bus.after(UpdateEnd, self.modules.end_update, self.draws.end_update)
 
     def follow_script(self, calls: ScriptCalls) -> None:
-        """Subscribes what listens to the calls of the script's own code: outside of models, passes and steps."""
+        """Subscribes what listens to the calls of the script's own code."""
         bus = self.bus
         bus.around(ForwardCall, calls.run_forward)
-        bus.after(ForwardCall, calls.note_forward)
         for kind in (BackwardCall, GradCall):
             bus.before(kind, calls.note_loss)
             bus.around(kind, calls.differentiate)
-        bus.before(StepCall, calls.begin_step)
         bus.after(StepCall, calls.end_step)
 
     def listen(self) -> None:

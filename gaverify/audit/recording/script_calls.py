@@ -1,9 +1,8 @@
 """Calls of torch that a script makes: traced one by one, or given other arguments.
 
 Calls are followed as functions and not as operations of the dispatcher: a function is called by a line, with numbers
-that variables hold, and what it is given can be replaced above autograd. A model is one call, and what happens inside
-is not looked at but for modules that are named, such as one that returns a loss; or everything is followed, also
-inside models and in the hooks that a backward pass runs.
+that variables hold, and what it is given can be replaced above autograd. Everything is followed, also inside models
+and in the hooks that a backward pass runs.
 
 `TracedCalls` notes each call with what it reads and fingerprints of its results. `PinnedArguments` replaces some
 arguments by those of the full-batch run, so that the gradient is that of the replaced values.
@@ -17,7 +16,7 @@ import os
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from types import FrameType, FunctionType, ModuleType
@@ -37,7 +36,7 @@ from gaverify.passes import calls
 from gaverify.passes.calls import Call, FunctionMode, listening
 from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, summaries
 from gaverify.torch_internals import DispatcherOperation, surround_engine, version_of
-from gaverify.tracebacks import Owner, Place, hands_over, owner_of, running_frame
+from gaverify.tracebacks import Owner, Place, hands_over, owner_of
 
 _LARGEST = 1 << 24  # elements of a tensor that is described; comparing goes on behind a larger one
 _MOST_ENTRIES = 1 << 14  # of a dimension that are described one by one: 400 kB for a result
@@ -51,8 +50,6 @@ INPUT = "input"
 """Name of a call that stands for a tensor which no call made: it comes from a loader, a file or NumPy."""
 PARAMETER = "parameter"
 """Name of a call that stands for what is trained: both runs begin an update with the same weights."""
-EVERYWHERE = "*"
-"""Stands for all modules among the paths of those whose own code counts as the script's."""
 
 
 class Description(TypedDict):
@@ -76,7 +73,7 @@ class TracedCall(TypedDict):
     lines: list[Place]
     """The user's lines that lead to it, innermost first."""
     module: str | None
-    """Path of the innermost module around it, where modules are followed; None outside of all."""
+    """Path of the innermost module around it; None outside of all."""
     passes: int
     """How many backward passes of the update came before."""
     in_backward: bool
@@ -123,85 +120,54 @@ class CallKey(NamedTuple):
 
 
 class ScriptCalls:
-    """Gives the calls of the script's own code in its last update to a subclass.
+    """Gives the calls of a script's last update to a subclass.
 
     Args:
         recording: What listeners share.
-        inside: Paths of modules whose own code counts as the script's; `EVERYWHERE` stands for all.
     """
 
-    def __init__(self, recording: Recording, inside: Collection[str]) -> None:
-        self._recording, self._guard, self._inside = recording, recording.guard, inside
+    def __init__(self, recording: Recording) -> None:
+        self._recording, self._guard = recording, recording.guard
         self._is_active = recording.is_last_update
         self._counts: Counter[CallKey] = Counter()
-        self._pauses = self._passes = 0
+        self._passes = 0
         self._is_in_backward = False
-        self._running: Sequence[Call] = ()  # the modules that run, where everything is followed
+        self._running: Sequence[Call] = ()
         self._process = os.getpid()
         # Below every mode of the script's, and never left: modes are taken off in the order of a stack.
         self.mode = FunctionMode(self._handle)
         self.mode.__enter__()
-        if self._follows_all:
-            # Torch takes a mode off while a function runs that it was told of, such as `backward`, which runs hooks.
-            surround_engine(lambda: FunctionMode(self._handle))
+        # Torch takes a mode off while a function runs that it was told of, such as `backward`, which runs hooks.
+        surround_engine(lambda: FunctionMode(self._handle))
         # Modes do not see these.
         for name in ("from_numpy", "frombuffer"):
             replace_function(torch, name, lambda original, *args, **kwargs: self._handle(original, args, kwargs))
 
     @contextmanager
-    def pause(self, _: Differentiation | None = None) -> Iterator[None]:
-        """Surrounds what is not the script's own code."""
-        self._pauses += 1
+    def differentiate(self, _: Differentiation) -> Iterator[None]:
+        """Surrounds a backward pass, in which hooks may run."""
+        before, self._is_in_backward = self._is_in_backward, True
         try:
             yield
         finally:
-            self._pauses -= 1
-
-    @contextmanager
-    def differentiate(self, call: Differentiation) -> Iterator[None]:
-        """Surrounds a backward pass, in which hooks may run that are followed where everything is."""
-        if self._follows_all:
-            before, self._is_in_backward = self._is_in_backward, True
-            try:
-                yield
-            finally:
-                self._is_in_backward = before
-        else:
-            with self.pause():
-                yield
+            self._is_in_backward = before
         self._passes += 1
-
-    @property
-    def _follows_all(self) -> bool:
-        return EVERYWHERE in self._inside
 
     @contextmanager
     def run_forward(self, call: ForwardCall) -> Iterator[None]:
         """Surrounds a forward; a module without parameters is a part of the script's code, as a criterion is."""
-        module, has_parameters = call.module, next(call.module.parameters(), None) is not None
-        if self._follows_all and has_parameters:
-            before = self._running
-            try:
-                with listening(paths_in(module), outside=SCRIPT) as self._running:
-                    yield
-            finally:
-                self._running = before
-        elif not has_parameters or self._follows_all:
+        if next(call.module.parameters(), None) is None:
             yield
-        elif "" not in self._inside:
-            with self.pause():
+            return
+        before = self._running
+        try:
+            with listening(paths_in(call.module), outside=SCRIPT) as self._running:
                 yield
-        else:
-            with listening(paths_in(module), self._enter_module, self._leave_module, outside=SCRIPT):
-                yield
-
-    def begin_step(self, _: StepCall) -> None:
-        """An optimizer's step begins, whose calls are torch's, but for those of a closure."""
-        self._pauses += not self._follows_all
+        finally:
+            self._running = before
 
     def end_step(self, _: StepCall) -> None:
         """A step has ended: what follows it belongs to the next update."""
-        self._pauses -= not self._follows_all
         updates_left = self._recording.job.updates - self._recording.journal.update
         if updates_left > 0:
             self._clear()
@@ -216,31 +182,12 @@ class ScriptCalls:
     def _end_update(self) -> None:
         """The last update has stepped, perhaps not for the last time."""
 
-    def _enter_module(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if call.path not in self._inside:
-            self._pauses += 1
-
-    def _leave_module(self, call: Call, output: Any) -> None:
-        if call.path not in self._inside:
-            self._pauses -= 1
-            if self._is_active and not self._pauses:
-                self.note_model(call.module, (call.args, {}), output)
-
-    def note_forward(self, call: ForwardCall) -> None:
-        """Notes a model that was called as one call."""
-        is_one_call = not self._follows_all and next(call.module.parameters(), None) is not None
-        if self._is_active and not self._pauses and is_one_call:
-            self.note_model(call.module, (call.args, dict(call.kwargs)), call.result)
-
     def note_loss(self, call: Differentiation) -> None:
         """Notes what a backward pass differentiates."""
 
-    def note_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Notes the call of a module whose own code was not looked at."""
-
     @hands_over
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._pauses or not self._is_active or os.getpid() != self._process or self._guard.off:
+        if not self._is_active or os.getpid() != self._process or self._guard.off:
             return func(*args, **kwargs)
         # modes of the dispatcher, which deal draws out, call operations themselves
         is_operation = isinstance(func, DispatcherOperation)
@@ -265,7 +212,7 @@ class ScriptCalls:
 class TracedCalls(ScriptCalls):
     """Notes the calls, what they read, and fingerprints of their results."""
 
-    def __init__(self, recording: Recording, inside: Collection[str]) -> None:
+    def __init__(self, recording: Recording) -> None:
         self._calls: list[TracedCall] = []
         # A loop may make the values of the next update before the forward that begins it.
         self._count_until_step: int | None = None
@@ -275,7 +222,7 @@ class TracedCalls(ScriptCalls):
         self._gradients = _Memory()
         self._numbers: dict[float, int] = {}  # read out of tensors
         self._is_full = False
-        super().__init__(recording, inside)
+        super().__init__(recording)
 
     @property
     def trace(self) -> Trace:
@@ -289,13 +236,6 @@ class TracedCalls(ScriptCalls):
         """Notes what a backward pass differentiates."""
         makers = [self._maker_of(tensor) for tensor in tensors_in(call.roots)]
         self._roots += [maker for maker in makers if maker is not None]
-
-    def note_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Notes the call of a module whose own code was not looked at."""
-        frame = running_frame()
-        if frame is not None:
-            key = CallKey(type(module).__name__, _place_of(frame))
-            self._add(key, self._count(key), frame, arguments, output, [])
 
     def _clear(self) -> None:
         super()._clear()
@@ -401,7 +341,7 @@ class TracedCalls(ScriptCalls):
         maker = self._maker_of(tensor)
         if maker is not None:
             return maker
-        is_trained = self._follows_all and tensor.is_leaf and tensor.requires_grad
+        is_trained = tensor.is_leaf and tensor.requires_grad
         key, at = reader._replace(name=PARAMETER if is_trained else INPUT), len(self._calls)
         self._calls.append(
             {
@@ -510,7 +450,6 @@ class PinnedArguments(ScriptCalls):
 
     Args:
         recording: What listeners share.
-        inside: Paths of modules whose own code counts as the script's.
         pinned: The calls.
         parts: Which rows of the full batch each micro-batch holds.
         note_replacement: Told of each replaced value whether it had been different.
@@ -519,7 +458,6 @@ class PinnedArguments(ScriptCalls):
     def __init__(
         self,
         recording: Recording,
-        inside: Collection[str],
         pinned: Sequence[PinnedCall],
         parts: Sequence[PlacesOfPart],
         note_replacement: Callable[[bool], None],
@@ -534,7 +472,7 @@ class PinnedArguments(ScriptCalls):
         """What the full-batch run keeps, by the position of the call and the path of the argument."""
         if source is not None:
             self.take(torch.load(source / "arguments.pt", weights_only=True))
-        super().__init__(recording, inside)
+        super().__init__(recording)
 
     @hands_over
     def _run(

@@ -14,7 +14,6 @@ import torch
 from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
 from gaverify.audit.recording.script_calls import (
-    EVERYWHERE,
     RESULT,
     PinnedArguments,
     PlacesOfPart,
@@ -47,7 +46,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def following(kind: Any, *args: Any) -> Iterator[Any]:
     guard = SimpleNamespace(off=False, work=nullcontext)
     job, journal = SimpleNamespace(updates=1, source=None), SimpleNamespace(update=1)
-    calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), (EVERYWHERE,), *args)
+    calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), *args)
     try:
         yield calls
     finally:

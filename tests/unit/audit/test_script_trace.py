@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
 from gaverify.audit.recording.script_calls import PinnedArguments, PlacesOfPart, Trace, TracedCalls, locate_rows
-from gaverify.audit.script_trace import Agreement, TraceComparison, describe_value
+from gaverify.audit.script_trace import TraceComparison
+from gaverify.records.experiment import DifferenceKind
 from gaverify.thresholds import COMPUTED_FLOAT32
 
 N, COUNT = 12, 3
@@ -20,27 +22,39 @@ N, COUNT = 12, 3
 PARTS: list[PlacesOfPart] = [(N, tuple(range(at, at + N // COUNT))) for at in range(0, N, N // COUNT)]
 OUTPUTS = torch.randn(N, generator=torch.Generator().manual_seed(0)).requires_grad_()
 REWARDS = torch.randn(N, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(4, (N,), generator=torch.Generator().manual_seed(2))
 
 Loss = Callable[[torch.Tensor, slice, int], torch.Tensor]
 """A loss of the outputs of some rows, of where these lie, and of the micro-batch's number."""
 
 
-@pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what following a script's calls leaves in a process that is not a script's."""
-    for name in ("from_numpy", "frombuffer"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))
+class Guard:
+    """Tells the recorder's own calls from the script's."""
+
+    off = False
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        before, self.off = self.off, True
+        try:
+            yield
+        finally:
+            self.off = before
 
 
 @contextmanager
 def following(kind: Any, *args: Any) -> Iterator[Any]:
-    guard = SimpleNamespace(off=False, work=nullcontext)
+    guard = Guard()
     job, journal = SimpleNamespace(updates=1, source=None), SimpleNamespace(update=1)
-    calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), (), *args)
-    try:
-        yield calls
-    finally:
-        calls.mode.__exit__(None, None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        # undoes what following calls leaves in a process that is not a script's
+        for owner, name in ((torch, "from_numpy"), (torch, "frombuffer"), (torch.autograd, "_engine_run_backward")):
+            patch.setattr(owner, name, getattr(owner, name))
+        calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), *args)
+        try:
+            yield calls
+        finally:
+            calls.mode.__exit__(None, None, None)
 
 
 def traced(loss: Loss, count: int) -> Trace:
@@ -57,8 +71,15 @@ def run(loss: Loss, count: int, differentiate: Callable[[torch.Tensor], None]) -
         differentiate(loss(OUTPUTS[at], at, k) / count)
 
 
-def compared(loss: Loss) -> TraceComparison:
-    return TraceComparison(traced(loss, 1), traced(loss, COUNT), PARTS, COMPUTED_FLOAT32)
+def walk_of(loss: Loss) -> Walk:
+    return Walk(TraceComparison(traced(loss, 1), traced(loss, COUNT), PARTS, COMPUTED_FLOAT32))
+
+
+def found_in(loss: Loss) -> tuple[Walk, Found]:
+    walk = walk_of(loss)
+    found = walk.find()
+    assert found is not None
+    return walk, found
 
 
 def of_others(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
@@ -90,6 +111,23 @@ def ranked(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
     return (outputs * REWARDS[at].argsort().argsort()).mean()
 
 
+def ranked_from_zero_to_one(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    gained = REWARDS[at].argsort().argsort() / (len(outputs) - 1)
+    return (outputs * gained).mean()
+
+
+def of_labels(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    """Integers that are no places: those of other rows."""
+    wanted = LABELS.roll(k)[at]
+    return (outputs * wanted).mean()
+
+
+def handed_twice(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    """One call reads two values of other rows."""
+    moved = REWARDS.roll(k)[at]
+    return torch.addcmul(outputs, moved, moved.exp() * outputs.detach()).exp().mean()
+
+
 def right(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
     return (outputs * ((REWARDS - REWARDS.mean()) / REWARDS.std())[at]).mean()
 
@@ -112,61 +150,59 @@ def of_a_line_of_its_own(outputs: torch.Tensor, at: slice, k: int) -> torch.Tens
     return (outputs * part).mean()
 
 
-@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers, zero_in_value, one_in_value, of_a_line_of_its_own])
+@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers, of_labels, zero_in_value, one_in_value])
 def test_values_of_other_rows_differ_and_no_rows_act_on_each_other(loss: Loss) -> None:
-    comparison = compared(loss)
-    assert comparison.origins
-    assert comparison.handed
-    assert not any(map(comparison.acts_on_rows, comparison.origins))
+    walk, found = found_in(loss)
+    assert found.difference.kind is DifferenceKind.VALUES
+    assert not walk.acts_on_rows(found)
 
 
 @pytest.mark.parametrize("loss", [whitened, whitened_by_a_number, ranked])
 def test_rows_that_agree_and_give_values_that_differ_act_on_each_other(loss: Loss) -> None:
-    comparison = compared(loss)
-    assert comparison.origins
-    assert all(map(comparison.acts_on_rows, comparison.origins))
+    walk, found = found_in(loss)
+    assert walk.acts_on_rows(found)
 
 
-def test_where_all_values_agree_no_call_is_an_origin() -> None:
-    comparison = compared(right)
-    assert not comparison.origins
-    assert not comparison.handed
-    assert Agreement.DIFFERS not in set(map(comparison.agreement, comparison.reached))
+def test_a_line_that_micro_batches_alone_run_is_a_branch() -> None:
+    _, found = found_in(of_a_line_of_its_own)
+    assert found.difference.kind is DifferenceKind.BRANCH
+    assert found.difference.operation.source == "if len(outputs) < N:"
+
+
+def test_where_all_values_agree_nothing_is_found() -> None:
+    assert walk_of(right).find() is None
 
 
 def test_a_value_is_described_by_its_variable_its_lines_and_what_it_holds() -> None:
-    comparison = compared(of_others)
-    suspect = describe_value(comparison, comparison.origins[0])
-    assert suspect.value is not None
-    assert (suspect.kind, suspect.value.name, suspect.value.is_reordered, suspect.samples) == (
-        "values",
-        "part",
-        True,
-        8,
-    )
-    assert suspect.operation.source == "part = REWARDS.roll(k)[at]"
-    assert suspect.value.reader.source == "return (outputs * part).mean()"
-    alone = compared(of_a_line_of_its_own)
-    suspect = describe_value(alone, alone.origins[0])
-    assert suspect.operation.source == "part = REWARDS.flip(0)[at]"
-    assert suspect.value is not None
-    assert not suspect.value.is_reordered, "no rows were compared"
-    numbers = compared(of_numbers)
-    value = describe_value(numbers, numbers.origins[0]).value
+    walk, found = found_in(of_others)
+    value = walk.value_of(found)
     assert value is not None
-    assert value.made_with is not None
-    assert (value.name, value.made_with.full, value.made_with.micro_batches) == ("scale", 1.0, (1.0, 2.0, 3.0))
+    assert (value.name, value.is_reordered, found.difference.samples) == ("part", True, 8)
+    assert found.difference.operation.source == "part = REWARDS.roll(k)[at]"
+    assert value.reader.source == "return (outputs * part).mean()"
+    numbers, found = found_in(of_numbers)
+    assert numbers.value_of(found) is None, "no tensor is handed"
+    number = found.difference.number
+    assert number is not None
+    assert (number.name, number.full, number.micro_batches) == ("scale", 1.0, (1.0, 2.0, 3.0))
 
 
-@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers])
+def test_values_that_are_computed_are_not_those_of_other_rows() -> None:
+    """Ranks of a micro-batch, over their count, are among those of the full batch."""
+    walk, found = found_in(ranked_from_zero_to_one)
+    value = walk.value_of(found)
+    assert value is not None and value.name == "gained"
+    assert not value.is_reordered
+
+
+@pytest.mark.parametrize("loss", [of_others, of_numpy, of_numbers, of_labels, whitened, handed_twice])
 def test_the_full_batch_s_values_repair_the_gradient(loss: Loss) -> None:
-    comparison = compared(loss)
-    pinned = comparison.pinned(comparison.handed)
-    gradients = []
-    differed = list[bool]()
+    walk, found = found_in(loss)
+    pinned = walk.pins_of(found)
+    gradients: list[torch.Tensor] = []
+    differed: list[bool] = []
     with following(PinnedArguments, pinned, PARTS, differed.append) as full:
         run(loss, 1, lambda root: gradients.append(torch.autograd.grad(root, OUTPUTS)[0]))
-    assert not differed
     with following(PinnedArguments, pinned, PARTS, differed.append) as calls:
         calls.take(full.kept)
         run(loss, COUNT, lambda root: gradients.append(torch.autograd.grad(root, OUTPUTS)[0]))
