@@ -13,6 +13,46 @@ from gaverify.records.patch import Edit
 
 _UNSAFE = "GroupNorm in place of BatchNorm makes another model, which has to be trained from the beginning"
 
+_LAYERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+_MOST_GROUPS, _LEAST_CHANNELS = 32, 4
+"""Those of `gaverify.remedies.convert_batch_norm`."""
+
+
+def replace_layers(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a GroupNorm for every BatchNorm that the source makes: where one is a cause, the others are as well."""
+    layers = [
+        (code, node)
+        for code in model.codes.values()
+        for node in ast.walk(code.tree)
+        if callee_name(node) in _LAYERS and isinstance(node, ast.Call)
+    ]
+    edits = [edit for code, call in layers for edit in _group_norm(code, call)]
+    if layers and len(edits) == len(layers):
+        yield Candidate("Replaces BatchNorm by GroupNorm.", tuple(edits), _UNSAFE)
+
+
+def _group_norm(code: Code, call: ast.Call) -> list[Edit]:
+    """Returns the edit that makes a GroupNorm of a BatchNorm with its ε and its scale; none where that is not known."""
+    if not isinstance(call.func, ast.Attribute) or any(isinstance(each, ast.Starred) for each in call.args):
+        return []
+    given = dict(zip(("num_features", "eps", "momentum", "affine"), call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    channels = given.get("num_features")
+    if channels is None or any(keyword.arg is None for keyword in call.keywords):
+        return []
+    kept = [f", {name}={code.text_of(given[name])}" for name in ("eps", "affine") if name in given]
+    arguments = f"{_choose_groups(channels)}, {code.text_of(channels)}{''.join(kept)}"
+    return [code.replace(call, f"{code.text_of(call.func.value)}.GroupNorm({arguments})")]
+
+
+def _choose_groups(channels: ast.expr) -> int:
+    """The most groups that leave enough channels in each; one where the number of channels is not in the text."""
+    number = channels.value if isinstance(channels, ast.Constant) else None
+    if not isinstance(number, int):
+        return 1
+    fitting = (groups for groups in range(_MOST_GROUPS, 0, -1) if number % groups == 0)
+    return next((groups for groups in fitting if number // groups >= _LEAST_CHANNELS), 1)
+
 
 def replace_batch_norm(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields a model whose BatchNorm layers are converted, where its parameters are handed to an optimizer."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gaverify.errors import ProblemError
 from gaverify.patches.candidates import Candidate
 from gaverify.patches.frameworks import guard_by_accelerator, tell_steps
-from gaverify.patches.layers import replace_batch_norm
+from gaverify.patches.layers import replace_batch_norm, replace_layers
 from gaverify.patches.loop import LoopModel
 from gaverify.patches.placement import (
     repair_boundary,
@@ -30,7 +30,7 @@ RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
     "GAV201": (repair_factor,),
     "GAV202": (repair_shares, repair_factor),
     "GAV203": (repair_shares,),
-    "GAV101": (replace_batch_norm,),
+    "GAV101": (replace_layers, replace_batch_norm),
     "GAV601": (tell_steps, guard_by_accelerator, repair_boundary, repair_step, repair_clearing),
     "GAV602": (repair_clearing, repair_tail, repair_boundary),
     "GAV603": (guard_by_accelerator, repair_clearing, repair_step, repair_boundary),

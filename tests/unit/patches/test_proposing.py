@@ -382,3 +382,23 @@ def test_update_in_a_function_is_called_where_a_window_ends() -> None:
         "+        if (at + 1) % accumulation_steps == 0:",
         "+            self.update()",
     ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "wanted"),
+    [
+        ("nn.BatchNorm1d(16)", "nn.GroupNorm(4, 16)"),
+        ("torch.nn.BatchNorm2d(width, eps=1e-3, momentum=0.05)", "torch.nn.GroupNorm(1, width, eps=1e-3)"),
+        ("nn.BatchNorm2d(num_features=256, affine=False)", "nn.GroupNorm(32, 256, affine=False)"),
+        ("nn.BatchNorm1d(3)", "nn.GroupNorm(1, 3)"),
+    ],
+)
+def test_layer_with_batch_statistics_becomes_one_of_groups(layer: str, wanted: str) -> None:
+    patch = next(propose([finding_of("GAV101")], context_of(f"norm = {layer}  # keeps scale\n")))
+    assert patch.unsafe
+    assert f"+norm = {wanted}  # keeps scale" in patch.diff.splitlines()
+
+
+@pytest.mark.parametrize("layer", ["BatchNorm1d(16)", "nn.BatchNorm1d(*sizes)", "nn.BatchNorm1d(**settings)"])
+def test_layer_whose_channels_or_package_are_not_in_the_text_stays(layer: str) -> None:
+    assert not list(propose([finding_of("GAV101")], context_of(f"first = nn.BatchNorm1d(8)\nnorm = {layer}\n")))
