@@ -6,8 +6,10 @@ right script the weights are those of the full batch, and of the wrong script's 
 
 from __future__ import annotations
 
+import py_compile
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,33 @@ from typing import Any
 
 import pytest
 import torch
-from audits import Audited, folder, gaverify
+from audits import folder
 from patched_scripts import SCRIPTS, Run, Script
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gaverify.audit.flow import audit
+from gaverify.audit.request import Request
+from gaverify.patches.searching import Patches
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.comparison import Outcome
+
 QUICK = {"argparse undivided", "notebook boundary", "click clear_each", "stranger early_continue"}
 NAME = "train.py"
+FEWEST_PATCHES = 45
+# Why no patch is printed, or not the smallest.
+UNPATCHED = {
+    "constants step_outside": "the test that only logs stays as it is, and a second one is written",
+    "config step_outside": "the test that only logs stays as it is, and a second one is written",
+    "config multiplied": "the loss is multiplied by K",
+    "click multiplied": "the loss is multiplied by K",
+    "dataclass counter": "a setting is made from a counter of micro-batches",
+    "scaled unscale_each": "two calls of the scaler have to move at once",
+    "accelerate accelerated_clip": "a test has to be added in the framework's own words",
+    "stranger closures": "the divisor is an expression of K",
+    "stranger train_step": "the step stands in a test in a function",
+    "stranger counter": "micro-batches are counted by hand, and the rest is stepped for behind the loop",
+    "stranger terms": "one term of several is not divided, and the patch divides their sum",
+}
 
 
 def per_script(slow: bool = True) -> pytest.MarkDecorator:
@@ -33,17 +56,27 @@ def per_script(slow: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("script", [case(script) for script in SCRIPTS])
 
 
-def audit(text: str, script: Script, path: Path, *options: str) -> Audited:
+def audit_text(text: str, script: Script, path: Path, patches: Patches = "none") -> AuditReport:
     """Audits a script that lies alone in a folder, from there."""
     path.mkdir()
     (path / NAME).write_text(text, encoding="utf-8")
-    words = ["audit", NAME, "--format", "json", *options]
-    for role, run in (("full", script.full), ("accumulated", script.accumulated)):
-        words += [f"--{role}", run.arguments] if run.arguments else []
-        for kind, values in (("env", run.environment), ("set", run.constants)):
-            words += [word for name, value in values.items() for word in (f"--{role}-{kind}", f"{name}={value}")]
+    full, accumulated = script.full, script.accumulated
+    request = Request(
+        script=NAME,
+        full=tuple(full.arguments.split()),
+        accumulated=tuple(accumulated.arguments.split()),
+        full_env=full.environment,
+        accumulated_env=accumulated.environment,
+        full_set=full.constants,
+        accumulated_set=accumulated.constants,
+    )
     with folder(path):
-        return gaverify(words)
+        return audit(request, patches=patches)
+
+
+def faults(report: AuditReport) -> set[str]:
+    """The codes of the faults that were found."""
+    return {finding.code for finding in report.findings if finding.severity == "fault"}
 
 
 @pytest.fixture
@@ -80,20 +113,80 @@ def weights(text: str, run: Run, monkeypatch: pytest.MonkeyPatch, path: Path) ->
     return after
 
 
+def distance(accumulated: list[torch.Tensor], full: list[torch.Tensor]) -> float:
+    """How far weights are from the full batch's, after the update where that is most."""
+    return max(float((one - other).abs().max()) for one, other in zip(accumulated, full, strict=True))
+
+
 @per_script(slow=False)
 @pytest.mark.usefixtures("double")
 def test_plain_torch_tells_the_fault_from_its_twin(
     script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     full, right = (weights(script.right, run, monkeypatch, tmp_path) for run in (script.full, script.accumulated))
-    assert len(right) == len(full)
-    assert max(float((one - other).abs().max()) for one, other in zip(right, full, strict=True)) < 1e-12
+    assert distance(right, full) < 1e-12
     wrong = weights(script.wrong, script.accumulated, monkeypatch, tmp_path)
-    assert max(float((one - other).abs().max()) for one, other in zip(wrong[:2], full[:2], strict=True)) > 1e-5
+    assert distance(wrong[:2], full[:2]) > 1e-5
 
 
 @per_script()
-def test_the_fault_is_found_and_its_twin_is_quiet(script: Script, tmp_path: Path) -> None:
-    wrong, right = audit(script.wrong, script, tmp_path / "wrong"), audit(script.right, script, tmp_path / "right")
-    assert wrong.code == 1 and script.code in wrong.faults, str(wrong)
-    assert (right.code, right.outcome, right.faults) == (0, "equivalent", set()), str(right)
+def test_the_twin_gets_no_patch(script: Script, tmp_path: Path) -> None:
+    report = audit_text(script.right, script, tmp_path / "right", "unsafe")
+    assert (report.outcome, faults(report)) == (Outcome.EQUIVALENT, set()), report.findings
+    assert (report.patch, report.patch_refused) == (None, "")
+
+
+def apply_as_users_do(diff: str, text: str, path: Path) -> str:
+    """Applies a diff to copies of a script with both programs that people have, and returns what it makes of it."""
+    results = set()
+    for words in (["patch", "-p1", "--fuzz=0"], ["git", "apply", "-"]):
+        copy = path / words[0]
+        copy.mkdir()
+        (copy / NAME).write_text(text, encoding="utf-8")
+        subprocess.run(words, cwd=copy, input=diff.encode(), check=True, capture_output=True)
+        py_compile.compile(str(copy / NAME), doraise=True)
+        results.add((copy / NAME).read_text(encoding="utf-8"))
+    assert len(results) == 1
+    return results.pop()
+
+
+def count_lines(diff: str) -> tuple[int, int]:
+    """How many lines a diff takes out, and puts in."""
+    lines = [line[0] for line in diff.splitlines() if re.match(r"[-+](?!--|\+\+)", line)]
+    return lines.count("-"), lines.count("+")
+
+
+@per_script()
+def test_the_patch_repairs_the_script(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = audit_text(script.wrong, script, tmp_path / "wrong", "unsafe" if script.unsafe else "safe")
+    assert report.outcome is Outcome.DIVERGENT and script.code in faults(report), report.findings
+    assert (tmp_path / "wrong" / NAME).read_text(encoding="utf-8") == script.wrong
+    if script.name in UNPATCHED:
+        pytest.xfail(UNPATCHED[script.name])
+    assert report.patch is not None, report.patch_refused
+    diff = report.patch.diff
+    patched = apply_as_users_do(diff, script.wrong, tmp_path)
+    assert all(few <= most for few, most in zip(count_lines(diff), script.lines, strict=True)), diff
+    assert bool(report.patch.unsafe) == script.unsafe, report.patch.unsafe
+    again = audit_text(patched, script, tmp_path / "again")
+    assert (again.outcome, faults(again)) == (Outcome.EQUIVALENT, set()), diff
+    runs = script.full, script.accumulated
+    torch.set_default_dtype(torch.float64)
+    try:
+        full, accumulated = (weights(patched, run, monkeypatch, tmp_path) for run in runs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert distance(full, accumulated) < 1e-12, diff
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["click batchnorm", "dataclass constant"])
+def test_a_patch_that_changes_what_is_trained_is_printed_only_where_asked_for(name: str, tmp_path: Path) -> None:
+    script = next(script for script in SCRIPTS if script.name == name)
+    report = audit_text(script.wrong, script, tmp_path / "wrong", "safe")
+    assert report.patch is None and "--unsafe" in report.patch_refused
+
+
+def test_enough_scripts_are_patched() -> None:
+    assert UNPATCHED.keys() <= {script.name for script in SCRIPTS}
+    assert len(SCRIPTS) - len(UNPATCHED) >= FEWEST_PATCHES

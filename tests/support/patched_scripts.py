@@ -256,7 +256,7 @@ FAULTS = {
     ),
     "multiplied": Fault("GAV201", swap((" / K", " * K")), (1, 1)),
     # the full batch's run divides by it as well
-    "constant": Fault("GAV201", swap((" / K", " / 8")), (1, 1), unsafe=True),
+    "constant": Fault("GAV201", swap((" / K", " / 8")), (1, 1)),
     "step_each": Fault("GAV601", chain(drop("if .i"), outdent(r"\.step|zero_grad|scaler\.update")), (3, 4)),
     "step_outside": Fault(
         "GAV601",
