@@ -308,6 +308,24 @@ def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             yield from _moved(model, site, before_step(model, step), "Unscales the gradients once per update.")
 
 
+def repair_counter(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
+    """Yields a counter of micro-batches that counts updates, where a setting of the step is made from it (GAV609)."""
+    step = model.step_site
+    loop = model.micro_loop(step) if step is not None else None
+    if step is None or loop is None or not model.is_once_per_window(step):
+        return
+    code = step.code
+    of_update = code.block_of(step.statement)
+    destination = _Destination(code, of_update[-1], indent=code.indent_of(step.statement))
+    for node in ast.walk(loop):
+        is_count = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+        if is_count and isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant):
+            removed = code.delete(node) if code.block_of(node) is not of_update else []
+            if removed:
+                title = f"Counts updates instead of micro-batches in `{code.text_of(node.target)}`."
+                yield Candidate(title, joined(removed, [destination.put([node], code)]))
+
+
 _OF_UPDATE = ("step", "unscale_", "update", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_gradients")
 """Calls that belong to an update."""
 

@@ -14,6 +14,7 @@ from gaverify.patches.placement import (
     repair_boundary,
     repair_clearing,
     repair_clipping,
+    repair_counter,
     repair_scaler,
     repair_schedule,
     repair_step,
@@ -45,6 +46,7 @@ RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
         repair_schedule,
     ),
     "GAV608": (repair_clipping, repair_scaler),
+    "GAV609": (repair_counter, repair_schedule),
 }
 """The repairs that may fit a finding, by its code."""
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gaverify.patches.candidates import Candidate, divide, joined, steps_at, without_factor
+from gaverify.patches.candidates import Candidate, StepsText, divide, joined, steps_at, without_factor
 from gaverify.patches.code import Code, Function, callee_name
 from gaverify.patches.loop import LoopModel
 from gaverify.records.events import Backward
@@ -26,6 +26,8 @@ def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     if math.isclose(factor, model.steps, rel_tol=THREE_DIGITS):
         yield from _divide_terms(model)
         yield from _add_division(model, finding)
+    if math.isclose(factor, model.steps**2, rel_tol=THREE_DIGITS):
+        yield from _divide_for_product(model)
     yield from _correct_divisions(model, finding)
 
 
@@ -55,6 +57,23 @@ def _divide_terms(model: LoopModel) -> Iterator[Candidate]:
                 if division is not None and division_by_steps(model, code, other) is None:
                     edit = code.replace(other, f"{code.operand(other, product=True)} / {division.text}")
                     yield Candidate(f"Divides every term of the loss by `{division.text}`.", (edit,))
+
+
+def _divide_for_product(model: LoopModel) -> Iterator[Candidate]:
+    """Yields a loss that is divided by K where it is multiplied by it."""
+    for site in model.sites(Backward):
+        code = site.code
+        for node in ast.walk(code.scope_of(site.call)):
+            if not (isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult)):
+                continue
+            factor = node.right if isinstance(node, ast.BinOp) else node.value
+            product = Division(code, node, factor)
+            if _is_steps(model, product):
+                left = node.left if isinstance(node, ast.BinOp) else node.target
+                first, last = code.span(left)[1], code.span(factor)[0]
+                # Between both may stand parentheses and line breaks beside the operator.
+                edit = code.replace_between(first, last, code.text_between(first, last).replace("*", "/", 1))
+                yield Candidate(f"Divides the loss by `{product.text}`, by which it is multiplied.", (edit,))
 
 
 def _losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.expr]]:
@@ -240,6 +259,17 @@ def _correct_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate
         code, node = division.code, division.node
         if _is_steps(model, division) or code.scope_of(node) not in passes:
             continue
-        for steps in steps_at(model, code, node, most=1):
+        # A divisor that is made of K, such as `K ** 2`, names it.
+        parts = [StepsText(code.text_of(part)) for part in _names_in(division.divisor)]
+        for steps in [*parts, *steps_at(model, code, node, most=1)]:
             edits = joined([code.replace(division.divisor, steps.text)], steps.note(code, code.statement_of(node)))
             yield Candidate(f"Divides the loss by `{steps.text}` instead of `{division.text}`.", edits)
+
+
+def _names_in(divisor: ast.expr) -> list[ast.expr]:
+    """The variables in an expression that is more than one."""
+    if isinstance(divisor, ast.Name | ast.Attribute | ast.Subscript):
+        return []
+    parts = [node for node in ast.walk(divisor) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript)]
+    within = {inner for part in parts for inner in ast.walk(part) if inner is not part}
+    return [part for part in parts if part not in within]

@@ -29,20 +29,15 @@ from gaverify.records.comparison import Outcome
 
 QUICK = {"argparse undivided", "notebook boundary", "click clear_each", "stranger early_continue"}
 NAME = "train.py"
-FEWEST_PATCHES = 45
+# 55 were reached.
+FEWEST_PATCHES = 52
 # Why no patch is printed, or not the smallest.
 UNPATCHED = {
     "constants step_outside": "the test that only logs stays as it is, and a second one is written",
     "config step_outside": "the test that only logs stays as it is, and a second one is written",
-    "config multiplied": "the loss is multiplied by K",
-    "click multiplied": "the loss is multiplied by K",
-    "dataclass counter": "a setting is made from a counter of micro-batches",
     "scaled unscale_each": "two calls of the scaler have to move at once",
-    "accelerate accelerated_clip": "a test has to be added in the framework's own words",
-    "stranger closures": "the divisor is an expression of K",
     "stranger train_step": "the step stands in a test in a function",
     "stranger counter": "micro-batches are counted by hand, and the rest is stepped for behind the loop",
-    "stranger terms": "one term of several is not divided, and the patch divides their sum",
 }
 
 

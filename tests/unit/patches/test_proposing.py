@@ -402,3 +402,29 @@ def test_layer_with_batch_statistics_becomes_one_of_groups(layer: str, wanted: s
 @pytest.mark.parametrize("layer", ["BatchNorm1d(16)", "nn.BatchNorm1d(*sizes)", "nn.BatchNorm1d(**settings)"])
 def test_layer_whose_channels_or_package_are_not_in_the_text_stays(layer: str) -> None:
     assert not list(propose([finding_of("GAV101")], context_of(f"first = nn.BatchNorm1d(8)\nnorm = {layer}\n")))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("criterion(model(x), y) * accumulation_steps", "criterion(model(x), y) / accumulation_steps"),
+        ("(criterion(model(x), y)) * accumulation_steps", "(criterion(model(x), y)) / accumulation_steps"),
+    ],
+)
+def test_loss_is_divided_where_it_is_multiplied(before: str, after: str) -> None:
+    text = changed(("criterion(model(x), y) / accumulation_steps", before))
+    assert changes_of(text, "GAV201", factor=16.0)[0][1] == f"+    loss = {after}  # 'the mean'"
+
+
+@pytest.mark.parametrize("divisor", ["k ** 2", "(k * 2)", "max(k - 1, 1)"])
+def test_divisor_that_is_made_of_the_number_of_micro_batches(divisor: str) -> None:
+    text = changed(("criterion(model(x), y) / accumulation_steps", f"criterion(model(x), y) / {divisor}"))
+    wanted = "criterion(model(x), y) / (k)" if divisor.startswith("(") else "criterion(model(x), y) / k"
+    proposed = [line for lines in changes_of(text, "GAV201", factor=0.25) for line in lines]
+    assert f"+    loss = {wanted}  # 'the mean'" in proposed
+
+
+def test_counter_behind_a_setting_counts_updates() -> None:
+    line = "updates += 1  # for the decay"
+    text = f"{changed()}    {line}\n"
+    assert changes_of(text, "GAV609")[0] == [f"-    {line}", f"+        {line}"]
