@@ -7,6 +7,7 @@ the other runs are given the rows of the same samples.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ from gaverify.records.facts import facts_of_loop
 from gaverify.records.numbers import bytes_text
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
-from gaverify.thresholds import CUT, STARTED_APART, U32
+from gaverify.thresholds import COMPUTED_FLOAT32, CUT, STARTED_APART, U32
 
 if TYPE_CHECKING:
     from gaverify.audit.reading import RecordedRun
@@ -159,7 +160,7 @@ def audit_again(folder: str) -> AuditReport:
 
 def _report(request: Request, runner: Runner, patches: Patches = "none") -> AuditReport:
     started = time.monotonic()
-    audited = _Audit(request, runner)
+    audited = Comparer(request, runner)
     try:
         comparison = audited.record_events() if request.events_only else audited.compare()
     except Uncompared as error:
@@ -211,7 +212,7 @@ class PatchTrials:
 
         Args:
             texts: The patched files.
-            safe: Whether the patched full-batch run has to have the gradient of the unpatched one.
+            safe: Whether the gradient of the patched full-batch run is compared with the unpatched one's.
         """
         runner = self.runner
         runner.progress("trying a patch", runner.done, 3)
@@ -220,31 +221,34 @@ class PatchTrials:
         folder.mkdir()
         try:
             trial_runner = Runner(runner.request, folder, runner.progress, patched=patched)
-            comparison = _Audit(runner.request, trial_runner).compare()
+            comparison = Comparer(runner.request, trial_runner).compare()
             report = _report_of(runner.request, trial_runner, comparison)
             compared = sum(update.judged for update in report.updates)
             is_right = report.outcome is Outcome.EQUIVALENT and compared >= self.updates
-            if is_right and safe:
-                is_right = self._keeps_gradient(patched)
-            return TrialResult(is_right, report.findings, comparison.record)
+            factor = self._factor_of_full_batch(patched) if is_right and safe else math.nan
+            return TrialResult(is_right, report.findings, comparison.record, factor)
         except (ProblemError, Uncompared):
             return TrialResult(is_equivalent=False)
         finally:
             remove(folder)
 
-    def _keeps_gradient(self, patched: tuple[tuple[str, str], ...]) -> bool:
-        """Whether the patched full-batch run has the gradient of the unpatched one in the first update."""
+    def _factor_of_full_batch(self, patched: tuple[tuple[str, str], ...]) -> float:
+        """Returns of what multiple of the unpatched full batch's first gradient the patched one is; NaN of none."""
         trial = self.comparison.trial
         if trial is None:
-            return False
+            return math.nan
         planned = trial.full_batch_control(LeadSteps(), updates=1)
         run = trial.run(replace(planned, command=replace(planned.command, patched=patched)))
         update = next(iter(trial.compare(run)), None)
         if update is None or not update.judged:
-            return False
+            return math.nan
         # A clipping that reaches the step only now changes what is used, and not the gradient itself.
         summed = (stage.outcome for stage in update.stages if stage.stage is Stage.SUMMED)
-        return Outcome.EQUIVALENT in (update.outcome, *summed)
+        if Outcome.EQUIVALENT in (update.outcome, *summed):
+            return 1.0
+        fit = update.window.fit
+        is_multiple = fit is not None and fit.factor_residual < COMPUTED_FLOAT32 and abs(fit.factor) > COMPUTED_FLOAT32
+        return fit.factor if fit is not None and is_multiple else math.nan
 
 
 @contextmanager
@@ -297,7 +301,7 @@ class _Comparison:
         return next((change.way for change in self.changes if isinstance(change, ReplayData)), None)
 
 
-class _Audit:
+class Comparer:
     """Makes the runs of one audit and compares them, again with more changes if that may decide more."""
 
     def __init__(self, request: Request, runner: Runner) -> None:

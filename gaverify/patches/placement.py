@@ -282,9 +282,23 @@ def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             continue
         edits = [edit for each in present for edit in clipping.code.delete(each)]
         destination = before_step(model, step)
+        text = _unscaling_text(step)
+        if destination.code is clipping.code and text and not unscaling and "unscale_" not in clipping.code.text:
+            line = f"{destination.indent}{text}{step.code.line_end}"
+            moved = [destination.put_text(line), destination.put(present, clipping.code)]
+            yield Candidate("Unscales and clips the gradients once per update.", joined(edits, moved))
         if destination.code is clipping.code:
             edits.append(destination.put(present, clipping.code))
             yield Candidate("Clips once per update, before the step.", tuple(edits))
+
+
+def _unscaling_text(step: Site) -> str:
+    """The call that unscales the gradients of a step through a scaler; "" for other steps."""
+    func, arguments = step.call.func, step.call.args
+    is_scaled = isinstance(func, ast.Attribute) and bool(arguments) and "scaler" in step.code.text_of(func).lower()
+    if not is_scaled or not isinstance(func, ast.Attribute):
+        return ""
+    return f"{step.code.text_of(func.value)}.unscale_({step.code.text_of(arguments[0])})"
 
 
 def repair_schedule(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
@@ -339,34 +353,35 @@ def repair_step(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     is_function = model.micro_loop(step) is None and model.index_around(step.code, step.call) is None
     step = next(iter(model.callers(step)), step) if is_function else step
     code = step.code
-    group = _group_of_update(code, step.statement)
+    group = _group_of_update(model, code, step.statement)
     if not all(code.owns_lines(each) for each in group):
         return
-    yield from _into_existing_test(model, step)
+    yield from _into_existing_test(model, step, group)
     yield from _behind_inner_loop(model, step, group)
     yield from _into_new_test(model, step, group)
 
 
-def _group_of_update(code: Code, statement: ast.stmt) -> list[ast.stmt]:
+def _group_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> list[ast.stmt]:
     """The statements beside a step that belong to the update as well."""
     block = code.block_of(statement)
     at = next(at for at, each in enumerate(block) if each is statement)
     first, last = at, at
-    while first > 0 and _is_of_update(block[first - 1]):
+    while first > 0 and _is_of_update(model, code, block[first - 1]):
         first -= 1
-    while last + 1 < len(block) and _is_of_update(block[last + 1]):
+    while last + 1 < len(block) and _is_of_update(model, code, block[last + 1]):
         last += 1
     return block[first : last + 1]
 
 
-def _is_of_update(statement: ast.stmt) -> bool:
+def _is_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> bool:
     is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
-    return is_simple and _calls(statement, *_OF_UPDATE) and not _calls(statement, "backward")
+    is_test = isinstance(statement, ast.If) and model.is_boundary(code, statement.test)
+    return is_simple and not is_test and _calls(statement, *_OF_UPDATE) and not _calls(statement, "backward")
 
 
 def first_of_update(model: LoopModel, step: Site) -> ast.stmt | None:
     """The first statement of the update that a step belongs to, behind what unscales its gradients; None outside."""
-    group = _group_of_update(step.code, step.statement)
+    group = _group_of_update(model, step.code, step.statement)
     if not model.is_once_per_window(step):
         return None
     return next((each for each in group if not _calls(each, "unscale_")), step.statement)
@@ -385,21 +400,21 @@ def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) ->
     return found
 
 
-def _into_existing_test(model: LoopModel, step: Site) -> Iterator[Candidate]:
-    """Yields the step at the beginning of a test for the end of a window that stands in the same loop."""
+def _into_existing_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+    """Yields the update in a test for the end of a window that stands in the same loop."""
     code, loop = step.code, model.micro_loop(step)
-    scope = code.scope_of(step.call)
+    scope, block = code.scope_of(step.call), code.block_of(step.statement)
     around = loop if loop is not None or isinstance(scope, ast.Module) else scope
-    for node in ast.walk(around) if around is not None else ():
-        if isinstance(node, ast.If) and model.is_boundary(code, node.test) and code.delete(step.statement):
-            block = code.block_of(step.statement)
-            at = next(at for at, each in enumerate(block) if each is step.statement)
-            moved = [step.statement]
-            if at + 1 < len(block) and _calls(block[at + 1], "update"):
-                moved.append(block[at + 1])
-            destination = _place_in_test(code, node)
-            edits = joined(*(code.delete(each) for each in moved), [destination.put(moved, code)])
-            yield Candidate(f"Steps only where `{code.text_of(node.test)}`.", edits)
+    tests = [node for node in ast.walk(around) if isinstance(node, ast.If)] if around is not None else []
+    for node in tests:
+        if not model.is_boundary(code, node.test) or not all(map(code.delete, group)):
+            continue
+        at = next((at for at, each in enumerate(block) if each is node), None)
+        follows = at is not None and at + 1 < len(block) and block[at + 1] is group[0]
+        last = node.body[-1]
+        destination = _Destination(code, last, indent=code.indent_of(last)) if follows else _place_in_test(code, node)
+        edits = joined(*(code.delete(each) for each in group), [destination.put(group, code)])
+        yield Candidate(f"Steps only where `{code.text_of(node.test)}`.", edits)
 
 
 def _place_in_test(code: Code, test: ast.If) -> _Destination:

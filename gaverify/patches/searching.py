@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -20,6 +21,7 @@ Patches = Literal["none", "safe", "unsafe"]
 
 _TRIALS = 12
 """Audits of patched sources that are made at most."""
+_RESCALES = "the learning rate means something else: the full batch's gradient becomes"
 _DEPTH = 3
 """Faults of one script that are repaired one after the other."""
 
@@ -29,18 +31,20 @@ class TrialResult:
     """What the audit of patched sources found."""
 
     is_equivalent: bool
-    """Whether every update agrees, and the full batch's gradient stayed as it was."""
+    """Whether every update agrees."""
     findings: tuple[Finding, ...] = ()
     """What it finds in them."""
     record: Record | None = None
     """What it recorded; None where a run failed."""
+    factor: float = math.nan
+    """The full batch's gradient as a multiple of the unpatched one's: 1 where it stayed; NaN for none or not asked."""
 
 
 class Trial(Protocol):
     """Makes the audit again with patched sources."""
 
     def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
-        """Returns what it finds; `safe`: the full batch's gradient has to stay."""
+        """Returns what it finds; `safe`: the full batch's gradient is compared with the unpatched one's."""
 
 
 def explain_no_trial(report: AuditReport, *, events_only: bool) -> str:
@@ -63,14 +67,14 @@ def search_patch(
         trial: Makes the audit again with patched sources.
         allow_unsafe: Whether a patch may change the model, or the meaning of a hyperparameter.
     """
-    if not any(finding.severity == "fault" and finding.proven for finding in findings):
-        return None, "no cause is proven, and only proven causes are repaired by a patch"
     search = _Search(context, trial, allow_unsafe)
     patch = search.repair(findings, context, ())
+    if patch is None and allow_unsafe:
+        patch = next(iter(search.rescaling), None)
     if patch is not None:
         return patch, ""
     if search.unsafe_titles:
-        return None, f"the patch changes the model and is printed only with `--unsafe`: {search.unsafe_titles[0]}"
+        return None, f"the only patch is unsafe and printed only with `--unsafe`: {search.unsafe_titles[0]}"
     if not search.trials:
         return None, "the source has none of the shapes that gaverify can patch; the finding says what to change"
     count = f"{search.trials} patches were" if search.trials > 1 else "1 patch was"
@@ -84,38 +88,50 @@ class _Search:
         self._context, self._trial, self._allow_unsafe = context, trial, allow_unsafe
         self.trials = 0
         self.unsafe_titles: list[str] = []
+        self.rescaling: list[Patch] = []  # that make another multiple of the full batch's gradient
         self._seen: set[tuple[tuple[str, str], ...]] = set()
 
     def repair(self, findings: Sequence[Finding], context: Context, before: tuple[Patch, ...]) -> Patch | None:
         """Returns the patch that repairs what was found in sources that hold the patches `before`."""
-        unfinished: list[tuple[Patch, TrialResult, Context]] = []
+        unfinished: list[tuple[tuple[Patch, ...], TrialResult, Context]] = []
         texts = {file: source.text for file, source in context.sources.items()}
         for patch in propose(findings, context):
             if patch.unsafe and not self._allow_unsafe:
                 self.unsafe_titles.append(patch.title)
                 continue
+            patches = (*before, patch)
             patched = {**texts, **apply(patch, texts)}
             changed = {file: text for file, text in patched.items() if text != self._context.sources[file].text}
-            key = tuple(sorted(changed.items()))
-            if key in self._seen or not changed:
+            safe = not any(each.unsafe for each in patches)
+            result = self._try(changed, safe=safe)
+            if result is None:
                 continue
-            if self.trials >= _TRIALS:
-                return None
-            self._seen.add(key)
-            self.trials += 1
-            safe = not any(each.unsafe for each in (*before, patch))
-            result = self._trial(changed, safe=safe)
+            if result.is_equivalent and (not safe or result.factor == 1):
+                return self._joined(patches, changed)
             if result.is_equivalent:
-                return self._joined((*before, patch), changed)
-            if result.record is not None and _faults(result.findings) != _faults(findings):
+                self._note_rescaling(self._joined(patches, changed), result.factor)
+            elif result.record is not None and _faults(result.findings) != _faults(findings):
                 sources = {file: Source(text, context.sources[file].digest) for file, text in patched.items()}
-                unfinished.append((patch, result, replace(context, record=result.record, sources=sources)))
-        if len(before) + 1 < _DEPTH:
-            for patch, result, patched_context in unfinished:
-                repaired = self.repair(result.findings, patched_context, (*before, patch))
-                if repaired is not None:
-                    return repaired
-        return None
+                unfinished.append((patches, result, replace(context, record=result.record, sources=sources)))
+        left = unfinished if len(before) + 1 < _DEPTH else []
+        repaired = (self.repair(result.findings, sources, patches) for patches, result, sources in left)
+        return next(filter(None, repaired), None)
+
+    def _try(self, changed: Mapping[str, str], *, safe: bool) -> TrialResult | None:
+        """Tries sources; None where they were tried before, change nothing, or no trial is left."""
+        key = tuple(sorted(changed.items()))
+        if not changed or key in self._seen or self.trials >= _TRIALS:
+            return None
+        self._seen.add(key)
+        self.trials += 1
+        return self._trial(changed, safe=safe)
+
+    def _note_rescaling(self, patch: Patch, factor: float) -> None:
+        """Keeps a patch that is unsafe only because it makes another multiple of the full batch's gradient."""
+        if math.isnan(factor):  # the patched gradient is none of the unpatched one's multiples: nothing is repaired
+            return
+        self.rescaling.append(replace(patch, unsafe=f"{_RESCALES} {factor:.4g} times as large"))
+        self.unsafe_titles.append(patch.title)
 
     def _joined(self, patches: tuple[Patch, ...], changed: Mapping[str, str]) -> Patch:
         """Returns patches that were made one upon the other as one of the user's sources."""

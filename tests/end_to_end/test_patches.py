@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gaverify.audit.flow import audit
+from gaverify.audit.flow import Comparer, PatchTrials, audit
 from gaverify.audit.request import Request
+from gaverify.audit.running import Runner
+from gaverify.patches.searching import TrialResult
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 
@@ -106,3 +108,41 @@ def test_right_script_gets_no_patch(tmp_path: Path) -> None:
     report = audited(tmp_path)
     assert report.outcome is Outcome.EQUIVALENT
     assert report.patch is None and report.patch_refused == ""
+
+
+def test_trial_measures_the_full_batch_of_patched_sources(tmp_path: Path) -> None:
+    script, undivided = tmp_path / "train.py", SCRIPT.replace(" / args.accum", "")
+    script.write_text(undivided, encoding="utf-8")
+    request = Request(script=str(script), **RUNS)
+    runner = Runner(request, tmp_path, lambda *_: None)
+    trials = PatchTrials(runner, Comparer(request, runner).compare(), updates=2)
+
+    def trial(scaled: str) -> TrialResult:
+        return trials({str(script): undivided.replace("loss.backward()", f"({scaled}).backward()")}, safe=True)
+
+    half, zero = trial("loss / args.accum / 2"), trial("0 * loss")
+    assert half.is_equivalent and half.factor == pytest.approx(0.5)
+    assert not zero.is_equivalent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started", ["module", "launcher"])
+def test_patch_reaches_imported_modules_and_launched_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    loop = SCRIPT.replace(" / args.accum", "")
+    (package / "loop.py").write_text(loop, encoding="utf-8")
+    (package / "train.py").write_text("import package.loop\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text("import package.loop\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    request = Request(module="package.train", **RUNS)
+    if started == "launcher":
+        request = Request(script="train.py", launcher=("python",), **RUNS)
+    report = audit(request, patches="safe")
+    assert changed_lines(report) == ["-    loss.backward()", "+    (loss / args.accum).backward()"]
+    assert report.patch is not None and [edit.file for edit in report.patch.edits] == [str(package / "loop.py")]
+    assert report.patch.diff.startswith("--- a/package/loop.py")
+    assert (package / "loop.py").read_text(encoding="utf-8") == loop

@@ -18,7 +18,7 @@ from recorded import numbers, run_of
 from updates import update_of
 
 from gaverify.audit.bench import ControlledRuns, ScriptBench
-from gaverify.audit.flow import _Audit
+from gaverify.audit.flow import Comparer
 from gaverify.audit.job import DisableCompilation, PinModules, UseEvaluationMode, WatchModules, merge_changes
 from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
@@ -71,7 +71,7 @@ def test_the_question_that_contributing_shows_is_asked_of_a_script(
         full, accumulated = ("16", "1", cap), ("4", "4", cap)
         request = Request(script=str(tmp_path / "train.py"), full=full, accumulated=accumulated, updates=1)
         runner = Runner(request, tmp_path / f"runs-{cap}", lambda *_: None)
-        comparison = _Audit(request, runner)._compare(*runner.make_first("full"))
+        comparison = Comparer(request, runner)._compare(*runner.make_first("full"))
         return caps_example.control_caps(comparison.trial, comparison.record)  # type: ignore[no-any-return]
 
     with forked_runs("caps_example"):

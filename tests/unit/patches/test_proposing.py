@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from recorded_loops import FILE, HEAD, LOOP, context_of, finding_of
 
-from gaverify.patches import Context, Source, apply, propose
-from gaverify.records.audit import Record
-from gaverify.records.events import Backward, Clipping, Event, Ledger, ScalerCall, SchedulerStep, Step, ZeroGrad
-from gaverify.records.findings import Evidence, Finding, Location
-from gaverify.records.windows import Window
-
-FILE = "/work/train.py"
-KINDS: dict[str, Event] = {
-    "backward(": Backward(1),
-    "optimizer.step(": Step(1),
-    "scaler.step(": Step(1),
-    "zero_grad(": ZeroGrad(1),
-    "clip_grad_norm_(": Clipping(1),
-    "scheduler.step(": SchedulerStep(1),
-    "unscale_(": ScalerCall(1, call="unscale_"),
-    "scaler.update(": ScalerCall(1, call="update"),
-}
-
-
-def context_of(text: str) -> Context:
-    """A record in which every call of the text was made in one window of 4 micro-batches."""
-    events = [
-        replace(event, file=FILE, line=number)
-        for number, line in enumerate(text.splitlines(), 1)
-        for word, event in KINDS.items()
-        if word in line
-    ]
-    record = Record((Window(1, tuple(events)),), Ledger((), ()), steps=4)
-    return Context(FILE, record, {FILE: Source(text, hashlib.sha256(text.encode()).hexdigest())})
-
-
-def finding_of(code: str, **values: object) -> Finding:
-    evidence = (Evidence("events", "measured", "", values),)
-    return Finding(code, "", "fault", "", Location(file=FILE, line=1), evidence, proven=True)
+from gaverify.patches import apply, propose
 
 
 def changes_of(text: str, code: str, **values: object) -> list[list[str]]:
@@ -52,18 +18,6 @@ def changes_of(text: str, code: str, **values: object) -> list[list[str]]:
         assert set(apply(patch, {FILE: text})) == {FILE}
     lines = [patch.diff.splitlines() for patch in patches]
     return [[line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")] for diff in lines]
-
-
-LOOP = """for i, (x, y) in enumerate(loader):
-    loss = criterion(model(x), y) / accumulation_steps  # 'the mean'
-    loss.backward()
-    if (i + 1) % accumulation_steps == 0:
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-"""
-HEAD = "accumulation_steps = 4\n"
 
 
 def changed(*pairs: tuple[str, str], loop: str = LOOP) -> str:
@@ -428,3 +382,19 @@ def test_counter_behind_a_setting_counts_updates() -> None:
     line = "updates += 1  # for the decay"
     text = f"{changed()}    {line}\n"
     assert changes_of(text, "GAV609")[0] == [f"-    {line}", f"+        {line}"]
+
+
+def test_update_behind_a_test_goes_into_it() -> None:
+    text = (
+        HEAD
+        + """for i, (x, y) in enumerate(loader):
+    loss.backward()
+    if (i + 1) % accumulation_steps == 0:
+        print(i)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    wanted = ["-    optimizer.step()", "-    optimizer.zero_grad()"]
+    wanted += ["+        optimizer.step()", "+        optimizer.zero_grad()"]
+    assert changes_of(text, "GAV601")[0] == wanted
