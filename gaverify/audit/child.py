@@ -87,13 +87,17 @@ def _enter_view(job: Job, folder: Path) -> None:
         with contextlib.suppress(OSError):  # a view that failed halfway may hide the folder
             (folder / "no-view.txt").write_text(reason, encoding="utf-8")
         os._exit(IMPOSSIBLE)
+    if not job.command.patched:
+        return
+    from gaverify.patches.sources import encode_source
+
     for path, text in job.command.patched:
         status = os.stat(path)
         # A covered file lies on the overlay's own device. Any other would be the user's, which no trial may change.
         if status.st_dev == devices[path]:
             _write_error(folder, f"`{path}` lies outside of the folders that a run sees a copy of")
             os._exit(SCRIPT_FAILED)
-        Path(path).write_bytes(text.encode())
+        Path(path).write_bytes(encode_source(text))
         # Bytecode of the unpatched source is told by the second in which that was written.
         os.utime(path, (status.st_atime + 2, status.st_mtime + 2))
 

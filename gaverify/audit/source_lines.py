@@ -16,7 +16,7 @@ _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 @cache
 def _tree_of(file: str) -> ast.Module | None:
     try:
-        return ast.parse(Path(file).read_text(encoding="utf-8"))
+        return ast.parse(Path(file).read_bytes())  # in the encoding that it declares
     except (OSError, SyntaxError, ValueError):
         return None
 

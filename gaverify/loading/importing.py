@@ -26,6 +26,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from gaverify.errors import MissingPackage, ProblemError, SpecError, exit_call, nearest, text_of
+from gaverify.patches.sources import encode_source
 from gaverify.tracebacks import display_path, repository_of, user_frame
 from gaverify.zoo import BUILTINS, find_builtin
 
@@ -141,7 +142,7 @@ def replace_sources(texts: Mapping[str, str]) -> None:
         path = loader.get_filename(name)
         text = texts.get(os.path.realpath(path))
         # As bytes, in which Python reads a byte-order mark and a declared encoding.
-        return None if text is None else compile(text.encode(), path, "exec", dont_inherit=True)
+        return None if text is None else compile(encode_source(text), path, "exec", dont_inherit=True)
 
     compile_with(compile_patched)
     for path, text in texts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -25,7 +26,8 @@ class Code:
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text
-        self.tree = ast.parse(text)
+        # `ast` refuses a byte-order mark in a text. Form feeds of as many bytes keep the columns, and indent nothing.
+        self.tree = ast.parse(re.sub("^\ufeff", "\f\f\f", text))
         self.lines = split_lines(text)
         self.line_end = "\r\n" if "\r\n" in text else "\n"
 

@@ -21,7 +21,7 @@ from gaverify.patches.placement import (
     repair_tail,
 )
 from gaverify.patches.scale import repair_factor
-from gaverify.patches.sources import Context, apply, render_diff
+from gaverify.patches.sources import Context, apply, encode_source, render_diff
 from gaverify.patches.weights import repair_shares
 from gaverify.records.findings import Finding
 from gaverify.records.patch import Patch
@@ -76,7 +76,7 @@ def patch_of(candidate: Candidate, code: str, context: Context, texts: Mapping[s
     try:
         after = apply(patch, texts)
         for text in after.values():
-            ast.parse(text)
+            ast.parse(encode_source(text))
     except (ProblemError, SyntaxError, ValueError):
         return None
     diff = render_diff(texts, after)

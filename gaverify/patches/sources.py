@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import os
 import re
+import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +46,7 @@ class Context:
 
 
 def read_context(script: str, record: Record) -> Context:
-    """Reads the script and the user's files in which the record's calls lie; leaves out what is no UTF-8 text."""
+    """Reads the script and the user's files in which the record's calls lie; leaves out what Python cannot read."""
     windows = (*record.windows, *record.full_windows)
     files = {event.file for window in windows for event in window.events if event.file is not None}
     files |= {line[0] for window in windows for event in window.of(Backward) if (line := event.origin.made)}
@@ -56,10 +58,30 @@ def read_context(script: str, record: Record) -> Context:
     for path in sorted(paths):
         try:
             raw = Path(path).read_bytes()
-            sources[path] = Source(raw.decode("utf-8"), hashlib.sha256(raw).hexdigest())
-        except (OSError, UnicodeDecodeError):
+            sources[path] = Source(decode_source(raw), hashlib.sha256(raw).hexdigest())
+        except (OSError, UnicodeDecodeError, SyntaxError):
             continue
     return Context(os.path.realpath(script), record, sources)
+
+
+def decode_source(raw: bytes) -> str:
+    """Returns the text of a source as Python decodes it; its line ends and a byte-order mark stay.
+
+    Raises:
+        UnicodeDecodeError: It is not in the encoding that it declares.
+        SyntaxError: There is no such encoding.
+    """
+    return raw.decode(_encoding_of(raw))
+
+
+def encode_source(text: str) -> bytes:
+    """Returns the bytes of a source in the encoding that it declares."""
+    return text.encode(_encoding_of(text.encode()))
+
+
+def _encoding_of(raw: bytes) -> str:
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+    return "utf-8" if encoding == "utf-8-sig" else encoding  # the mark stays a character of the text
 
 
 def split_lines(text: str) -> list[str]:

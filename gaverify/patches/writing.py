@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gaverify.errors import ProblemError, SpecError
-from gaverify.patches.sources import apply
+from gaverify.patches.sources import apply, decode_source, encode_source
 from gaverify.records.patch import Patch
 from gaverify.text_files import write_whole
 
@@ -24,14 +24,14 @@ def write(patch: Patch) -> None:
         ProblemError: A file has changed since it was read, or may not be written. No file is changed then.
     """
     contents = {file: _read_unchanged(file, digest) for file, digest in patch.digests.items()}
-    texts = apply(patch, {file: content.decode("utf-8") for file, content in contents.items()})
+    texts = apply(patch, {file: decode_source(content) for file, content in contents.items()})
     for file in texts:
         if why := _reason_against(file):
             raise ProblemError(f"`{os.path.relpath(file)}` {why}; no file was changed")
     written: list[str] = []
     for file, text in texts.items():
         try:
-            write_whole(file, text.encode("utf-8"))
+            write_whole(file, encode_source(text))
         except SpecError as error:
             _restore(written, contents)
             raise ProblemError(f"{error.problems[0]}; no file was changed") from error

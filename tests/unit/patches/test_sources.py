@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from gaverify.errors import ProblemError
-from gaverify.patches import apply, render_diff
+from gaverify.patches import apply, read_context, render_diff
+from gaverify.patches.code import Code
+from gaverify.patches.sources import decode_source, edit_text, encode_source
+from gaverify.records.audit import Record
+from gaverify.records.events import Ledger
 from gaverify.records.patch import Edit, Patch
 
 TEXT = "a = 1  # é\r\nb = 'x'\x0c\r\nc = 3"
@@ -31,3 +35,29 @@ def test_diff_names_paths_of_the_working_folder(tmp_path: Path, monkeypatch: pyt
         "--- a/train.py\n+++ b/train.py\n@@ -1,2 +1,2 @@\n a\n"
         "-b\n\\ No newline at end of file\n+c\n\\ No newline at end of file\n"
     )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"x = 1  # \xc3\xa9",
+        b"\xef\xbb\xbfx = 1\r\n",
+        b"# coding: latin-1\nx = 1  # \xe9\n",
+        "# -*- coding: cp932 -*-\nx = '表'\n".encode("cp932"),
+    ],
+)
+def test_sources_are_read_and_written_in_the_encoding_that_they_declare(raw: bytes) -> None:
+    text = decode_source(raw)
+    assert encode_source(text) == raw
+    (assigned,) = Code("f", text).tree.body
+    edit = Code("f", text).replace(assigned.value, "2")  # type: ignore[attr-defined]
+    changed = encode_source(edit_text(text, [edit]))
+    names: dict[str, object] = {}
+    exec(compile(changed, "f", "exec"), names)
+    assert names["x"] == 2 and len(changed) <= len(raw)
+
+
+@pytest.mark.parametrize("raw", [b"# coding: klingon\n", b"x = '\xe9'\n", b"# coding: ascii\nx = '\xc3\xa9'"])
+def test_sources_that_python_cannot_read_are_left_out(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "train.py").write_bytes(raw)
+    assert not read_context(str(tmp_path / "train.py"), Record((), Ledger((), ()))).sources

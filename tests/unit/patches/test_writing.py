@@ -50,10 +50,10 @@ def test_all_but_the_edit_stays(folder: Path, mode: int) -> None:
 
 def test_a_declared_encoding_and_other_names_of_the_file_stay(folder: Path) -> None:
     file = folder / "train.py"
-    file.write_bytes(b"# coding: latin-1\n\nc = 3\n")
+    file.write_bytes(b"# coding: latin-1\n# \xe9\nc = 3\n")
     os.link(file, folder / "other.py")
     write(patch_of(file))
-    assert (folder / "other.py").read_bytes() == b"# coding: latin-1\n\nc = 4\n"
+    assert (folder / "other.py").read_bytes() == b"# coding: latin-1\n# \xe9\nc = 4\n"
 
 
 def test_a_link_is_followed_and_stays(folder: Path) -> None:
