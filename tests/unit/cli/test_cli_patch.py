@@ -191,6 +191,16 @@ def test_a_run_is_made_again_with_patched_sources(
     assert model.read_text(encoding="utf-8") == MODEL
 
 
+def test_a_run_is_patched_where_that_may_change_the_model(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = file.with_name("net.py")
+    model.write_text(MODEL, encoding="utf-8")
+    assert main(["run", "net.py:factory", "-q", "--diff"]) == 1
+    assert capfd.readouterr()[0] == ""
+    assert main(["run", "net.py:factory", "-q", "--fix", "--unsafe"]) == 0
+    assert "+    model = nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(2, 8), nn.Linear(8, 3))\n" in capfd.readouterr()[0]
+    assert model.read_text(encoding="utf-8") == MODEL.replace(*NORMED)
+
+
 @pytest.mark.parametrize("flags", [["--diff"], ["--fix", "--unsafe"]])
 def test_a_run_says_why_there_is_no_patch(file: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     file.with_name("net.py").write_text(MODEL.replace("nn.BatchNorm1d(8)", "Centred()") + CENTRED, encoding="utf-8")
