@@ -69,7 +69,9 @@ class ScriptBench:
         self.trial, self.record, self.update = trial, record, update
         self._shown_as, self._watch = shown_as, watch
         self._summed = summed
+        # by what they do otherwise: no run is made twice
         self._full_runs: dict[tuple[Changes, int], RecordedRun] = {}
+        self._accumulated_runs: dict[tuple[Changes, Changes, int], RecordedRun] = {}
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
         """Returns what `ask` finds; None where a changed run failed, which is noted."""
@@ -104,7 +106,10 @@ class ScriptBench:
         """
         in_both, number = self._changes_of(interventions, watch), updates or self.update.number
         changes = merge_changes(in_both, *(each.changes for each in interventions if not each.in_reference))
-        if in_both and (in_both, number) not in self._full_runs and self._can_run_side_by_side(interventions):
+        known, key = self._full_runs.get((in_both, number)), (in_both, changes, number)
+        if key in self._accumulated_runs:
+            return ControlledRuns(interventions, known or self.trial.full, self._accumulated_runs[key])
+        if in_both and known is None and self._can_run_side_by_side(interventions):
             full, accumulated = self.trial.runner.record(
                 self._plan_full(in_both, number), self._plan_accumulated(self.trial.full, changes, number)
             )
@@ -112,6 +117,7 @@ class ScriptBench:
         else:
             full = self.make_full_run(*interventions, watch=watch, updates=updates)
             accumulated = self.trial.run(self._plan_accumulated(full, changes, number))
+        self._accumulated_runs[key] = accumulated
         return ControlledRuns(interventions, full, accumulated)
 
     def make_full_run(

@@ -6,9 +6,8 @@ State is a module's buffer, frozen parameter or attribute, such as a moving aver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
@@ -39,15 +38,16 @@ from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_gradients
 from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateComparison
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Backward, ChangedValue, ValuePlace
+from gaverify.records.events import Backward, CarriedValue, ChangedValue
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import NextUpdate, State, StateChange
 from gaverify.records.windows import common_rounds, rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
-from gaverify.search.bench import Intervention, find_needed
+from gaverify.search.bench import Intervention
+from gaverify.search.state import find_blamed
 from gaverify.thresholds import FIT_FLOAT32, TINY
-from gaverify.tracebacks import Place, display_path
+from gaverify.tracebacks import display_path
 
 # The control for losses that add up although gradients do not: which code's backward depends on the batch?
 #
@@ -260,10 +260,25 @@ def _norm(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient))
 
 
-# The control for state that one update leaves to the next: it is set to the full-batch run's before each update.
+# The controls for state: which values have to be neutralised in each run of a script is asked as of a process.
 
 
-_MOST_ALONE = 6  # values that are restored or set one by one, each in a run of its own
+def _find_blamed(
+    bench: ScriptBench, changes: tuple[StateChange, ...], neutralise: Callable[[Sequence[str]], Sequence[Intervention]]
+) -> tuple[StateChange, ...]:
+    """Returns the changes that have to be neutralised; none where all of them together are not enough."""
+
+    def run_some(some: Sequence[StateChange]) -> ControlRun | None:
+        names = [change.name for change in some]
+        return bench.attempt("a control of state", lambda: bench.run(*neutralise(names))) if names else None
+
+    run = run_some(changes)
+    if run is None or not run.rounding:
+        return ()
+    return find_blamed(changes, bench.update.relative_difference, run.kind, run_some).changes
+
+
+# One update leaves state to the next: it is set to the full-batch run's before each update.
 
 
 def control_carried_state(trial: Trial, record: Record) -> Record:
@@ -274,50 +289,26 @@ def control_carried_state(trial: Trial, record: Record) -> Record:
     update = record.divergent
     if update is None or record.ranks > 1 or is_explained(record):
         return record
-    carried = [each for each in trial.accumulated.closing.control.carried if each.update == update.number]
-    places = {each.name: each.place for each in carried}
-    if not places:
+    bench, carried = ScriptBench(trial, record, update, "state"), trial.accumulated.closing.control.carried
+    changes = tuple(StateChange(each.name, each.place) for each in carried if each.update == update.number)
+    blamed = _find_blamed(bench, changes, _align)
+    if not blamed:
         return record
-    bench = ScriptBench(trial, record, update, "state")
-
-    def align(parts: Sequence[tuple[str, ...]]) -> ControlRun | None:
-        return bench.run(_align(tuple(chain(*parts)))) if parts else None
-
-    together = align([tuple(places)])
-    if together is None or not together.rounding:
-        return record
-    needed = find_needed(_parts_of(places), align)
-    names = tuple(name for name in places if any(name in each.item for each in needed))
-    runs = bench.make_runs(_align(names), updates=trial.runner.updates)
-    control = bench.compare(runs)
-    later = bench.later_updates
+    runs = bench.make_runs(*_align([change.name for change in blamed]), updates=trial.runner.updates)
+    control, later = bench.compare(runs), bench.later_updates
     holds = all(bench.difference_left(runs, each) <= bench.rounding_of(each) for each in (update, *later))
-    lines = {each.name: each.line for each in runs.accumulated.closing.control.carried}
-    state = State(
-        tuple(StateChange(name, place) for name, place in places.items()),
-        control,
-        tuple(StateChange(name, places[name], _writer_of(name, lines.get(name))) for name in names),
-        (control,) if holds else (),
-        together=len(names) > 1,
-    )
+    blamed = _with_writers(blamed, runs.accumulated.closing.control.carried)
+    state = State(changes, control, blamed, (control,) if holds else (), together=len(blamed) > 1)
     return replace(record, controls=replace(record.controls, state=state))
 
 
-def _align(names: tuple[str, ...]) -> Intervention:
+def _align(names: Sequence[str]) -> list[Intervention]:
     what = f"full-batch run's {join_texts([f'`{name}`' for name in names], 2)} before each update"
-    return Intervention(what, ControlKind.STATE_ALIGNED, in_reference=False, changes=(AlignState(names),))
+    change = AlignState(tuple(names))
+    return [Intervention(what, ControlKind.STATE_ALIGNED, in_reference=False, changes=(change,))]
 
 
-def _parts_of(places: Mapping[str, ValuePlace]) -> list[tuple[str, ...]]:
-    """Returns the values that are set or left alone together, those that are the likelier causes last."""
-    parts: list[tuple[str, ...]] = [(name,) for name, place in places.items() if place != "parameter"]
-    parameters = tuple(name for name, place in places.items() if place == "parameter")  # a teacher's move together
-    parts += [parameters] if parameters else []
-    rest = tuple(chain(*parts[_MOST_ALONE:]))
-    return [*([rest] if rest else []), *reversed(parts[:_MOST_ALONE])]
-
-
-# The control for state that forwards change and read again: it is restored before each micro-batch.
+# Forwards change state and read it again: it is restored before each micro-batch.
 
 
 def control_state(trial: Trial, record: Record) -> Record:
@@ -335,70 +326,55 @@ def control_state(trial: Trial, record: Record) -> Record:
     bench = ScriptBench(trial, record, update, "state")
     coupling = record.controls.coupling[-1].control if record.controls.coupling else None
     evaluated = coupling if coupling is not None and coupling.kind is ControlKind.EVALUATION_MODE else None
-    changed_values, control = _restore(bench, [EVERYTHING], evaluated)
+
+    def restore(names: Sequence[str]) -> tuple[tuple[ChangedValue, ...], ControlRun]:
+        runs = bench.make_runs(*_restore(names, evaluated))
+        control = bench.compare(runs, fit=evaluated is None)
+        explains_more = control.fit is None or _explains_more(control.fit, update.window.fit, record.tolerance)
+        return runs.accumulated.closing.control.changed_values, control if explains_more else replace(control, fit=None)
+
+    changed_values, control = restore([EVERYTHING])
     changes = tuple(StateChange(value.name, value.place) for value in changed_values)
-    if not changes or not (control.rounding or control.fit is not None):
+    # weights that explain the rest with all values restored do so with the few that matter, too
+    weighing = bench.weigh(control.fit.multipliers) if control.fit is not None else None
+    if not changes or not (control.rounding or weighing is not None):
         return record
-    # attributes last: most of those that change keep an output of the last forward
-    one_by_one = sorted(changes, key=lambda change: change.place == "attribute")[:_MOST_ALONE]
-    for suspects in [*([change] for change in one_by_one), list(changes)]:
-        names = [change.name for change in suspects]
-        changed_values, suspect_control = _restore(bench, names, evaluated)
-        # where weights explain the rest with all values restored, they may do so with a few of them, too
-        if suspect_control.rounding or (suspect_control.fit is not None and not control.rounding):
-            lines = {value.name: value.line for value in changed_values}
-            blamed = tuple(replace(each, writer=_writer_of(each.name, lines.get(each.name))) for each in suspects)
-            is_repair = suspect_control.rounding and evaluated is None
-            state = State(
-                changes,
-                suspect_control,
-                blamed,
-                (suspect_control,) if is_repair else (),
-                math.nan if is_repair else _difference_of_state(update, evaluated),
-                next_update=_repeat(bench, names) if is_repair else None,
-                # several values are restored together only where none of them is enough alone
-                together=len(suspects) > 1,
-            )
-            results = replace(record.controls, state=state)
-            if suspect_control.fit is not None:
-                weighing = bench.weigh(suspect_control.fit.multipliers)
-                weighted_run = bench.run(*suspect_control.interventions, weighing) if weighing is not None else None
-                results = replace(results, weighted_run=weighted_run)
-            if evaluated is None:  # putting the state back is enough, without what makes samples interact
-                results = replace(results, coupling=())
-            return replace(record, controls=results)
-    return record
+    beside = [] if weighing is None else [weighing]
+    blamed = _find_blamed(bench, changes, lambda names: [*_restore(names, evaluated), *beside])
+    if not blamed:
+        return record
+    names = [change.name for change in blamed]
+    changed_values, control = restore(names)
+    is_repair = control.rounding and evaluated is None
+    state = State(
+        changes,
+        control,
+        _with_writers(blamed, changed_values),
+        (control,) if is_repair else (),
+        math.nan if is_repair else _difference_of_state(update, evaluated),
+        next_update=_repeat(bench, names) if is_repair else None,
+        # several values are restored together only where none of them is enough alone
+        together=len(blamed) > 1,
+    )
+    results = replace(record.controls, state=state)
+    if weighing is not None:
+        results = replace(results, weighted_run=bench.run(*_restore(names, evaluated), weighing))
+    if evaluated is None:  # putting the state back is enough, without what makes samples interact
+        results = replace(results, coupling=())
+    return replace(record, controls=results)
 
 
 def _restore(
-    bench: ScriptBench, names: Sequence[str], evaluated: ControlRun | None
-) -> tuple[tuple[ChangedValue, ...], ControlRun]:
-    """Restores values before each micro-batch.
-
-    Args:
-        bench: Makes the runs.
-        names: Of the values.
-        evaluated: The control whose evaluation mode removes a part of the difference; None where there is none.
-
-    Returns:
-        All values that forwards change, and the control; it has the weights that explain the rest, if any do.
-    """
+    names: Sequence[str], evaluated: ControlRun | None = None, *, is_repair: bool = False
+) -> list[Intervention]:
+    """Restores values before each micro-batch, beside the evaluation mode that removes a part of the difference."""
     what, beside = "state restored before each micro-batch", list[Intervention]()
     if evaluated is not None:
         # Evaluation mode changes the full batch's gradient as well: in one run alone it would make a difference itself.
         what += f", and with {evaluated.what}"
         beside = [each for each in evaluated.interventions if each.kind is ControlKind.EVALUATION_MODE]
-    runs = bench.make_runs(*beside, _restoring(what, names))
-    control = bench.compare(runs, fit=evaluated is None)
-    before, tolerance = bench.update.window.fit, bench.record.tolerance
-    if control.fit is not None and not _explains_more(control.fit, before, tolerance):
-        control = replace(control, fit=None)
-    return runs.accumulated.closing.control.changed_values, control
-
-
-def _restoring(what: str, names: Sequence[str], *, is_repair: bool = False) -> Intervention:
     changes = DisableCompilation(), RestoreState(tuple(names), is_repair)
-    return Intervention(what, ControlKind.STATE_RESTORED, in_reference=False, changes=changes)
+    return [*beside, Intervention(what, ControlKind.STATE_RESTORED, in_reference=False, changes=changes)]
 
 
 def _repeat(bench: ScriptBench, names: Sequence[str]) -> NextUpdate | None:
@@ -406,9 +382,7 @@ def _repeat(bench: ScriptBench, names: Sequence[str]) -> NextUpdate | None:
     later = bench.later_updates
     if not later:
         return None
-    runs = bench.make_runs(
-        _restoring("state restored in every update", names, is_repair=True), updates=later[-1].number
-    )
+    runs = bench.make_runs(*_restore(names, is_repair=True), updates=later[-1].number)
     differences = [(bench.difference_left(runs, update), bench.rounding_of(update)) for update in later]
     left, rounding = max(differences, key=lambda each: each[0] / each[1])
     return NextUpdate(rounding, left, math.nan)
@@ -427,7 +401,13 @@ def _explains_more(fit: WeightFit, before: WeightFit | None, tolerance: float) -
     return before is None or before.residual > tolerance or fit.factor_residual <= tolerance < before.factor_residual
 
 
-def _writer_of(name: str, place: Place | None) -> Operation:
-    """Returns the module that holds a value, and the line that changes it if one was seen."""
-    file, line = place or (None, None)
-    return Operation("", name.rpartition(".")[0] or None, file=file and display_path(file), line=line)
+def _with_writers(
+    blamed: Sequence[StateChange], seen: Sequence[ChangedValue | CarriedValue]
+) -> tuple[StateChange, ...]:
+    """Returns the changes with the module that holds each value, and the line that changes it if one was seen."""
+    places = {value.name: value.line or (None, None) for value in seen}
+    changes = []
+    for change in blamed:
+        (file, line), owner = places.get(change.name, (None, None)), change.name.rpartition(".")[0] or None
+        changes.append(replace(change, writer=Operation("", owner, file=file and display_path(file), line=line)))
+    return tuple(changes)

@@ -172,7 +172,9 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
             neutral_bench, read = explanation.neutralise_all(bench), state.read_changes(state_facts.changes)
             difference_left, blame = alone.left, state.Blame(read, together=len(read) > 1)
             if neutral_bench is not None and state_facts.control is not None:
-                ask = partial(state.find_blamed, neutral_bench, read, difference_left, state_facts.control.kind)
+                kind = state_facts.control.kind
+                run_some = partial(state.run_some, neutral_bench, kind=kind)
+                ask = partial(state.find_blamed, read, difference_left, kind, run_some)
                 blame = bench.attempt("state held", ask) or blame
             state_facts = replace(state_facts, blamed=blame.changes, together=blame.together)
             facts = replace(facts, state=replace(state_facts, difference_alone=difference_left))

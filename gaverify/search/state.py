@@ -92,7 +92,7 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     blamed = tuple(c for c in set_once if c.place in ("parameter", "buffer")) or set_once
     together = False
     if not blamed:
-        blame = find_blamed(bench, changes, facts.left, control.kind)
+        blame = find_blamed(changes, facts.left, control.kind, partial(run_some, bench, kind=control.kind))
         blamed, together = blame.changes, blame.together
         # everything that was restored proves none of its parts
         control = blame.control if blame.control and control.kind is ControlKind.STATE_RESTORED else control
@@ -327,22 +327,26 @@ class Blame:
     """Whether they were proven only together with everything else, so that some of them may be innocent."""
 
 
-def find_blamed(bench: Bench, changes: tuple[StateChange, ...], left: float, kind: ControlKind) -> Blame:
-    """Neutralises the changes one by one, then those that are needed together.
+def find_blamed(
+    changes: tuple[StateChange, ...],
+    left: float,
+    kind: ControlKind,
+    run_some: Callable[[Sequence[StateChange]], ControlRun | None],
+) -> Blame:
+    """Neutralises the changes one by one, then those that are needed together; of a process or of a script.
 
     Args:
-        bench: Where to run.
         changes: What a forward may read.
         left: The relative difference with none of them neutralised.
         kind: How all of them were neutralised: restored before each micro-batch, or pinned.
+        run_some: Makes the control with some neutralised; None where there is none.
     """
-    run_some = partial(_run_some, bench, kind=kind)
     if len(changes) > _MANY:  # one run for each of many values costs too much: whole groups are tried first
         kinds = {change.place: tuple(c for c in changes if c.place == change.place) for change in changes}
         written = tuple(c for c in changes if c.writer is not None and c.writer.name)
         for some in (written, *kinds.values()):
             if 0 < len(some) < len(changes) and _is_enough(run_some(some)):
-                return find_blamed(bench, some, left, kind)
+                return find_blamed(some, left, kind, run_some)
     # The likeliest come last: parameters and buffers with a known writer. An attribute that every forward computes anew
     # is no state, although holding it may help as well.
     ordered = sorted(changes, key=lambda c: (c.writer is not None, c.place in ("parameter", "buffer")))
@@ -452,7 +456,7 @@ def _is_enough(run: ControlRun | None) -> bool:
     return run is not None and run.rounding
 
 
-def _run_some(bench: Bench, changes: Sequence[StateChange], kind: ControlKind) -> ControlRun | None:
+def run_some(bench: Bench, changes: Sequence[StateChange], kind: ControlKind) -> ControlRun | None:
     """The control run with some values neutralised; None without values, or where that stops the model."""
     if not changes:
         return None
