@@ -101,6 +101,54 @@ def test_a_time_limit_ends_the_search_and_not_the_verdict(script: str, common: s
     assert again.document["findings"] == stopped.document["findings"]
 
 
+STATE = """
+import sys
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.count, self.scale, self.seen = 0, 1.0, 0.0
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        self.count += 1
+        self.scale *= 1.5
+        self.seen = float(hidden.detach().abs().mean())
+        if reads:
+            hidden = hidden * (1 + 0.1 * self.count) + 0.05 * self.scale
+        return self.out(hidden.tanh())
+
+
+size, accum, reads = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "read"
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+x = torch.randn(32, 6)
+for step, (inputs, targets) in enumerate(zip(x.split(size), x.sum(1, keepdim=True).split(size))):
+    ((model(inputs) - targets).square().mean() / accum).backward()
+    if (step + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_values_that_are_needed_beside_each_other_are_blamed_and_what_changes_beside_them_is_not(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STATE, encoding="utf-8")
+    answer = audit(script, "16 1 read", "4 4 read")
+    assert answer.faults == {"GAV403"} and answer.finding("GAV403")["proven"]
+    text = answer.text("GAV403")
+    assert "`count`" in text and "`scale`" in text and "`seen`" not in text
+    assert audit(script, "16 1 unread", "4 4 unread").code == 0
+
+
 PINNED = Intervention("a value replaced", changes=(DisableCompilation(),))
 RIGHT, ZERO_BIAS, WRONG = numbers(1.0, 2.0, 3.0, 4.0, 5.0), numbers(1.0, 2.0, 3.0, 4.0, 0.0), numbers(2, 2, 3, 4, 5)
 
