@@ -105,7 +105,7 @@ def read_options(file: Path) -> AuditFile:
 @click.command(short_help="Check a training script, unchanged.", context_settings={"ignore_unknown_options": False})
 @add_options(OPTIONS.values())
 @click.option("--from", "kept", metavar="DIR", help="Report again from a folder that --keep wrote; runs nothing.")
-@click.option("-q", "--quiet", is_flag=True, help="One line per audit.")
+@click.option("-q", "--quiet", is_flag=True, help="One line per audit; with --diff or --fix only the diff.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @patch_options
 @strict_option()

@@ -87,7 +87,8 @@ def try_patch(verdict: Verdict, spec: Spec, wish: Wish) -> Verdict:
 
     An audit tries its patches itself, where its runs are made.
     """
-    if not wish.asks or verdict.outcome is Outcome.EQUIVALENT:
+    # What is accepted or expected stays as it is.
+    if not wish.asks or verdict.outcome is Outcome.EQUIVALENT or verdict.exit_code == 0:
         return verdict
     from gaverify.patches.searching import search_patch
 

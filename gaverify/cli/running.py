@@ -118,7 +118,7 @@ class _Results:
     help="Hide notes with this code; repeatable.",
     shell_complete=complete_notes,
 )
-@click.option("-q", "--quiet", is_flag=True, help="One line per model or spec.")
+@click.option("-q", "--quiet", is_flag=True, help="One line per model or spec; with --diff or --fix only the diff.")
 @click.option("-v", "--verbose", "--all", "show_all", is_flag=True, help="Show every parameter, not only the worst.")
 @patch_options
 @strict_option(", and 2 if a spec would be skipped for want of a package")
