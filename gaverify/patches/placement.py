@@ -311,15 +311,22 @@ def repair_schedule(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 
 def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
-    """Yields a scaler that is unscaled and updated once per update (GAV608)."""
+    """Yields a scaler that unscales and updates once per update, around the clipping and the step (GAV608)."""
     step = model.step_site
     if step is None:
         return
+    edits: list[Edit] = []
     for site in model.sites(ScalerCall):
-        if callee_name(site.call) == "update":
-            yield from _moved(model, site, behind_step(model, step), "Updates the scaler once per update.")
-        elif callee_name(site.call) == "unscale_":
-            yield from _moved(model, site, before_step(model, step), "Unscales the gradients once per update.")
+        statement = movable(model, site)
+        if model.is_once_per_window(site) or statement is None or site.code is not step.code:
+            continue
+        destination = behind_step(model, step)
+        if callee_name(site.call) == "unscale_":
+            first = first_of_update(model, step) or step.statement
+            destination = _Destination(step.code, first, is_before=True, indent=step.code.indent_of(first))
+        edits += [*site.code.delete(statement), destination.put([statement], site.code)]
+    if edits:
+        yield Candidate("Unscales the gradients and updates the scaler once per update.", tuple(edits))
 
 
 def repair_counter(model: LoopModel, finding: Finding) -> Iterator[Candidate]:

@@ -45,7 +45,7 @@ RECOGNISERS: Mapping[str, tuple[Recogniser, ...]] = {
         guard_by_accelerator,
         repair_schedule,
     ),
-    "GAV608": (repair_clipping, repair_scaler),
+    "GAV608": (repair_scaler, repair_clipping),
     "GAV609": (repair_counter, repair_schedule),
 }
 """The repairs that may fit a finding, by its code."""

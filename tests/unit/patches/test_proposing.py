@@ -398,3 +398,12 @@ def test_update_behind_a_test_goes_into_it() -> None:
     wanted = ["-    optimizer.step()", "-    optimizer.zero_grad()"]
     wanted += ["+        optimizer.step()", "+        optimizer.zero_grad()"]
     assert changes_of(text, "GAV601")[0] == wanted
+
+
+def test_scaler_is_used_once_per_update_around_the_clipping() -> None:
+    scaled = changed((STEP, "        scaler.step(optimizer)\n        scaler.update()\n"))
+    right = scaled.replace(CLIP, f"        scaler.unscale_(optimizer)\n{CLIP}")
+    update, unscale = "        scaler.update()\n", "        scaler.unscale_(optimizer)\n"
+    wrong = right.replace(update, "").replace(unscale, "").replace(TEST, unscale[4:] + TEST) + update[4:]
+    patch = next(propose([finding_of("GAV608")], context_of(wrong)))
+    assert apply(patch, {FILE: wrong})[FILE] == right
