@@ -49,7 +49,6 @@ from gaverify.records.experiment import (
     ControlRun,
     Operation,
     Suspect,
-    SuspectKind,
     is_constant,
 )
 from gaverify.records.windows import rounds_of
@@ -522,19 +521,17 @@ def _loss_causes(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks) -> 
     for level in differing:
         # It costs a run of its own, so it is asked only of a loss whose gradients differ.
         if loss_difference(pairs, unit, level) > 0 and _loss_depends_on_other_rows(bench, runs, level):
-            yield _cause_in_loss(bench, runs, first, level, "rows")
+            yield _cause_in_loss(bench, runs, first, level)
             return
 
 
-def _cause_in_loss(
-    bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks, level: tuple[str, ...], kind: SuspectKind
-) -> Cause:
+def _cause_in_loss(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks, level: tuple[str, ...]) -> Cause:
     """Returns the code of a level as the cause, with the control that computes the loss once for all outputs."""
-    what, kind_of_control = "the loss computed once for all outputs", ControlKind.CACHED_GRADIENTS
-    pin = pin_code(bench, what, level, first, kind=kind_of_control, blamed="gradients")
+    what, kind = "the loss computed once for all outputs", ControlKind.CACHED_GRADIENTS
+    pin = pin_code(bench, what, level, first, kind=kind, blamed="gradients")
     control = bench.run(*runs.interventions, pin, fit=True)
     difference = loss_difference(runs.pairs, bench.record.unit, level)
-    suspect = Suspect(kind, _loss(bench.update.number, runs, level), None, difference, 0, False, False)
+    suspect = Suspect("rows", _loss(bench.update.number, runs, level), None, difference, 0, False, False)
     return Cause(suspect, control, explained=explained_share(control, bench.update.relative_difference))
 
 

@@ -111,8 +111,8 @@ def ranked(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
     return (outputs * REWARDS[at].argsort().argsort()).mean()
 
 
-def ranked_from_zero_to_one(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
-    gained = REWARDS[at].argsort().argsort() / (len(outputs) - 1)
+def ranked_by_share(outputs: torch.Tensor, at: slice, k: int) -> torch.Tensor:
+    gained = REWARDS[at].argsort().argsort() * (N / len(outputs))
     return (outputs * gained).mean()
 
 
@@ -163,6 +163,13 @@ def test_rows_that_agree_and_give_values_that_differ_act_on_each_other(loss: Los
     assert walk.acts_on_rows(found)
 
 
+def test_integers_are_found_where_they_are_moved_and_not_where_they_are_places() -> None:
+    walk, found = found_in(of_labels)
+    value = walk.value_of(found)
+    assert value is not None and value.name == "wanted"
+    assert found.difference.operation.source == "wanted = LABELS.roll(k)[at]"
+
+
 def test_a_line_that_micro_batches_alone_run_is_a_branch() -> None:
     _, found = found_in(of_a_line_of_its_own)
     assert found.difference.kind is DifferenceKind.BRANCH
@@ -188,8 +195,8 @@ def test_a_value_is_described_by_its_variable_its_lines_and_what_it_holds() -> N
 
 
 def test_values_that_are_computed_are_not_those_of_other_rows() -> None:
-    """Ranks of a micro-batch, over their count, are among those of the full batch."""
-    walk, found = found_in(ranked_from_zero_to_one)
+    """Ranks of a micro-batch, times what it lacks, are among those of the full batch."""
+    walk, found = found_in(ranked_by_share)
     value = walk.value_of(found)
     assert value is not None and value.name == "gained"
     assert not value.is_reordered
