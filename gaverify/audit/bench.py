@@ -25,7 +25,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
 from gaverify.records.windows import rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.search.bench import ControlFailed, Intervention
-from gaverify.thresholds import MANY_UNITS
+from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART
 from gaverify.verdict.comparison import left_between
 from gaverify.verdict.criteria import floors_allowed
 
@@ -258,3 +258,14 @@ class ScriptBench:
         round_ = rounds_of(runs.accumulated.events)[self.update.number - 1]
         fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=self._is_summed(self.update))
         return fit if fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance else None
+
+
+def difference_allowed(unit: float) -> float:
+    """Returns the largest relative difference of rows that count as equal."""
+    return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
+
+
+def explained_share(control: ControlRun, difference: float) -> float:
+    """The share of the difference that pins remove; if that is small, the share that they and weights remove."""
+    share = 1 - control.left / difference
+    return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share

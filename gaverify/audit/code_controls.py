@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from gaverify.audit.bench import ScriptBench
+from gaverify.audit.bench import ScriptBench, difference_allowed
 from gaverify.audit.coupling_controls import (
     WATCHED,
     CallKey,
@@ -19,7 +19,6 @@ from gaverify.audit.coupling_controls import (
     WatchedRuns,
     agree,
     calls_of_pair,
-    difference_allowed,
     pin_code,
     rows_of_pair,
     watch_modules,

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from gaverify.audit.bench import ControlledRuns, ScriptBench
+from gaverify.audit.bench import ControlledRuns, ScriptBench, difference_allowed, explained_share
+from gaverify.audit.first_difference import find_first_difference
 from gaverify.audit.job import (
     Blamed,
     Changes,
@@ -27,7 +29,7 @@ from gaverify.audit.job import (
     UseEvaluationMode,
     WatchModules,
 )
-from gaverify.audit.outcome import is_explained
+from gaverify.audit.outcome import is_explained, is_proven
 from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.outputs import (
@@ -46,14 +48,15 @@ from gaverify.records.events import Backward
 from gaverify.records.experiment import (
     Cause,
     ControlKind,
-    ControlRun,
+    DifferenceKind,
+    FirstDifference,
     Operation,
     Suspect,
     is_constant,
 )
 from gaverify.records.windows import rounds_of
 from gaverify.search.bench import Intervention
-from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART, TINY
+from gaverify.thresholds import COMPUTED_FLOAT32, TINY
 from gaverify.tracebacks import display_path
 
 _DEEPEST = 4  # levels below the script at which a loss is looked for
@@ -246,11 +249,6 @@ def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
     return {call["path"]: call["changed"] for call in calls}
 
 
-def difference_allowed(unit: float) -> float:
-    """Returns the largest relative difference of rows that count as equal."""
-    return max(COMPUTED_FLOAT32, MANY_UNITS * unit)
-
-
 def _names(forward: Forward) -> frozenset[str]:
     """The paths in a model: which of its modules are called may depend on the samples (experts)."""
     return frozenset(forward["modules"])
@@ -358,14 +356,47 @@ def find_coupling(trial: Trial, record: Record) -> Record:
     bench = ScriptBench(trial, record, update, "coupling", WATCHED)
     coupling, weighted_run = list[Cause](), record.controls.weighted_run
     with suppress(TimeUp):  # what was found until then stands
-        for cause in _causes(bench):
-            coupling.append(cause)
+        runs = watch_modules(bench)
+        if _is_code_of_script(first_module(runs.pairs, record.unit)):
+            traced = find_first_difference(trial, record)
+            if _mixes_in_model(traced):
+                return traced
+            if not is_proven(traced):
+                record = traced
+        for cause in _causes(bench, runs):
+            coupling.append(_name_branch(cause, record.controls.first_difference))
         control = coupling[-1].control if coupling else None
         # weights explain the rest of the difference: they are tried beside what was neutralised
         weighing = bench.weigh(control.fit.multipliers) if control is not None and control.fit is not None else None
         if control is not None and weighing is not None:
             weighted_run = bench.run(*control.interventions, weighing)
     return replace(record, controls=replace(record.controls, coupling=tuple(coupling), weighted_run=weighted_run))
+
+
+def _is_code_of_script(suspect: Suspect | None) -> bool:
+    """Whether a module that differs has lines of the script's, or of a library's, of which one may be the cause."""
+    return suspect is not None and not suspect.statistics and not hasattr(nn, suspect.operation.kind)
+
+
+def _name_branch(cause: Cause, first: FirstDifference | None) -> Cause:
+    """Returns a proven module with the branch in it, where that is what both runs first do otherwise."""
+    suspect, control = cause.suspect, cause.control
+    if first is None or first.kind is not DifferenceKind.BRANCH or control is None or not control.proves:
+        return cause
+    path, module = suspect.operation.module or "", first.operation.module
+    if module is None or (path and not f"{module}.".startswith(f"{path}.")):
+        return cause
+    branch = replace(first.operation, module=suspect.operation.module, kind=suspect.operation.kind)
+    return replace(cause, suspect=replace(suspect, kind="control-flow", operation=branch))
+
+
+def _mixes_in_model(record: Record) -> bool:
+    """Whether a line of a model is proven to be the cause, which makes samples interact or takes another branch."""
+    causes = [(cause.suspect, cause.control) for cause in record.controls.coupling]
+    return any(
+        suspect.in_model and suspect.kind != "values" and control is not None and control.proves
+        for suspect, control in causes
+    )
 
 
 # Compiled code calls no submodules that could be watched.
@@ -467,9 +498,9 @@ def _mixes_rows(bench: ScriptBench, runs: WatchedRuns, suspect: Suspect) -> bool
     return found is not None and found.operation.module == suspect.operation.module
 
 
-def _causes(bench: ScriptBench) -> Iterator[Cause]:
+def _causes(bench: ScriptBench, runs: WatchedRuns) -> Iterator[Cause]:
     """Yields the first code that differs, then with that pinned the next, until only rounding is left."""
-    runs, unit, difference = watch_modules(bench), bench.record.unit, bench.update.relative_difference
+    unit, difference = bench.record.unit, bench.update.relative_difference
     first = runs.pairs_by_rank
     # Without places for the micro-batches' rows there is nothing to compare row by row.
     if not first:
@@ -499,12 +530,6 @@ def _causes(bench: ScriptBench) -> Iterator[Cause]:
 
 
 _NOT_COMPARED = "its inputs may differ before it: padded to other lengths or without rows, they cannot be compared"
-
-
-def explained_share(control: ControlRun, difference: float) -> float:
-    """The share of the difference that pins remove; if that is small, the share that they and weights remove."""
-    share = 1 - control.left / difference
-    return 1 - control.fit.residual / difference if control.fit is not None and share <= SMALL_PART else share
 
 
 def _loss_causes(bench: ScriptBench, runs: WatchedRuns, first: PairsOfRanks) -> Iterator[Cause]:

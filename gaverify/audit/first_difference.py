@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from gaverify.audit.bench import ScriptBench
-from gaverify.audit.coupling_controls import difference_allowed, explained_share
+from gaverify.audit.bench import ScriptBench, difference_allowed, explained_share
 from gaverify.audit.job import DisableCompilation, PinArguments, TraceScript
 from gaverify.audit.outcome import is_proven
 from gaverify.audit.reading import RecordedRun
@@ -61,7 +60,10 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     Where its control proves it, it is a cause like those that other controls find, and replaces what they suspect.
     """
     update = record.divergent
+    was_asked = record.controls.first_difference is not None
     if update is None or record.unaligned or record.ranks > 1 or update.step.may_take_factor or is_proven(record):
+        return record
+    if was_asked:  # of a module that differs
         return record
     bench = ScriptBench(trial, record, update, "trace", (DisableCompilation(),))
     runs = bench.make_runs(watch=(TraceScript(),))
