@@ -169,6 +169,8 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
     update = record.divergent
     if update is None or record.ranks > 1 or update.window.steps < 2 or not _may_be_transformed(record, update):
         return record
+    if update.differs_after_passes:  # noise that is added to the sum once answers like a transformation
+        return record
     round_ = common_rounds(trial.full.events, trial.accumulated.events)[update.number - 1]
     difference_of_sums = _compare_sums(trial.full.samples(round_), trial.accumulated.samples(round_))
     first_half = update.window.steps // 2

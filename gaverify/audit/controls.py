@@ -398,8 +398,13 @@ def explain_difference(trial: Trial, record: Record) -> Record:
     )
     for_one_process = () if trial.runner.request.has_ranks else for_weights
     for_all = control_carried_state, find_coupling, control_state, find_first_difference
+    controls: Sequence[Callable[[Trial, Record], Record]] = (control_ranks, *for_one_process, *for_all)
     with trial.runner.limit.searching():
-        record = _run_controls(trial, record, (control_ranks, *for_one_process, *for_all))
+        if record.divergent is not None and record.divergent.differs_after_passes:
+            record = _run_controls(trial, record, (find_first_difference,))
+            # what changes equal gradients is all that differs
+            controls = () if record.edit is not None else controls
+        record = _run_controls(trial, record, controls)
     stopped_after = trial.runner.request.time_limit if trial.runner.limit.has_ended else None
     return replace(record, stopped_after=stopped_after, failures=dict(trial.failures))
 

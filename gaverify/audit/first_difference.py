@@ -26,10 +26,18 @@ from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.script_calls import INPUT, PARAMETER, RESULT, PinnedCall, PlacesOfPart
 from gaverify.audit.running import Trial
 from gaverify.audit.same_data import Matcher
-from gaverify.audit.script_trace import Agreement, Node, RowPair, TraceComparison, assigning_lines, read_trace
+from gaverify.audit.script_trace import (
+    Agreement,
+    Node,
+    RowPair,
+    TraceComparison,
+    assigning_lines,
+    key_of,
+    read_trace,
+)
 from gaverify.audit.source_lines import deciding_line, is_kept, test_lines
 from gaverify.passes.calls import walk_from
-from gaverify.records.audit import Record
+from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.events import Forward
 from gaverify.records.experiment import (
     MOVES_ROWS,
@@ -60,10 +68,7 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     Where its control proves it, it is a cause like those that other controls find, and replaces what they suspect.
     """
     update = record.divergent
-    was_asked = record.controls.first_difference is not None
-    if update is None or record.unaligned or record.ranks > 1 or update.step.may_take_factor or is_proven(record):
-        return record
-    if was_asked:  # of a module that differs
+    if update is None or not _is_open(record, update):
         return record
     bench = ScriptBench(trial, record, update, "trace", (DisableCompilation(),))
     runs = bench.make_runs(watch=(TraceScript(),))
@@ -71,7 +76,8 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     parts = parts_of(runs.full, runs.accumulated, update.number)
     if traces[0] is None or traces[1] is None or len(parts) < 2:
         return record
-    walk = Walk(TraceComparison(traces[0], traces[1], parts, difference_allowed(record.unit)))
+    comparison = TraceComparison(traces[0], traces[1], parts, difference_allowed(record.unit))
+    walk = Walk(comparison, after_passes=update.differs_after_passes)
     found = walk.find()
     if found is None:
         return record
@@ -80,15 +86,26 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     if pins:  # other values may not fit there: then nothing is shown
         pin = _replace_value(found.difference, value, PinArguments(tuple(pins), parts))
         control = bench.attempt("its control", lambda: bench.run(pin, fit=value is not None))
+    # A number that is the cause is the cause whatever is drawn; of values, other draws are seen first.
+    if record.unaligned and (found.difference.number is None or control is None or not control.proves):
+        return record
     difference = replace(found.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
-    if control is None:
+    if control is None or record.edit is not None:  # an edit is judged by what was found
         return record
     # beside another cause, as a wrong weight, a value explains a part
     explained = explained_share(control, update.relative_difference)
     if not control.proves and (value is None or explained <= SMALL_PART):
         return record
     return _with_cause(record, difference, value, explained, is_meeting=walk.acts_on_rows(found))
+
+
+def _is_open(record: Record, update: UpdateComparison) -> bool:
+    """Whether a trace can tell why an update differs, and nothing has told it yet."""
+    if record.ranks > 1 or update.step.may_take_factor or record.controls.first_difference is not None:
+        return False
+    # of gradients that agree when the last pass ends, no cause is known yet
+    return update.differs_after_passes or not (record.unaligned or is_proven(record))
 
 
 def parts_of(full: RecordedRun, accumulated: RecordedRun, update: int) -> tuple[PlacesOfPart, ...]:
@@ -141,10 +158,16 @@ class Walk:
     """Walks back through both traces from what is differentiated.
 
     A call of the full-batch run is a node by its position; one of the accumulated run by -1 - its position.
+
+    Args:
+        comparison: The traces.
+        after_passes: Walk back from what changes gradients after the last backward pass instead, up to what the passes
+            made.
     """
 
-    def __init__(self, comparison: TraceComparison) -> None:
-        self.comparison = comparison
+    def __init__(self, comparison: TraceComparison, *, after_passes: bool = False) -> None:
+        self.comparison, self._after_passes = comparison, after_passes
+        self._roots = comparison.edits if after_passes else comparison.roots
         self._tainted: dict[Node, bool] = {}
         self._places = {
             -1 - at: (node, part)
@@ -160,7 +183,8 @@ class Walk:
 
     def agreement(self, node: Node) -> Agreement:
         """Returns how a call is related to the same call of the other run; for a micro-batch by its own rows."""
-        if self.comparison.call(node)["name"] == PARAMETER:
+        call = self.comparison.call(node)
+        if call["name"] == PARAMETER or (self._after_passes and call["is_gradient"]):
             return Agreement.AGREES
         full = self._places.get(node)
         if node >= 0:
@@ -252,7 +276,7 @@ class Walk:
     def find(self) -> Found | None:
         """Returns the first difference; None where nothing that can be compared differs."""
         comparison = self.comparison
-        roots = list(comparison.roots[0]), [-1 - at for at in comparison.roots[1]]
+        roots = list(self._roots[0]), [-1 - at for at in self._roots[1]]
         in_micro = self.reached(roots[1])
         origins = self._origins(in_micro)
         alone = [at for at in (*self.reached(roots[0]), *in_micro) if self.is_alone(at) and not self.is_tainted(at)]
@@ -267,16 +291,16 @@ class Walk:
                 return decision
             comparable = (at for at in origins if self._is_given_number(at) or not self._is_padded(at))
             origin = next(comparable, None)
-            return None if origin is None else self._describe(origin, DifferenceKind.VALUES)
+            kind = DifferenceKind.AFTER_PASSES if self._after_passes else DifferenceKind.VALUES
+            return None if origin is None else self._describe(origin, kind)
+        if self._after_passes:
+            return None
         micro = [-1 - at for at in range(len(comparison.micro))]
         hooks = [at for at in micro if comparison.call(at)["in_backward"] and comparison.call(at)["name"] != INPUT]
         origin = next(iter(self._origins(hooks)), None)
         if origin is not None:
             return self._describe(origin, DifferenceKind.BACKWARD)
-        between = next(self._changes_between_passes(micro), None)
-        writes = [at for at in micro if comparison.call(at)["changes_gradient"] and at not in hooks]
-        origin = next(iter(self._origins(self.reached(writes))), None) if between is None else None
-        return between if origin is None else self._describe(origin, DifferenceKind.AFTER_PASSES)
+        return next(self._changes_between_passes(micro), None)
 
     def _decision_before(self, node: Node) -> Found | None:
         """Returns the last decision before a call that is given what another line made than in the full-batch run."""
@@ -550,6 +574,8 @@ class Walk:
         comparison, kind = self.comparison, found.difference.kind
         if kind is DifferenceKind.BRANCH:
             return self._pin(found.node, [RESULT]) if comparison.call(found.node)["value"] is not None else ()
+        if kind is DifferenceKind.AFTER_PASSES:
+            return self._pin_after_passes(found)
         if kind not in (DifferenceKind.VALUES, DifferenceKind.STATE, DifferenceKind.BACKWARD):
             return ()
         paths = list(dict.fromkeys(path for path, _ in self._left_behind(found.node)))
@@ -562,23 +588,63 @@ class Walk:
         if found.difference.number is not None:
             return self._pin(found.node, [path for path, _, _ in comparison.numbers(found.node)])
         maker = found.node if found.source is None or kind is DifferenceKind.STATE else found.source
-        if maker in comparison.roots[0]:
-            return ()
+        return () if maker in comparison.roots[0] else self._pin_readers([maker])
+
+    def _pin_readers(self, makers: Sequence[Node]) -> tuple[PinnedCall, ...]:
+        """Returns the calls that read the results of some calls; behind the passes those of the whole update alone."""
         pins: list[PinnedCall] = []
-        for node in range(maker + 1, len(comparison.full)):
-            call = comparison.full[node]
-            paths = [path for path, at in call["arguments"].items() if at == maker]
-            if paths:
+        for node in range(min(makers) + 1, len(self.comparison.full)):
+            call = self.comparison.full[node]
+            paths = [path for path, at in call["arguments"].items() if at in makers]
+            if paths and (not self._after_passes or self._is_once(node)):
                 pins += self._pin(node, paths)
         return tuple(pins)
 
+    def _pin_after_passes(self, found: Found) -> tuple[PinnedCall, ...]:
+        # a loop over parameters makes the calls of a line once for each
+        key = key_of(self.comparison.call(found.node))
+        nodes = [at for at, call in enumerate(self.comparison.full) if key_of(call) == key]
+        if found.difference.number is not None:
+            paths = [path for path, _, _ in self.comparison.numbers(found.node)]
+            return tuple(pin for node in nodes for pin in self._pin(node, paths))
+        # also what else is computed from the last micro-batch's numbers
+        nodes += self._numbers_of_last(nodes)
+        return self._pin_readers(nodes) if all(map(self._leaves_gradients, nodes)) else ()
+
+    def _is_once(self, node: Node) -> bool:
+        """Whether both runs make a call once per update."""
+        partners = self.comparison.partners.get(node)
+        return partners is not None and not partners.is_split
+
+    def _numbers_of_last(self, nodes: Sequence[Node]) -> list[Node]:
+        """Returns the calls of every micro-batch whose numbers, as its loss, some calls after the passes read."""
+        makers = dict.fromkeys(at for node in nodes for at in self.comparison.call(node)["arguments"].values())
+        split = [at for at in makers if at in self.comparison.partners and not self._is_once(at)]
+        return [
+            at
+            for at in split
+            if all(result is not None and not result["shape"] for result in self.comparison.call(at)["results"])
+        ]
+
+    def _leaves_gradients(self, maker: Node) -> bool:
+        """Whether all changes of gradients after the last pass still depend on the passes if a result is replaced."""
+
+        def onwards(node: Node) -> list[Node]:
+            return [at for at in self.inputs(node) if at != maker]
+
+        edits = [at for at in self._roots[0] if at == maker or maker in walk_from([at], self.inputs)]
+        return all(any(self.comparison.call(at)["is_gradient"] for at in walk_from([edit], onwards)) for edit in edits)
+
     def _pin(self, node: Node, paths: Sequence[str]) -> tuple[PinnedCall, ...]:
         call, partners = self.comparison.call(node), self.comparison.partners.get(node)
-        if partners is None or not partners.is_split or len(partners.parts) < len(self.comparison.parts):
+        # what is done once per update, after all passes, is no part of a micro-batch
+        is_once = self._after_passes and self._is_once(node)
+        if partners is None or (len(partners.parts) < len(self.comparison.parts) and not is_once):
             return ()
         where, module = call["place"], call["module"]
         paths = tuple(paths)
-        return (PinnedCall(call["name"], *where, partners.in_full, call["number"], paths, module, partners.once),)
+        once = partners.in_full if is_once else partners.once
+        return (PinnedCall(call["name"], *where, partners.in_full, call["number"], paths, module, once),)
 
 
 def _source_of(place: Place) -> str:
@@ -588,7 +654,8 @@ def _source_of(place: Place) -> str:
 def _replace_value(difference: FirstDifference, value: LossValue | None, change: PinArguments) -> Intervention:
     """Returns the intervention that gives every micro-batch the full batch's value at the first difference."""
     number = difference.number
-    what = f"the result of `{(difference.sources or (difference.operation,))[0].source}` replaced by the full batch's"
+    sources = difference.sources if difference.kind is not DifferenceKind.AFTER_PASSES else ()
+    what = f"the result of `{(sources or (difference.operation,))[0].source}` replaced by the full batch's"
     kind = ControlKind.RESULT_PINNED
     if _is_state(difference):
         name = difference.name or (number.name if number is not None else "")

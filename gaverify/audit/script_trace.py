@@ -89,6 +89,8 @@ class TraceComparison:
         self.full, self.micro, self.parts, self.allowed = full["calls"], accumulated["calls"], tuple(parts), allowed
         self.roots = full["roots"], accumulated["roots"]
         self._passes = accumulated["passes"]
+        self.edits = _edits_in(full), _edits_in(accumulated)
+        """Calls that write to gradients after the last backward pass, in both runs."""
         self.partners = dict(self._align())
         self._nodes = {micro: at for at, partners in self.partners.items() for micro in partners.calls}
         self._parts_compared: dict[tuple[Node, int], Agreement] = {}
@@ -128,8 +130,11 @@ class TraceComparison:
             return None
         is_seen = self._passes == count and once == len(in_full)
         # A call that one micro-batch makes is as frequent as one that is made for the whole batch.
-        if is_seen and not all(
-            _has_as_many(self.full[a], self.micro[b]) for a, b in zip(in_full, in_micro, strict=True)
+        is_late = all(self.micro[each]["passes"] == count for each in in_micro)  # no micro-batch makes it
+        if (
+            is_seen
+            and not is_late
+            and not all(_has_as_many(self.full[a], self.micro[b]) for a, b in zip(in_full, in_micro, strict=True))
         ):
             return None
         return once
@@ -346,6 +351,15 @@ class TraceComparison:
             return Agreement.UNKNOWN
         is_same = float((full - micro).abs().max() / scale) <= self.allowed
         return Agreement.AGREES if is_same else Agreement.DIFFERS
+
+
+def _edits_in(trace: Trace) -> list[int]:
+    calls = enumerate(trace["calls"])
+    return [
+        at
+        for at, call in calls
+        if call["changes_gradient"] and call["passes"] == trace["passes"] and not call["in_backward"]
+    ]
 
 
 def key_of(call: TracedCall) -> CallKey:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Forward, Ledger
-from gaverify.records.experiment import Cause, ControlRun, FirstDifference, LossTerm, WeightFit
+from gaverify.records.experiment import Cause, ControlRun, DifferenceKind, FirstDifference, LossTerm, WeightFit
 from gaverify.records.numbers import Number
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow, E, Window
@@ -197,6 +197,17 @@ class UpdateComparison:
         return self.judged and self.outcome is Outcome.DIVERGENT
 
     @property
+    def differs_after_passes(self) -> bool:
+        """Whether the last backward pass left the same gradients in both runs, and the optimizers saw others."""
+        by_stage = {stage.stage: stage for stage in self.stages}
+        summed, used = by_stage.get(Stage.SUMMED), by_stage.get(Stage.USED)
+        if summed is None or used is None or not self.differs:
+            return False
+        # the ratio is not known where `.grad` is zero because the script keeps its sums elsewhere
+        is_known = summed.outcome is Outcome.EQUIVALENT and summed.norm_ratio > 0.0
+        return is_known and used.outcome is Outcome.DIVERGENT
+
+    @property
     def other_step(self) -> bool:
         """Whether the gradients differ, and the step makes something else of the same gradients as well."""
         # At this stage both runs step with the same gradient, so that only the step itself can differ.
@@ -362,6 +373,12 @@ class Record:
     def first(self) -> Window | None:
         """The first window."""
         return self.complete[0] if self.complete else None
+
+    @property
+    def edit(self) -> FirstDifference | None:
+        """Where the runs differ first in what changes equal gradients after the last backward pass; None elsewhere."""
+        first = self.controls.first_difference
+        return first if first is not None and first.kind is DifferenceKind.AFTER_PASSES else None
 
     def expected_passes(self, window: Window | None) -> int | None:
         """How many backward passes the window should have, as far as it is known.

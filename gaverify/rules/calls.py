@@ -25,6 +25,7 @@ from gaverify.records.events import (
     SettingsChanged,
     Step,
 )
+from gaverify.records.experiment import FirstDifference
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.rule import (
@@ -38,6 +39,7 @@ from gaverify.rules.rule import (
     rule_of_loops,
     show_distinct,
     times,
+    trace_evidence,
     weights_text,
     word_control,
 )
@@ -55,7 +57,9 @@ def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
     """
     update, inside = loop.divergent, loop.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
-    if update is not None and loop.controls.transformed is not None:
+    if update is not None and loop.edit is not None:
+        yield _finding_of_late_edit(update, loop.edit)
+    elif update is not None and loop.controls.transformed is not None:
         yield _finding_of_transformed(loop, update, loop.controls.transformed)
     elif any(clipping.active for clipping in inside):
         yield _finding_of_clips(loop, inside)
@@ -137,6 +141,27 @@ def _finding_of_transformed(loop: Record, update: UpdateComparison, control: Tra
         remedy="add up the gradients of all micro-batches first, then transform the sum once, before the step",
         location=first_place(events),
         proven=control.all_of_it,
+    )
+
+
+def _finding_of_late_edit(update: UpdateComparison, first: FirstDifference) -> Finding:
+    """Gradients that agree when the last backward pass ends, and are then changed by what differs."""
+    summed = next(stage for stage in update.stages if stage.stage is Stage.SUMMED)
+    agreement = f"the last backward pass leaves gradients that differ by {summed.relative_difference:.0e}; "
+    control = first.control
+    proven = control is not None and control.proves
+    tried = (
+        [] if control is None else [word_control("trace", f"with {control.what} the difference", control.left, proven)]
+    )
+    return finding_of(
+        f"the gradients of update {update.number} agree after the last backward pass, and differ by what then changes "
+        f"them: `{first.operation.source}`",
+        measured_evidence("comparison", agreement + difference(update), update=update.number),
+        trace_evidence(first),
+        *tried,
+        remedy="compute what changes the gradients from all micro-batches of the update, not from the last one alone",
+        location=first.operation.location,
+        proven=proven,
     )
 
 

@@ -19,12 +19,11 @@ from gaverify.rules.rule import (
     measured_evidence,
     quote_names,
     rule,
-    weights_text,
-    word_assignments,
+    trace_evidence,
     word_control,
 )
 from gaverify.rules.wrong_shares import empty_micro_batches
-from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE, COMPUTED_FLOAT32
+from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 
 
 @rule("GAV000")
@@ -35,6 +34,8 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     # what is suspected may be innocent: beside it stands what was seen
     explained = any(fault.proven for fault in faults) if first is not None else bool(faults)
     # a search that ran out of time may have found one cause of several
+    if facts.loop is not None and facts.loop.edit is not None:
+        return  # all of it is a finding of its own
     if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
         return
     if facts.undecided:
@@ -47,7 +48,7 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
         evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
     if update is not None and first is not None:
         summary = f"update {update.number} differs, and nothing proves why; {_word_first_difference(first)}"
-        evidence.insert(1, _trace_evidence(first))
+        evidence.insert(1, trace_evidence(first))
         run = first.control
         evidence += [] if run is None else [word_control("trace", f"with {run.what} the difference", run.left, False)]
         remedy = _remedy_of(first)
@@ -77,37 +78,6 @@ _WHERE_FIRST = {
 def _word_first_difference(first: FirstDifference) -> str:
     where = _WHERE_FIRST[first.kind]
     return f"{where}: `{first.operation.source}`" if first.operation.source else where
-
-
-def _trace_evidence(first: FirstDifference) -> Evidence:
-    """How large the first difference is, in which micro-batches, and what the line reads."""
-    texts = []
-    if first.micro_batches:
-        numbers = join_texts([str(at + 1) for at in first.micro_batches], 8)
-        texts.append(f"{'micro-batch' if len(first.micro_batches) == 1 else 'micro-batches'} {numbers} differ")
-    if first.samples:
-        texts.append(f"{count_text(first.samples, 'sample')} by up to {first.difference:.1e}")
-    if first.ratios and not math.isnan(first.difference):
-        alike = max(first.ratios) - min(first.ratios) <= COMPUTED_FLOAT32 * max(first.ratios)
-        ratios = ", ".join(f"{ratio:.3g}" for ratio in first.ratios[:8])
-        meaning = " (one factor)" if alike and first.ratios[0] != 1 else ""
-        texts.append(f"norms of the micro-batches' rows over the full batch's: {ratios}{meaning}")
-    if first.number is not None:
-        name = f"`{first.number.name}`" if first.number.name else "a number"
-        micro_batches = weights_text(first.number.micro_batches)
-        texts.append(f"{name} is {first.number.full:.4g} in the full batch and {micro_batches} in the micro-batches")
-    texts += [text for text in [word_assignments(first.assigned)] if text]
-    if first.reader is not None:
-        texts.append(f"{f'`{first.name}`' if first.name else 'it'} is read at {first.reader.file}:{first.reader.line}")
-    if first.operation.caller:
-        texts.append(f"`{first.operation.name}` runs at {first.operation.caller}")
-    for source in first.sources[:_MOST_SOURCES]:
-        texts.append(f"it reads `{source.source}` ({source.file}:{source.line}), which all samples of a batch share")
-    statement = "; ".join(texts) or "what this line reads agrees"
-    return measured_evidence("trace", statement, ratios=list(first.ratios), samples=first.samples)
-
-
-_MOST_SOURCES = 3  # that are written out
 
 
 def _remedy_of(first: FirstDifference) -> str:

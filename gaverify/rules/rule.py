@@ -12,13 +12,21 @@ from typing import Any, Generic, ParamSpec
 
 from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.events import Backward, Event
-from gaverify.records.experiment import MOVES_ROWS, Cause, ControlKind, ControlRun, Operation, Suspect
+from gaverify.records.experiment import (
+    MOVES_ROWS,
+    Cause,
+    ControlKind,
+    ControlRun,
+    FirstDifference,
+    Operation,
+    Suspect,
+)
 from gaverify.records.facts import Facts
 from gaverify.records.findings import ALSO, Evidence, Finding, Location, Severity
 from gaverify.records.numbers import count_text
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
-from gaverify.thresholds import COINCIDENCE, FIT_EXACT, FIT_FLOAT64, NEGLIGIBLE, NO_WEIGHT, SMALL_PART
+from gaverify.thresholds import COINCIDENCE, COMPUTED_FLOAT32, FIT_EXACT, FIT_FLOAT64, NEGLIGIBLE, NO_WEIGHT, SMALL_PART
 from gaverify.tracebacks import display_path
 
 Asked = ParamSpec("Asked")
@@ -536,3 +544,37 @@ def proven(facts: Facts, cause: Cause) -> bool:
     if cause.control.rounding:
         return cause.control.proves
     return facts.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)
+
+
+# Where two traced runs differ first.
+
+
+def trace_evidence(first: FirstDifference) -> Evidence:
+    """Returns how large the first difference is, in which micro-batches, and what the line reads."""
+    texts = []
+    if first.micro_batches:
+        numbers = join_texts([str(at + 1) for at in first.micro_batches], 8)
+        texts.append(f"{'micro-batch' if len(first.micro_batches) == 1 else 'micro-batches'} {numbers} differ")
+    if first.samples:
+        texts.append(f"{count_text(first.samples, 'sample')} by up to {first.difference:.1e}")
+    if first.ratios and not math.isnan(first.difference):
+        alike = max(first.ratios) - min(first.ratios) <= COMPUTED_FLOAT32 * max(first.ratios)
+        ratios = ", ".join(f"{ratio:.3g}" for ratio in first.ratios[:8])
+        meaning = " (one factor)" if alike and first.ratios[0] != 1 else ""
+        texts.append(f"norms of the micro-batches' rows over the full batch's: {ratios}{meaning}")
+    if first.number is not None:
+        name = f"`{first.number.name}`" if first.number.name else "a number"
+        micro_batches = weights_text(first.number.micro_batches)
+        texts.append(f"{name} is {first.number.full:.4g} in the full batch and {micro_batches} in the micro-batches")
+    texts += [text for text in [word_assignments(first.assigned)] if text]
+    if first.reader is not None:
+        texts.append(f"{f'`{first.name}`' if first.name else 'it'} is read at {first.reader.file}:{first.reader.line}")
+    if first.operation.caller:
+        texts.append(f"`{first.operation.name}` runs at {first.operation.caller}")
+    for source in first.sources[:_MOST_SOURCES]:
+        texts.append(f"it reads `{source.source}` ({source.file}:{source.line}), which all samples of a batch share")
+    statement = "; ".join(texts) or "what this line reads agrees"
+    return measured_evidence("trace", statement, ratios=list(first.ratios), samples=first.samples)
+
+
+_MOST_SOURCES = 3  # that are written out

@@ -227,6 +227,8 @@ def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | N
     """Returns the factor of an update whose accumulated gradient is c ≠ 1 times the full batch's, to rounding."""
     if not update.judged or not _differs(update) or update.window.fit is None or _of_one_rank(loop, update.window.fit):
         return None
+    if loop.edit is not None:  # the passes have the right weights
+        return None
     # Not as in `factor_in_run`: this fit found the weights in use as well, to the noise of the script's own runs.
     return None if contradict_losses(loop, update) else constant_factor(update.window.fit, loop.tolerance)
 
@@ -248,7 +250,7 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
     # every parameter has to be judged: an undecided one could have any factor
-    if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters):
+    if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters) or loop.edit is not None:
         return None
     for factor in (float(update.window.steps), 1 / update.window.steps):
         # Without a parameter that agrees, this is one factor for the whole gradient.
@@ -292,6 +294,8 @@ def fitted_weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None
     update = loop.divergent
     fit = update.window.fit if update is not None else None
     if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
+        return None
+    if loop.edit is not None:
         return None
     return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import multiprocessing.process
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +375,15 @@ def _announce_steps(recorder: Recorder) -> None:
         if not recorder.recording.guard.off:
             recorder.steps.note_optimizer(self)
 
+    def begin_last(optimizer: Any, args: Any, kwargs: Any) -> None:
+        # The optimizer's own hooks run after those of all optimizers, and may change what the step uses.
+        if optimizer in last:
+            last.pop(optimizer).remove()
+        last[optimizer] = optimizer.register_step_pre_hook(functools.partial(_begin_step, recorder))
+
+    last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
     replace_function(Optimizer, "__init__", init_optimizer)
-    register_optimizer_step_pre_hook(functools.partial(_begin_step, recorder))
+    register_optimizer_step_pre_hook(begin_last)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.steps.end(optimizer))
 
 

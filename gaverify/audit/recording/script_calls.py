@@ -80,6 +80,8 @@ class TracedCall(TypedDict):
     """Whether a hook or a function with a backward of its own makes it during a backward pass."""
     changes_gradient: bool
     """Whether it writes to the gradient of a parameter."""
+    is_gradient: bool
+    """Whether it stands for the gradient of a parameter as backward passes left it."""
     number: int
     """How many calls of this name and line came before in the update."""
     arguments: dict[str, int]
@@ -325,6 +327,7 @@ class TracedCalls(ScriptCalls):
             "passes": self._passes,
             "in_backward": self._is_in_backward,
             "changes_gradient": False,
+            "is_gradient": False,
             "number": number,
             "arguments": {},
             "numbers": {},
@@ -346,6 +349,7 @@ class TracedCalls(ScriptCalls):
         self._calls.append(
             {
                 **self._new_call(key, self._count(key), None),
+                "is_gradient": self._gradients.find(tensor) is not None,
                 "graded": tensor.requires_grad,
                 "results": [] if is_trained else [_describe(tensor)],
             }
@@ -479,9 +483,12 @@ class PinnedArguments(ScriptCalls):
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         in_full, once = self._in_full.get(key, (0, 0))
-        if number >= once < in_full:
-            part, position = (0, number - once) if self._is_full else divmod(number - once, in_full - once)
-            found = self._pinned.get((key, once + position))
+        if in_full:
+            part, position = 0, number
+            if number >= once < in_full and not self._is_full:
+                part, position = divmod(number - once, in_full - once)
+                position += once
+            found = self._pinned.get((key, position))
             if found is not None and part < max(len(self._parts), 1):
                 args, kwargs = map_leaves((args, kwargs), lambda path, leaf: self._replace(*found, part, path, leaf))
                 result = func(*args, **kwargs)

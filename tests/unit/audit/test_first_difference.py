@@ -22,7 +22,7 @@ from gaverify.audit.recording.script_calls import (
 )
 from gaverify.audit.script_trace import TraceComparison
 from gaverify.audit.source_lines import assignment_of, deciding_line, is_kept
-from gaverify.records.experiment import DifferenceKind
+from gaverify.records.experiment import DifferenceKind, DifferingNumber
 from gaverify.thresholds import COMPUTED_FLOAT32
 
 N, COUNT = 12, 3
@@ -67,13 +67,13 @@ def train(loss: Loss, count: int, calls: Any, between: Callable[[], None] = lamb
     return WEIGHT.grad.clone()
 
 
-def walk_of(loss: Loss, between: Callable[[], None] = lambda: None) -> Walk:
+def walk_of(loss: Loss, between: Callable[[], None] = lambda: None, *, after_passes: bool = False) -> Walk:
     traces: list[Trace] = []
     for count in (1, COUNT):
         with following(TracedCalls) as calls:
             train(loss, count, calls, between)
         traces.append(calls.trace)
-    return Walk(TraceComparison(*traces, PARTS, COMPUTED_FLOAT32))
+    return Walk(TraceComparison(*traces, PARTS, COMPUTED_FLOAT32), after_passes=after_passes)
 
 
 def found_in(loss: Loss, between: Callable[[], None] = lambda: None) -> Found:
@@ -254,18 +254,45 @@ def test_the_full_batch_s_value_at_the_first_difference_repairs_the_gradient(los
     assert any(differed)
 
 
-def test_gradients_that_change_otherwise_after_the_last_pass_are_told() -> None:
-    passes = []
+def scale_in_place(factor: float) -> None:
+    assert WEIGHT.grad is not None
+    WEIGHT.grad.mul_(factor)
 
-    def count_and_scale() -> None:
+
+def assign_from_numpy(factor: float) -> None:
+    assert WEIGHT.grad is not None
+    WEIGHT.grad = torch.from_numpy(WEIGHT.grad.numpy() * factor)
+
+
+def after_last_pass(edit: Callable[[float], None]) -> Walk:
+    """The walk of a loop that edits its gradients by another number than the full batch's."""
+    passes: list[int] = []
+
+    def count_and_edit() -> None:
         passes.append(1)
-        assert WEIGHT.grad is not None
         if len(passes) in (1, 1 + COUNT):  # the last pass of each run
-            WEIGHT.grad.mul_(1 + 0.5 * WEIGHT.grad.sign() * (len(passes) > 1))
+            edit(1.0 / len(passes))
 
-    difference = found_in(right, count_and_scale).difference
-    assert difference.kind is DifferenceKind.AFTER_PASSES
-    assert difference.operation.source.startswith("WEIGHT.grad.mul_(1 + 0.5")
+    return walk_of(right, count_and_edit, after_passes=True)
+
+
+def test_a_change_after_the_last_pass_is_told_and_its_number_is_replaced() -> None:
+    walk = after_last_pass(scale_in_place)
+    found = walk.find()
+    assert found is not None
+    assert found.difference.kind is DifferenceKind.AFTER_PASSES
+    assert found.difference.operation.source == "WEIGHT.grad.mul_(factor)"
+    assert found.difference.number == DifferingNumber("factor", 1.0, (0.25,))
+    (pin,) = walk.pins_of(found)
+    assert (pin.number, pin.once) == (0, 1)
+
+
+def test_a_control_that_would_replace_all_of_the_gradient_is_none() -> None:
+    walk = after_last_pass(assign_from_numpy)
+    found = walk.find()
+    assert found is not None
+    assert found.difference.kind is DifferenceKind.AFTER_PASSES
+    assert not walk.pins_of(found)
 
 
 def test_the_decision_that_is_replaced_is_the_number_that_the_condition_reads() -> None:
