@@ -276,6 +276,7 @@ class LoopModel:
             for value in _named_like_steps(code)
             if self._is_usable(value, visible) and not _is_assigned_at(code, value)
         ]
+        texts += _options_like_steps(code, visible)
         texts += self._of_frameworks(code, node, visible)
         texts += sorted(name for name in visible if _STEPS_NAME.search(name.lower()))
         texts += self._of_chunks(code, node)
@@ -439,6 +440,22 @@ def _named_like_steps(code: Code) -> list[ast.expr]:
         if name and _STEPS_NAME.search(name.lower()) and isinstance(node, ast.expr):
             found.append(node)
     return found
+
+
+def _options_like_steps(code: Code, visible: set[str]) -> Iterator[str]:
+    """Yields the parsed options of the source whose name is one that people give K, used or not."""
+    nodes = list(ast.walk(code.tree))
+    parsed = [
+        node.targets[0].id
+        for node in nodes
+        if isinstance(node, ast.Assign) and callee_name(node.value) == "parse_args"
+        if isinstance(node.targets[0], ast.Name) and node.targets[0].id in visible
+    ]
+    for call in nodes:
+        for word in call.args if isinstance(call, ast.Call) and callee_name(call) == "add_argument" else ():
+            name = str(word.value).lstrip("-").replace("-", "_") if isinstance(word, ast.Constant) else ""
+            if _STEPS_NAME.search(name.lower()):
+                yield from (f"{options}.{name}" for options in parsed)
 
 
 def _is_assigned_at(code: Code, node: ast.expr) -> bool:

@@ -439,7 +439,11 @@ def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) 
     code, loops = step.code, step.code.loops_around(step.call)
     if len(loops) < 2 or len(code.block_of(group[0])) == len(group):
         return
-    inner = loops[0]
+    inner, outer = loops[:2]
+    # Passes over a whole loader are epochs, and no windows.
+    is_over_loader = isinstance(inner, ast.For) and isinstance(inner.iter, ast.Name | ast.Attribute)
+    if is_over_loader and isinstance(outer, ast.For) and callee_name(outer.iter) == "range":
+        return
     clearings = _early_clearings(model, step, group)
     indent = code.indent_of(inner)
     edits = [edit for each in [*group, *clearings] for edit in code.delete(each)]

@@ -146,3 +146,10 @@ def test_patch_reaches_imported_modules_and_launched_processes(
     assert report.patch is not None and [edit.file for edit in report.patch.edits] == [str(package / "loop.py")]
     assert report.patch.diff.startswith("--- a/package/loop.py")
     assert (package / "loop.py").read_text(encoding="utf-8") == loop
+
+
+def test_script_in_a_folder_that_runs_share_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # which all runs see as it is
+    report = audited(tmp_path, (" / args.accum", ""))
+    assert report.outcome is Outcome.DIVERGENT and report.patch is None
+    assert "did not make the runs equivalent" in report.patch_refused

@@ -407,3 +407,16 @@ def test_scaler_is_used_once_per_update_around_the_clipping() -> None:
     wrong = right.replace(update, "").replace(unscale, "").replace(TEST, unscale[4:] + TEST) + update[4:]
     patch = next(propose([finding_of("GAV608")], context_of(wrong)))
     assert apply(patch, {FILE: wrong})[FILE] == right
+
+
+def test_option_that_nothing_uses_yet_is_the_name_of_k() -> None:
+    head = "parser.add_argument('--grad-accum', type=int)\nargs = parser.parse_args()\n"
+    text = head + "for x, y in loader:\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    assert "+    if (i + 1) % args.grad_accum == 0:" in changes_of(text, "GAV601")[0]
+
+
+def test_update_is_not_moved_behind_an_epoch() -> None:
+    text = HEAD + "for epoch in range(3):\n    for x in loader:\n        loss.backward()\n        optimizer.step()\n"
+    lines = [line for lines in changes_of(text, "GAV601") for line in lines]
+    assert "+        if (i + 1) % accumulation_steps == 0:" in lines
+    assert "+    optimizer.step()" not in lines
