@@ -419,9 +419,9 @@ class WatchedRuns(ControlledRuns):
         return [pair for pairs in self.pairs_by_rank for pair in pairs]
 
 
-def watch_modules(bench: ScriptBench, *interventions: Intervention, watch: Changes = ()) -> WatchedRuns:
+def watch_modules(bench: ScriptBench, *interventions: Intervention) -> WatchedRuns:
     """Makes both runs with something changed, and matches their forwards."""
-    runs = bench.make_runs(*interventions, watch=watch)
+    runs = bench.make_runs(*interventions)
     pairs = pairs_of_ranks(runs.full, runs.accumulated, bench.update.number)
     return WatchedRuns(interventions, runs.full, runs.accumulated, pairs)
 
