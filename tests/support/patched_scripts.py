@@ -370,7 +370,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """A wrong script, its right twin, and how they are run; the rest as in `Fault`."""
+    """A wrong script, its right twin, and how they are run; the rest as in `Fault`.
+
+    `other` accumulates the same batch over another number of micro-batches, of which no audit knows.
+    """
 
     name: str
     wrong: str
@@ -379,6 +382,7 @@ class Script:
     lines: tuple[int, int]
     full: Run
     accumulated: Run
+    other: Run
     unsafe: bool = False
     hf: bool = False
 
@@ -407,7 +411,7 @@ def _write(habit_name: str, fault_name: str) -> Script:
     else:
         wrong = fault.change(right)
     runs = []
-    for batch, accum in ((16, 1), fault.sizes):
+    for batch, accum in ((16, 1), fault.sizes, (16, 7) if fault.loop == PARTS else (2, 8)):
         started = habit.run.format(batch=batch, accum=accum)
         constants = dict(word.split("=") for word in started.split()) if habit.constants else {}
         runs.append(Run(constants=constants) if habit.constants else Run(started))
@@ -504,7 +508,7 @@ def _read(name: str) -> Script:
         assert right.count(old) == 1, (name, old, right.count(old))
         right = right.replace(old, new)
     runs = []
-    for batch, accum in ((16, 1), (4, 4)):
+    for batch, accum in ((16, 1), (4, 4), (2, 8)):
         started = stranger.run.format(batch=batch, accum=accum)
         given = started if stranger.by == "arguments" else dict(word.split("=") for word in started.split())
         runs.append(Run(**{stranger.by: given}))
