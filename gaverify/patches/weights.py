@@ -142,10 +142,24 @@ def _weight_in_inner_loop(model: LoopModel, finding: Finding, site: Site, amount
     total = _total(code, loop, amount)
     if not total:
         return
+    # A mean over no targets is NaN, and stays so times zero.
+    if finding.code == "GAV203" or (model.update is not None and 0 in model.update.window.valid_targets):
+        yield from _sum_in_inner_loop(model, site, total)
     share = f"{amount.of(amount.tensor)} / {total}"
     edit = _weighted(model, site, share)
     if edit is not None:
         yield Candidate(f"Weights each micro-batch by its share of the {amount.noun}.", (edit,))
+
+
+def _sum_in_inner_loop(model: LoopModel, site: Site, total: str) -> Iterator[Candidate]:
+    """Yields sums divided by the total of the batch: the mean of a micro-batch without any target is 0/0."""
+    code, loop = site.code, model.micro_loop(site)
+    nodes = list(ast.walk(loop)) if loop is not None else []
+    losses = [node for node in nodes if isinstance(node, ast.Call) and callee_name(node) in _LOSSES and _is_mean(node)]
+    divisions = [division for node in nodes if (division := division_by_steps(model, code, node)) is not None]
+    if len(losses) == 1 and len(divisions) == 1:
+        edits = (_sum_reduction(code, losses[0]), code.replace(divisions[0].divisor, total))
+        yield Candidate("Sums the losses and divides by the targets of all micro-batches.", edits)
 
 
 def _total(code: Code, loop: ast.For, amount: _Amount) -> str:
@@ -315,11 +329,15 @@ def _is_mean(call: ast.Call) -> bool:
 
 def _summed(code: Code, call: ast.Call, items: str) -> tuple[Edit, ...]:
     """Returns the edits from the mean of a loss to its sum over a number."""
-    last_line, last = code.span(call)[1]
+    end = code.span(call)[1]
+    return _sum_reduction(code, call), code.replace_between(end, end, f" / {items}")
+
+
+def _sum_reduction(code: Code, call: ast.Call) -> Edit:
+    """Returns the edit that makes a loss the sum over its targets."""
     given = next((each.value for each in call.keywords if each.arg == "reduction"), None)
-    divided = code.replace_between((last_line, last), (last_line, last), f" / {items}")
     if given is not None:
-        return code.replace(given, '"sum"'), divided
+        return code.replace(given, '"sum"')
     arguments = [*call.args, *(each.value for each in call.keywords)]
     end = max(code.span(each)[1] for each in arguments)
-    return code.replace_between(end, end, ', reduction="sum"'), divided
+    return code.replace_between(end, end, ', reduction="sum"')

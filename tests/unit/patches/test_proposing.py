@@ -420,3 +420,8 @@ def test_update_is_not_moved_behind_an_epoch() -> None:
     lines = [line for lines in changes_of(text, "GAV601") for line in lines]
     assert "+        if (i + 1) % accumulation_steps == 0:" in lines
     assert "+    optimizer.step()" not in lines
+
+
+def test_micro_batch_without_targets_is_summed() -> None:
+    line = '+        loss = F.cross_entropy(model(x), y.view(-1), reduction="sum") / (answers != -100).sum()'
+    assert changes_of(INNER, "GAV203")[0][1] == line
