@@ -12,7 +12,7 @@ from typing import IO
 
 from gaverify.errors import SpecError
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named
-from gaverify.report.layout import Layout, Line, plain
+from gaverify.report.layout import Layout, Line, clean_code, plain
 from gaverify.report.pages import Answer, NoAnswer, Report, page_of
 from gaverify.report.text import (
     diffs_text,
@@ -158,7 +158,10 @@ def print_diffs(report: Report, *, alone: bool = False) -> None:
     diffs = diffs_text(report)
     if not diffs:
         return
-    text, stream = diffs if alone else f"\n{diffs}", sys.stdout
+    stream = sys.stdout
+    if getattr(stream, "isatty", bool)():  # a terminal, which would obey control characters, and applies nothing
+        diffs = "\n".join([*clean_code(diffs), ""])
+    text = diffs if alone else f"\n{diffs}"
     stream.flush()
     # Sources are UTF-8 whatever the terminal shows, and Windows would write other line ends.
     if (binary := getattr(stream, "buffer", None)) is not None:

@@ -16,7 +16,7 @@ from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, Patch
 from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
-from gaverify.report.layout import clean, footnotes, measures, number, sort_rows, worst
+from gaverify.report.layout import clean, clean_code, footnotes, measures, number, sort_rows, worst
 from gaverify.report.pages import Answer, Report, page_of
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def _source_lines(block: FindingBlock) -> list[tuple[int, str, bool]]:
 def _diff_lines(patch: PatchBlock) -> list[tuple[str, Markup]]:
     """The lines of a diff, each with the class of its colour; tabs stay, so that a copy of the lines applies."""
     classes = {"+": "added", "-": "removed", "@": "place"}
-    lines = patch.diff.rstrip("\n").split("\n")
-    return [(classes.get(line[:1], ""), escape("\t".join(map(clean, line.rstrip("\r").split("\t"))))) for line in lines]
+    return [(classes.get(line[:1], ""), escape(line)) for line in clean_code(patch.diff)]
 
 
 def _parameter_rows(parameters: Parameters, show_all: bool) -> list[tuple[str, ...]]:

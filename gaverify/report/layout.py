@@ -223,6 +223,13 @@ def clean(value: object) -> str:
     return Layout().text(value)
 
 
+def clean_code(text: str) -> list[str]:
+    """Returns the lines of source code as printable text: tabs stay, line ends of Windows do not."""
+    # Not `splitlines`, which also splits at form feeds inside a line.
+    lines = text.removesuffix("\n").split("\n")
+    return ["\t".join(map(clean, line.rstrip("\r").split("\t"))) for line in lines]
+
+
 def cells(text: str) -> int:
     """Returns the columns that a terminal spends on `text` (two for wide characters, none for combining ones)."""
     if text.isascii():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, PatchBlock, Section, Table
 from gaverify.report.diffs import changes_of, diffs_of
-from gaverify.report.layout import clean, footnotes, measures, sort_rows
+from gaverify.report.layout import clean, clean_code, footnotes, measures, sort_rows
 from gaverify.report.pages import Report, Unanswered, page_of
 
 _SIGNS = {Outcome.EQUIVALENT: "✅", Outcome.DIVERGENT: "❌", Outcome.INCONCLUSIVE: "⚠️"}
@@ -83,8 +83,7 @@ def _fence(language: str, text: str) -> str:
     """A block of code that shows exactly the text, which may itself hold fences."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    lines = "\n".join("\t".join(map(clean, line.split("\t"))) for line in text.rstrip("\n").split("\n"))
-    return f"{fence}{language}\n{lines}\n{fence}"
+    return "\n".join([f"{fence}{language}", *clean_code(text), fence])
 
 
 def suggestions_text(report: Report) -> str:

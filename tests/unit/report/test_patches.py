@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from gaverify.cli import main
 from gaverify.patches import apply, render_diff
 from gaverify.records.findings import Finding, Location
 from gaverify.records.patch import Edit, Patch
-from gaverify.report import Report, format_named, render
+from gaverify.report import Report, format_named, print_diffs, render
 from gaverify.report.diffs import Change, changes_of
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.markdown import suggestions_text
@@ -171,6 +172,18 @@ def test_a_saved_document_prints_the_diff(report: Report, tmp_path: Path, capfd:
     saved.write_text(render(report.answers, "json"), encoding="utf-8")
     main(["report", str(saved)])
     assert git_applies(tmp_path / "train.py", capfd.readouterr().out) != BEFORE
+
+
+def test_a_terminal_obeys_nothing_in_a_diff(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_bytes(BEFORE.replace("tail()", "'\x1b[2J'").replace("\n", "\r\n").encode())
+    answer = replace(samples.audited(), patch=patch_of(file, (6, 2, 6, 9, "(loss(x) / K)")))
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", shown)
+    print_diffs(Report((answer,)), alone=True)
+    assert "+\t\t(loss(x) / K).backward()   \n" in shown.getvalue()
+    assert "\\x1b[2J" in shown.getvalue() and "\x1b" not in shown.getvalue() and "\r" not in shown.getvalue()
+    assert "\\r" not in render([answer], "markdown")
 
 
 def test_the_summary_of_github_has_suggestions(
