@@ -220,12 +220,23 @@ def _moved(model: LoopModel, site: Site, destination: _Destination, title: str) 
     yield Candidate(title, edits)
 
 
+def _all_moved(model: LoopModel, sites: Sequence[Site], destination: _Destination, title: str) -> Iterator[Candidate]:
+    """Yields several calls moved at once that are made in every micro-batch: one by one they repair nothing."""
+    misplaced = [site for site in sites if not model.is_once_per_window(site) and site.code is destination.code]
+    statements = [statement for site in misplaced if (statement := movable(model, site)) is not None]
+    if len(statements) > 1 and len(statements) == len(misplaced) and destination.statement not in statements:
+        deleted = [edit for statement in statements for edit in destination.code.delete(statement)]
+        yield Candidate(title, (*deleted, destination.put(statements, destination.code)))
+
+
 def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields gradients that are cleared once per update, behind the step (GAV602, GAV603, GAV601)."""
     step, clearings = model.step_site, model.sites(ZeroGrad)
     if step is None:
         return
     is_step_in_place = model.is_once_per_window(step)
+    if is_step_in_place:
+        yield from _all_moved(model, clearings, behind_step(model, step), "Clears the gradients behind the step.")
     for clearing in clearings:
         if len(clearings) > 1:
             others = [each for each in clearings if each is not clearing and model.is_once_per_window(each)]
@@ -235,9 +246,8 @@ def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         if is_step_in_place and not model.is_once_per_window(clearing):
             yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
             yield from _before_inner_loop(model, clearing, "Clears the gradients before the first micro-batch.")
-    if is_step_in_place and clearings:
-        for clearing in clearings:
-            yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
+    for clearing in clearings if is_step_in_place else ():
+        yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
     text = _clearing_text(step)
     if text and finding.code == "GAV602" and not step.code.owns_lines(step.statement):
         end = step.code.span(step.statement)[1]  # `if …: optimizer.step()`
@@ -305,8 +315,9 @@ def repair_schedule(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields a schedule that steps behind the optimizer's step (GAV607)."""
     step = model.step_site
     if step is not None:
+        title = "Steps the schedule once per update, behind the optimizer's step."
+        yield from _all_moved(model, model.sites(SchedulerStep), behind_step(model, step), title)
         for site in model.sites(SchedulerStep):
-            title = "Steps the schedule once per update, behind the optimizer's step."
             yield from _moved(model, site, behind_step(model, step), title)
 
 

@@ -425,3 +425,21 @@ def test_update_is_not_moved_behind_an_epoch() -> None:
 def test_micro_batch_without_targets_is_summed() -> None:
     line = '+        loss = F.cross_entropy(model(x), y.view(-1), reduction="sum") / (answers != -100).sum()'
     assert changes_of(INNER, "GAV203")[0][1] == line
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("GAV607", ["scheduler.step()", "other_scheduler.step()"]),
+        ("GAV603", ["net.zero_grad()", "optimizer.zero_grad()"]),
+    ],
+)
+def test_two_calls_of_every_micro_batch_move_at_once(code: str, calls: list[str]) -> None:
+    test = "    if (i + 1) % accumulation_steps == 0:\n        optimizer.step()\n"
+    beside = "".join(f"    {call}\n" for call in calls)
+    first, last = (beside, "") if code == "GAV603" else ("", beside)
+    text = f"{HEAD}for i, (x, y) in enumerate(loader):\n{first}    loss.backward()\n{test}{last}"
+    moved = "".join(f"        {call}\n" for call in calls)
+    wanted = text.replace(beside, "").replace(test, test + moved)
+    patches = propose([finding_of(code)], context_of(text))
+    assert wanted in [apply(patch, {FILE: text})[FILE] for patch in patches]
