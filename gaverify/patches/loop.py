@@ -193,7 +193,12 @@ class LoopModel:
         if any(isinstance(node, ast.Attribute) and node.attr == "sync_gradients" for node in ast.walk(test)):
             return True
         names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-        assigned = [node for node in ast.walk(code.scope_of(test)) if isinstance(node, ast.Assign)]
+        scope = code.scope_of(test)
+        assigned = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
+        caller = next(iter(_callers_of(code, test)), None)
+        given = _arguments_of(scope, caller.call) if caller is not None and isinstance(scope, Function) else []
+        if any(name in names and self.boundaries(code, value) for name, value in given):  # `train_step(…, sync=…)`
+            return True
         return any(
             isinstance(target, ast.Name) and target.id in names and bool(self.boundaries(code, node.value))
             for node in assigned
@@ -221,10 +226,7 @@ class LoopModel:
         index = self.index_of(code, loop) if loop is not None else None
         if caller is None or index is None or not isinstance(scope, Function):
             return None
-        parameters = [each.arg for each in scope.args.args]
-        parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
-        given = [*zip(parameters, caller.call.args, strict=False)]
-        given += [(each.arg, each.value) for each in caller.call.keywords if each.arg is not None]
+        given = _arguments_of(scope, caller.call)
         names = [name for name, value in given if isinstance(value, ast.Name) and value.id == index.name]
         return Index(names[0], index.start, "") if names else None
 
@@ -336,6 +338,14 @@ def _callers_of(code: Code, node: ast.AST) -> list[Site]:
         found.append(Site(code, outside[0]))
         scope = code.scope_of(outside[0])
     return found
+
+
+def _arguments_of(function: Function, call: ast.Call) -> list[tuple[str, ast.expr]]:
+    """The parameters of a function with the expressions that a call gives for them."""
+    parameters = [each.arg for each in function.args.args]
+    parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+    given = [*zip(parameters, call.args, strict=False)]
+    return given + [(each.arg, each.value) for each in call.keywords if each.arg is not None]
 
 
 def _calls_at(code: Code, line: int, kind: type[Event]) -> list[ast.Call]:

@@ -443,3 +443,16 @@ def test_two_calls_of_every_micro_batch_move_at_once(code: str, calls: list[str]
     wanted = text.replace(beside, "").replace(test, test + moved)
     patches = propose([finding_of(code)], context_of(text))
     assert wanted in [apply(patch, {FILE: text})[FILE] for patch in patches]
+
+
+def test_end_of_a_window_may_be_handed_to_a_function() -> None:
+    text = """def one(batch, is_last):
+    optimizer.zero_grad()
+    model(batch).backward()
+    if is_last:
+        optimizer.step()
+
+for i, batch in enumerate(loader):
+    one(batch, is_last=(i + 1) % 4 == 0)
+"""
+    assert changes_of(text, "GAV603")[0] == ["-    optimizer.zero_grad()", "+        optimizer.zero_grad()"]
