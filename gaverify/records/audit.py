@@ -402,11 +402,11 @@ class Record:
         # Rounded, because the last micro-batch may be shorter than the others.
         return max(1, round(window.backwards * rows / window_rows))
 
-    def update_of(self, number: int) -> UpdateComparison | None:
+    def update_of(self, number: int | None) -> UpdateComparison | None:
         """The comparison of an update."""
         return next((update for update in self.updates if update.number == number), None)
 
-    def window_of(self, number: int) -> Window | None:
+    def window_of(self, number: int | None) -> Window | None:
         """The window of an update."""
         return next((window for window in self.windows if window.number == number), None)
 

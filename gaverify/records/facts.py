@@ -13,6 +13,7 @@ from typing import Literal
 
 from gaverify.records.audit import Record
 from gaverify.records.comparison import Compared, Method, ParameterComparison
+from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow
@@ -87,6 +88,10 @@ class Draws:
     """Draws of the full batch."""
     dealt: int = 0
     """Draws of which each micro-batch used its own rows."""
+    is_counted: bool = True
+    """Whether `dealt` counts a draw as often as a micro-batch used it; an audit counts it once."""
+    can_be_constant: bool = True
+    """Whether a control could replace every draw by a constant; those of a script stay as they are."""
     uneven: bool = False
     """Whether the rows of some are no samples: time steps of packed sequences, picked elements."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
@@ -213,16 +218,44 @@ class Facts:
     failures: Mapping[str, str] = field(default_factory=dict)
     """Questions that could not be asked, with the reason for each."""
     diagnosed: bool = False
-    """Whether the search for a cause ran."""
+    """Whether a cause was searched; in an audit whether the samples and draws were the same, so that one would show."""
     stopped_after: float | None = None
     """Time limit in seconds that ended the search; None where none did."""
+    runs_repairs: bool = True
+    """Whether repairs were run, each on top of those before it; every control of an audit runs alone."""
+    weights_probe: str = "micro-batch-weights"
+    """The name under which documents show the run with the right weights."""
     loop: Record | None = None
     """Windows and compared updates of a training script; None outside an audit."""
 
     @property
+    def record(self) -> Record:
+        """Windows, ledgers, compared updates and controls of a training script; those of a run are empty."""
+        return self.loop if self.loop is not None else Record((), Ledger((), ()))
+
+    @property
+    def tolerance(self) -> float:
+        """Below this a fit's residual is rounding, and two weights are the same."""
+        return self.record.tolerance
+
+    @property
     def weights_run(self) -> ControlRun | None:
         """The accumulated run with the right weights of its micro-batches; None where none was made."""
-        return self.window.remedy if self.loop is None else self.loop.controls.weighted_run
+        return self.record.controls.weighted_run or self.window.remedy
+
+    @property
+    def weights_update(self) -> int | None:
+        """Number of the update in which other weights were run, if any were; None where there is one update alone."""
+        update = self.record.divergent
+        return update.number if update is not None else None
+
+    @property
+    def same_split(self) -> str:
+        """How both sides come to split the batch alike, so that nothing is compared; empty where they do not."""
+        if self.record.same_pieces:
+            return "both runs split the first update in the same way"
+        is_one_piece = self.window.has_recipe and self.window.steps == 1 and self.ranks is None
+        return "K = 1" if is_one_piece else ""
 
     @property
     def weights_first(self) -> bool:
@@ -248,9 +281,9 @@ class Facts:
     @property
     def comparisons(self) -> tuple[tuple[int | None, tuple[ParameterComparison, ...]], ...]:
         """The rows of every comparison that means something, with the number of its update in a training loop."""
-        if self.loop is None:
+        if not self.record.updates:
             return ((None, self.compared.rows),)
-        return tuple((update.number, update.parameters) for update in self.loop.updates if update.judged)
+        return tuple((update.number, update.parameters) for update in self.record.updates if update.judged)
 
     @property
     def repeats(self) -> float:
@@ -288,7 +321,7 @@ def facts_of_loop(loop: Record) -> Facts:
         batch_size=update.data.full if update is not None else 0,
         compared=compared,
         window=window,
-        draws=Draws(loop.dealt, loop.dealt, unaligned=loop.unaligned),
+        draws=Draws(loop.dealt, loop.dealt, is_counted=False, can_be_constant=False, unaligned=loop.unaligned),
         buffers=buffers,
         forward=Forward(loop.controls.coupling),
         state=state,
@@ -296,5 +329,14 @@ def facts_of_loop(loop: Record) -> Facts:
         ranks=loop.together,
         stopped_after=loop.stopped_after,
         failures=loop.failures,
+        diagnosed=_can_show_causes(loop),
+        runs_repairs=False,
+        weights_probe="control",
         loop=loop,
     )
+
+
+def _can_show_causes(loop: Record) -> bool:
+    """Whether the controls of an audit are conclusive about the samples and draws of the update that differs."""
+    is_altered = loop.together is not None and loop.together.is_altered
+    return loop.divergent is not None and loop.divergent.data.checked and not loop.unaligned and not is_altered

@@ -74,6 +74,11 @@ class AccumulationWindow:
     """For each backward pass, the factors of each number that its loss was made from, outermost first."""
 
     @property
+    def has_recipe(self) -> bool:
+        """Whether a recipe gives the weights and gaverify took the losses; a script's have to be found out."""
+        return self.weighting != SCRIPT
+
+    @property
     def has_wrong_weights(self) -> bool:
         """Whether the fitted weights are what is wrong: they were tried, or only the trial was impossible."""
         return self.remedy is not None or bool(self.failure)

@@ -78,7 +78,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE:
-            if facts.loop is not None:  # no run of a script has another layer
+            if not facts.runs_repairs:  # then no run has another layer
                 remedies.append(
                     "replace it by GroupNorm, which changes the model (gaverify did not run it; for a BatchNorm, "
                     "`gaverify.remedies.convert_batch_norm(model)` does it)"
@@ -202,7 +202,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         return constant_remedy
     loss_remedy = "compute the loss once over the outputs of all micro-batches"
     return find_pairing_remedy(cause.suspect) or (
-        loss_remedy if facts.diagnosed else f"{loss_remedy}: {cached} does it, not tried here"
+        loss_remedy if facts.runs_repairs else f"{loss_remedy}: {cached} does it, not tried here"
     )
 
 
