@@ -1,4 +1,4 @@
-"""What the command `gaverify`, and `python -m gaverify`, run."""
+"""The program behind the command `gaverify`, and behind `python -m gaverify`."""
 
 import faulthandler
 import os
@@ -20,7 +20,7 @@ def start() -> int:
         print("gaverify: interrupted; nothing was decided", file=sys.stderr)
         return 130
     code = main()
-    # The report is out. What the user's code registered with `atexit` may print, but not behind it.
+    # The report is out. Functions that the user's code registered with `atexit` may print, but not behind it.
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""What is added to findings: the lines around their places, and which of them a user's entries accept."""
+"""Adds to findings the lines around their places, and says which of them a user's entries accept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def mark_accepted(
     Args:
         answer: A verdict or an audit.
         entries: Of its spec or options.
-        project: What `pyproject.toml` says; notes that it does not want are left out.
+        project: The settings of `pyproject.toml`; notes that it does not want are left out.
         expect: The outcome that the spec expects.
         strict: Stale entries make the exit code 1.
 

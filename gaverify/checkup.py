@@ -1,4 +1,4 @@
-"""What `gaverify doctor` finds out: what is installed, and what each device computes in."""
+"""The answers of `gaverify doctor`: which packages are installed, and in which precision each device computes."""
 
 from __future__ import annotations
 

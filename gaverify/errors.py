@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""What torch's allocators say; the CPU's raises a plain RuntimeError."""
+"""Words of torch's allocators; the CPU's raises a plain RuntimeError."""
 
 _NO_SUCH_SIZE = (
     "Storage size calculation overflowed",
     "numel: integer multiplication overflow",
     "Overflow when unpack",
 )
-"""What torch says of a shape whose number of bytes does not even fit an integer."""
+"""Words of torch about a shape whose number of bytes does not even fit an integer."""
 
 
 LONGEST_TEXT = 2_000  # characters of an exception
@@ -189,7 +189,7 @@ class HiddenDraw(BaseException):
 
 
 class Agreed(ProblemError):
-    """What ended a verification on all ranks of a launcher, which each of them knows: the first one tells it."""
+    """The error that ended a verification on all ranks of a launcher; each of them knows it, and the first tells it."""
 
 
 class NoMemory(ProblemError):

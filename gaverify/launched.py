@@ -46,7 +46,7 @@ def await_first(code: int) -> None:
     """Waits until the first rank has reported: launchers end all ranks as soon as one has failed.
 
     Args:
-        code: What this rank will leave with; one that leaves with 0 ends nobody.
+        code: The code that this rank will leave with; one that leaves with 0 ends nobody.
     """
     if not code or is_first() or not _first:
         return

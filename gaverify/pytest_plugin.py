@@ -64,7 +64,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def _project(file: Path) -> Project | None:
-    """What the project says; None where that is wrong, which each of its specs tells when it is verified."""
+    """Returns the project's settings; None where they are wrong, which each spec tells when it is verified."""
     from gaverify.errors import SpecError
     from gaverify.spec.project import project_settings
 

@@ -29,7 +29,7 @@ PATCHES = {
     "safe or unsafe": f"`gaverify audit … --diff` {_TRIED}; `--fix` writes it. Some need `--unsafe`: {_MEANING}.",
     "none": "`--diff` has no repair of this: change the source by hand, as described below.",
 }
-"""What the words behind `Patch: ` mean."""
+"""The meaning of the words behind `Patch: `."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ def text_of_file(file: Path, what: str, most: int = 1 << 20) -> str:
     """Returns the text of a file, without the byte-order mark that Windows' editors put first.
 
     Args:
-        file: What to read.
-        what: What it should be, for messages.
+        file: The file to read.
+        what: The noun for its contents, for messages.
         most: Bytes; what is larger, or has no end, is none.
 
     Raises:

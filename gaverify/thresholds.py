@@ -132,7 +132,7 @@ NO_WEIGHT = FEW_UNITS * U32
 LOST_SHARE = 1e-3
 """Share of the largest weight below which a backward pass did not reach the gradient.
 
-What reached it has its share of the samples; a fit in float32 leaves 3e-7 and so is off by 3e-6 at most."""
+A pass that reached it has its share of the samples; a fit in float32 leaves 3e-7 and so is off by 3e-6 at most."""
 THREE_DIGITS = 5e-3
 """Relative rounding of a number to three digits, as weights of losses are noted; bfloat16's is 4e-3."""
 ONE_FACTOR = 1e-2
@@ -161,7 +161,7 @@ SAME_NORM = 1e-3
 Rounding moves them by 1e-6 in float32; a patch that divides this loss as well, or drops it, by half or more."""
 
 TOO_SMALL_TO_CLIP = U32
-"""What losses are multiplied by so that no gradient meets a limit; a power of two rounds nothing."""
+"""Factor of losses with which no gradient meets a limit; a power of two rounds nothing."""
 
 # -- what is worth saying ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 __all__ = [
     # The base class of torch's criteria. Without it gaverify does not start.
     "CriterionModule",
-    # What modes of the dispatcher are told of. Without it gaverify does not start: traces would hold their own calls.
+    # The calls that dispatch modes see. Without them gaverify does not start: traces would hold their own calls.
     "DispatcherOperation",
     # Modes of the dispatcher. Without them gaverify does not start, because no random draw could be recorded.
     "TorchDispatchMode",

@@ -254,7 +254,7 @@ def fill_in(part: str) -> Any:
     """Stands in a factory that `gaverify init` wrote, until its owner writes the part.
 
     Args:
-        part: What is missing: "the loss".
+        part: The missing part: "the loss".
 
     Raises:
         ProblemError: Always, with the line of the call.

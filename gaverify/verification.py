@@ -1,4 +1,4 @@
-"""Verifies a problem. What `verify` runs, in this order:
+"""Verifies a problem. `verify` takes these steps, in this order:
 
 prepare    `prepare_experiment`: the problem on its device and seeded; every pass starts from the same state
 measure    `measure_strategies`: one pass of the full batch, then the K micro-batches, in the user's precision
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 TellEnd = Callable[[str], None]
 _Decided = tuple[Measurement, Decision, FirstSamplesAnswer]
-"""What was measured, what was decided, and what the first samples showed."""
+"""The measurement, the decision, and the answer of the first samples."""
 
 
 def verify(
@@ -225,13 +225,13 @@ def _measure_and_decide(
     """Runs both strategies and decides every parameter: in the user's precision, or in a finer one.
 
     Args:
-        experiment: What to run.
-        settings: What was asked for.
+        experiment: The experiment to run.
+        settings: The options of the call.
         stack: Closed behind the search, which has to run in the arithmetic that decided.
         in_float32: Whether both may run in float32 once more.
 
     Returns:
-        What was measured, what was decided, and what the first samples showed, if they were looked into.
+        The measurement, the decision, and the answer of the first samples, if they were looked into.
     """
     if settings.rtol is not None and settings.atol is not None:
         # Tolerances are the user's own criterion: nothing is left to decide.
@@ -262,7 +262,7 @@ def _decide(measurement: Measurement, settings: Settings, stack: ExitStack) -> _
     if decision.exceeds_rounding and not settings.exact:
         first_samples = examine_first_samples(measurement, decision, searches=settings.diagnose)
         decision = first_samples.decision or decision
-    # What is still open is decided by float64 on all of the batch; a search for the cause watches its micro-batches.
+    # Float64 on all of the batch decides the parameters still open; a search for the cause watches its micro-batches.
     if decision.needs_float64:
         make_watch = watch_passes if settings.diagnose else None
         decision = decide_open(measurement, decision, exact=settings.exact, make_watch=make_watch)
@@ -285,7 +285,7 @@ def _decide_in_float32(measurement: Measurement, settings: Settings, stack: Exit
 
     Args:
         measurement: In the user's precision; its gradients are freed.
-        settings: What was asked for.
+        settings: The options of the call.
         stack: As there.
 
     Returns:

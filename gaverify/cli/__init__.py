@@ -49,7 +49,7 @@ COMMANDS: tuple[click.Command, ...] = (
     doctor,
 )
 _OTHER_WORDS = {"check": "run", "verify": "run", "test": "run", "compare": "run", "new": "init", "list": "models"}
-"""What other tools call a command, where the spelling is not alike."""
+"""Names that other tools give a command, where the spelling is not alike."""
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after the program's name; `None` takes those of the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # What stands after `--` belongs to the audited script, its own `--debug` too.
+    # Words after `--` belong to the audited script, its own `--debug` too.
     own_words = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own_words or os.environ.get("GAVERIFY_DEBUG", "") not in ("", "0")
     invocation = Invocation(tuple(words), debug)

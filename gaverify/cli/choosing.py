@@ -109,7 +109,7 @@ def choose(jobs: Sequence[Job], choice: Choice) -> list[Job]:
 
 
 def _words_of(source: str, spec: Spec | SpecError) -> str:
-    """What the words of `-k` are looked for in: the file, and the names of the spec and of its model."""
+    """Returns the text in which the words of `-k` are looked for: the file, and the names of the spec and its model."""
     names = (spec.name or "", spec.model) if isinstance(spec, Spec) else ()
     return " ".join((source if source != COMMAND_LINE else "", *names))
 

@@ -1,4 +1,4 @@
-"""What gaverify knows: `models`, `schema`, `rules` and the page of a rule; `doctor`, whether to believe it here."""
+"""Lists for the user: `models`, `schema`, `rules` and the page of a rule; `doctor`, whether to believe it here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _print(lines: Iterable[tuple[str, str, bool | None]]) -> int:
     return wrong
 
 
-# What gaverify knows: `models`, `schema`, `rules` and the page of a rule.
+# Prints lists: `models`, `schema`, `rules` and the page of a rule.
 
 
 NARROW = 72

@@ -32,7 +32,7 @@ _SECONDS_OF_GIT = 10
 
 
 class Wish(NamedTuple):
-    """What the command line asks for."""
+    """The options of the command line about patches."""
 
     diff: bool = False
     """Print the diff."""
@@ -87,7 +87,7 @@ def try_patch(verdict: Verdict, spec: Spec, wish: Wish) -> Verdict:
 
     An audit tries its patches itself, where its runs are made.
     """
-    # What is accepted or expected stays as it is.
+    # A divergence that is accepted or expected stays as it is.
     if not wish.asks or verdict.outcome is Outcome.EQUIVALENT or verdict.exit_code == 0:
         return verdict
     from gaverify.patches.searching import search_patch

@@ -80,7 +80,7 @@ class Gate:
     row_width: int | None = None
     """Columns of the names where each run is a row; None: runs have no rows."""
     wish: Wish = field(default_factory=Wish)
-    """What is asked for of patches."""
+    """The options about patches."""
 
 
 _GATE_OPTIONS = options_of(Gate)
@@ -88,7 +88,7 @@ _GATE_OPTIONS = options_of(Gate)
 
 @dataclass
 class _Results:
-    """What became of the runs of a call so far."""
+    """The results of the runs of a call so far."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -353,7 +353,7 @@ def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) 
 
 
 def _name_error(spec: Spec) -> SpecError | None:
-    """What is wrong with the name of a model, before torch is imported: that is answered at once."""
+    """Says what is wrong with the name of a model, at once: torch is not imported yet. None: nothing is."""
     from gaverify.loading.importing import check_name
 
     try:

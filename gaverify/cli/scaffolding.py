@@ -30,10 +30,10 @@ AUDIT = "audit"
 
 @dataclass(frozen=True)
 class Scaffold:
-    """What `gaverify init` writes.
+    """The files that `gaverify init` writes.
 
     Args:
-        model: What the spec names.
+        model: The model that the spec names.
         text: Of the factory's file; empty where the spec needs none.
     """
 
@@ -45,8 +45,8 @@ def scaffold(model: str | None, checkpoint: str | None, kind: str | None, spec: 
     """Returns the spec's model and the factory's text.
 
     Args:
-        model: What `--model` said: a built-in, a class, a factory, a folder or name for transformers.
-        checkpoint: What `--checkpoint` said.
+        model: The value of `--model`: a built-in, a class, a factory, a folder or name for transformers.
+        checkpoint: The value of `--checkpoint`.
         kind: One of `KINDS`, or None to find out.
         spec: The file that the spec will be.
         factory: The file that the factory will be, beside it.

@@ -104,7 +104,7 @@ def strict_option(more: str = "") -> Callable[[Command], Command]:
     """Adds `--strict`, which every command has that knows accepted divergences.
 
     Args:
-        more: What else fails then, for the help.
+        more: The help's words for other things that fail then.
     """
     text = f"Exit 1 if a divergence that an `accept` entry of a TOML file allows no longer occurs{more}."
     return click.option("--strict", is_flag=True, help=text)
@@ -120,8 +120,8 @@ def exit_code_of(
 ) -> int:
     """The worst of the answers' exit codes; tells which of the project's entries accept nothing any more.
 
-    One spec alone says nothing about entries that may fit another: they are judged where several answers are. What was
-    skipped counts only where nothing else was asked for, or by its place among the failures.
+    One spec alone says nothing about entries that may fit another: they are judged where several answers are. Skipped
+    specs count only where nothing else was asked for, or by their place among the failures.
     """
     if skipped and not answers and not failures:
         say("nothing was compared: every spec was skipped")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-# What the user's code may not do to the process that it shares with gaverify.
+# Guards the process, which gaverify shares with the user's code, against things that code may not do to it.
 
 
 @contextmanager
@@ -246,8 +246,8 @@ def failures_of(
     """Tells on stderr what one of several specs ended with; returns it as rows.
 
     Args:
-        error: What ended it.
-        source: The spec's file, or what stands for it.
+        error: The exception that ended it.
+        source: The spec's file, or a name in place of it.
         invocation: How gaverify was called.
         alone: Whether it is the only spec: its name then stands in front of nothing.
         row_width: Print it on stdout, where other specs have a row with a name of so many columns; None: on stderr, as
@@ -278,7 +278,7 @@ def report_failure(error: BaseException, invocation: Invocation, source: str = "
     """Prints on stderr what an exception means and returns the exit code.
 
     Args:
-        error: What arrived at `main`, or what one of several specs ended with.
+        error: The exception that arrived at `main`, or that ended one of several specs.
         invocation: How gaverify was called.
         source: The spec, where there are several.
     """
@@ -314,7 +314,7 @@ def failure_message(error: BaseException, words: Sequence[str] = ()) -> str:
     """Returns the sentence for an exception: gaverify's own, or Python's with its type in front.
 
     Args:
-        error: What arrived.
+        error: The exception that arrived.
         words: The command line. A number of micro-batches that stands there is named as it was given.
     """
     foreseen = as_foreseen(error)
@@ -374,12 +374,12 @@ class DelayedProgress:
     every `LIFE` seconds what is being done.
 
     Args:
-        title: What runs.
+        title: The name of the run.
         number: Which of several it is, from 0 on.
         count: How many there are.
         quiet: Say nothing where there is no terminal.
-        unit: What the steps of a known total are called; those behind them are checks.
-        noun: What each of several is called.
+        unit: The noun for the steps of a known total; those behind them are checks.
+        noun: The noun for each of several runs.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class DelayedProgress:
             self._update()
 
     def _describe(self) -> str:
-        """What is being done. No total is shown that is overtaken: behind the planned steps checks are counted."""
+        """Says what is being done. No total is shown that is overtaken: behind the planned steps checks are counted."""
         label, done, total = self._state
         step = ""
         if done < total:

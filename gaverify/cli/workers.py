@@ -32,7 +32,7 @@ class _Ready(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a verification is doing: as `verify_spec` tells it."""
+    """The current step of a verification, as `verify_spec` tells it."""
 
     label: str
     done: int
@@ -113,7 +113,7 @@ def verify_in_workers(
     """Yields the number of a spec and its verdict, or what it ended with, as soon as it is there.
 
     Args:
-        specs: What to verify.
+        specs: The specs to verify.
         count: How many at a time.
         progress: Told the number of a spec, what is done, and how many parts of how many are.
         debug: Print the traceback of what a verification raised.
@@ -150,11 +150,11 @@ def verify_in_worker(spec: Spec, sources: Mapping[str, str] | None = None) -> Ve
     """Returns the verdict of one spec, which is verified in a process of its own.
 
     Args:
-        spec: What to verify.
+        spec: The spec to verify.
         sources: As of `verify_in_workers`.
 
     Raises:
-        GaverifyError: What the verification ended with.
+        GaverifyError: The verification ended with it.
     """
     with closing(verify_in_workers([spec], 1, lambda *step: None, sources=sources)) as answers:
         _, answer = next(answers)
@@ -208,6 +208,6 @@ def _verify(verify_spec: Callable[..., Any], spec: Spec, progress: Progress) -> 
         foreseen = as_foreseen(error)
         if foreseen is None:
             return InternalError(f"{type(error).__name__}: {error}")
-        # What it was raised from cannot be read where torch is not imported.
+        # The exceptions that it was raised from cannot be read where torch is not imported.
         foreseen.__cause__ = foreseen.__context__ = foreseen.__traceback__ = None
         return foreseen

@@ -157,12 +157,12 @@ _OTHER_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Output:
-    """What targets have to fit.
+    """The properties of a model's output that targets have to fit.
 
     Args:
         loss: The name of the loss.
-        tensor: What the model returned, batch first.
-        classes: What `--classes` said.
+        tensor: The output of the model, batch first.
+        classes: The value of `--classes`.
         tokens: Shape of the inputs where they are integers.
     """
 

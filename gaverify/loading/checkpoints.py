@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for the factory that `gaverify init` writes; says why a file is none that it can load."""
+"""Reads checkpoints for the factory that `gaverify init` writes; says why a file is none that it can load."""
 
 from __future__ import annotations
 

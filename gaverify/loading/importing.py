@@ -30,7 +30,7 @@ from gaverify.patches.sources import encode_source
 from gaverify.tracebacks import display_path, repository_of, user_frame
 from gaverify.zoo import BUILTINS, find_builtin
 
-# What the text of a Python file says of the names in it, without running it.
+# Reads from the text of a Python file which names it defines, without running it.
 
 
 _MAKERS = ("globals", "exec", "vars", "setattr")
@@ -152,7 +152,7 @@ def replace_sources(texts: Mapping[str, str]) -> None:
 
 _FOLDERS: set[str] = set()  # those that `_put_first` has put first in this process
 _NEEDED = ("click", "ctypes", "html", "jinja2", "markupsafe", "numpy", "pydantic", "pygments", "rich", "torch", "xml")
-"""What gaverify imports itself, in part only after the user's code ran; a `rich.py` beside the model is not meant."""
+"""Packages that gaverify imports itself, some only after the user's code ran; a `rich.py` of the user is not meant."""
 
 
 def import_factory(name: str) -> Any:
@@ -402,7 +402,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class NameKind(Enum):
-    """What a name stands for."""
+    """The kind of thing that a name stands for."""
 
     BUILTIN = auto()
     FACTORY = auto()
@@ -451,7 +451,10 @@ def check_name(name: str) -> None:
 
 
 def _explain_name(name: str) -> str:
-    """What a name is that has a colon or is a Python file, and what to write; "" where only the import can tell."""
+    """Says what is wrong with a name that has a colon or is a Python file, and what to write.
+
+    "" where only the import can tell.
+    """
     place, colon, attribute = os.path.splitdrive(name)[1].rpartition(":")
     if not colon:
         return f"`{name}` is a file; write `{name}:{first_name(name)}`"
@@ -461,7 +464,7 @@ def _explain_name(name: str) -> str:
 
 
 def _explain_no_model(name: str) -> str:
-    """What a name is that no model has, and what to write in its place."""
+    """Says what a name is that no model has, and what to write in its place."""
     file = f"{name.replace('.', os.sep)}.py"
     place, _, attribute = name.rpartition(".")
     what, instead = "is no Python file", "file.py:factory"

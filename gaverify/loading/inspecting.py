@@ -1,4 +1,4 @@
-"""What the file of a model's class says of it, for the factory that `gaverify init` writes; nothing of it is run."""
+"""Reads the file of a model's class, for the factory that `gaverify init` writes; nothing of it is run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MAKERS = ("randn", "rand", "randint", "zeros", "ones")
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a factory's text says of a model.
+    """A model as a factory's text describes it.
 
     Args:
         has_training_step: Whether it says itself what its loss is.
-        arguments: What its constructor is called with, or its parameters where no call is found.
+        arguments: The arguments of its constructor, or its parameters where no call is found.
         arguments_are_said: Whether the file says the arguments, or none are needed.
         names: Further names of the class's module that the arguments need.
         inputs: The tensors of `batch_size` rows that the file calls the model with; empty where none are found.

@@ -173,7 +173,7 @@ def call_factory(
 
     Args:
         factory: A function or a class.
-        name: What `--model` said.
+        name: The value of `--model`.
         arguments: `--model-arg`s; each must be accepted.
         options: Options that were given, by field. Each goes to the parameter of its name; one without is an error,
             except the batch size: who cuts a batch or generates one serves it afterwards.
@@ -301,7 +301,7 @@ def _builtin(spec: Spec) -> Problem:
 
 
 def _build_from_factory(factory: Any, spec: Spec) -> Any:
-    """What the factory returns; an object that is built already comes back as it is."""
+    """Returns what the factory returns; an object that is built already comes back as it is."""
     if isinstance(factory, Problem | nn.Module | tuple):
         refused = [f"`--model-arg {name}`" for name in spec.model_args]
         refused += [f"`--{name.replace('_', '-')}`" for name in _options(spec) if name != "batch_size"]
@@ -377,7 +377,7 @@ def _of_pair(model: nn.Module, batch: Any, name: str) -> Problem | tuple[Any, ..
 
 
 def _advice(built: Any) -> str:
-    """What is probably meant by something that is no problem."""
+    """Guesses what is meant by something that is no problem; a clause that ends in "; "."""
     if built is None:
         return "is its `return` missing? "
     if isinstance(built, type) and issubclass(built, nn.Module):

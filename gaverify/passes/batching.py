@@ -132,14 +132,14 @@ def _may_hold_samples(batch: Any) -> bool:
 
 
 def _likeness(entry: Any) -> tuple[Any, ...]:
-    """What entries have in common that are samples: their type, and of tensors the precision and the dimensions."""
+    """Traits that entries which are samples share: their type, and of tensors the precision and the dimensions."""
     return (type(entry), getattr(entry, "dtype", None), getattr(entry, "ndim", None))
 
 
 def micro_batch_sizes(batch_size: int, steps: int) -> tuple[int, ...]:
     """Returns n_1 … n_K as a `DataLoader` would cut them: equal ones, and a shorter last one.
 
-    Where that would leave fewer than K micro-batches (9 samples, K = 4), the sizes differ by at most one instead.
+    If equal sizes leave fewer than K micro-batches (9 samples, K = 4), the sizes differ by at most one instead.
 
     Raises:
         ProblemError: K < 1 or K > B.

@@ -1,4 +1,4 @@
-"""What listens inside a pass: to modules, operations, functions; and walks through the graph that a pass leaves.
+"""Listeners inside a pass: to modules, operations, functions; and walks through the graph that a pass leaves.
 
 Whoever listens to torch writes a function and opens one of these; no other mode is defined in gaverify.
 """
@@ -31,7 +31,7 @@ def walk_from(starts: Iterable[T], onwards: Callable[[T], Iterable[T]]) -> Itera
 
     Args:
         starts: Where it begins.
-        onwards: What follows one; nothing where the walk ends.
+        onwards: Returns the values that follow one; none where the walk ends.
     """
     queue, visited = list(starts), set[T]()
     while queue:
@@ -146,7 +146,7 @@ def _is_number(node: Any) -> bool:
     return len(shapes) == 1 and all(size == 1 for size in shapes[0])  # a loss of shape (1,) is one as well
 
 
-# What listens inside a pass, of a problem or a script: to modules, nested as they run, to operations, to functions.
+# Listeners inside a pass, of a problem or a script: to modules, nested as they run, to operations, to functions.
 
 
 Begins = Callable[["Call", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
@@ -160,14 +160,14 @@ class Call:
     """One call of a module.
 
     Args:
-        module: What was called.
+        module: The module that was called.
         path: Its path; empty where none is known.
         number: The how-manieth call of this path, from 1.
         position: Among all calls, in the order in which they begin, from 0.
         parents: The calls around it, outermost first.
         under: The path of the module whose forward called it.
-        args: What it was given by position.
-        kept: What a listener keeps from the beginning of the call to its end.
+        args: Its arguments by position.
+        kept: A value that a listener keeps from the beginning of the call to its end.
     """
 
     module: nn.Module
@@ -194,8 +194,8 @@ def listening(
         paths: The modules that are known, by path.
         begins: Told of every call.
         ends: Told of every call that ends.
-        outside: What an outermost call is `under`, where these modules alone are listened to; None: every module is, by
-            hooks that run before its own and know no arguments by name, and a call that raised ends without an output.
+        outside: Path that an outermost call is `under`, where only these modules are listened to; None: every module
+            is, by hooks that run before its own and know no arguments by name, and a call that raised has no output.
     """
     running: list[Call] = []
     counts: Counter[str] = Counter()
@@ -213,7 +213,7 @@ def listening(
         # The user's code may catch what a module raises and go on.
         while running[-1].module is not module:  # a call that raised has no end
             running.pop()
-        # What ran: another hook may have exchanged the arguments since the call began.
+        # These arguments ran: another hook may have exchanged them since the call began.
         running[-1].args = args
         call = running.pop()
         return None if is_in_functorch_transform() else ends(call, output_value)

@@ -128,7 +128,7 @@ _MEAN = 1  # the dispatcher's code for reduction="mean"
 
 
 class _Plan(NamedTuple):
-    """What the mode has to do for an operation."""
+    """The tasks of the mode for an operation."""
 
     writes: tuple[int, ...]
     random: bool
@@ -165,12 +165,12 @@ def _plan(func: Any) -> _Plan:
 
 
 class TargetCount(NamedTuple):
-    """What one negative log-likelihood counts."""
+    """The counts of one negative log-likelihood."""
 
     valid: torch.Tensor
     """Number of targets that it does not ignore."""
     divisor: torch.Tensor
-    """What a mean of it divides by: `valid` itself, or the sum of their class weights."""
+    """The divisor of its mean: `valid` itself, or the sum of their class weights."""
     total: int
     """Number of all targets."""
     ignored: int
@@ -186,7 +186,7 @@ class TargetCount(NamedTuple):
 
 @dataclass
 class Observed:
-    """What a pass showed beside its gradients."""
+    """Facts about a pass beside its gradients."""
 
     target_counts: list[TargetCount] = field(default_factory=list)
     terms: TermSums = field(default_factory=TermSums)

@@ -55,7 +55,7 @@ class Experiment:
     modules: list[nn.Module]
     """The model, and the loss where it is a module."""
     state: ModelState
-    """What every pass starts from and leaves behind: buffers, attributes, what the loss can reach."""
+    """State that every pass starts from and leaves behind: buffers, attributes, objects that the loss can reach."""
     batch_size: int
     """B, the number of samples of the full batch."""
     sizes: tuple[int, ...]
@@ -71,7 +71,7 @@ class Experiment:
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` in the forwards; None: no autocast."""
     lift: torch.dtype | None = None
-    """What lower casts inside the model are raised to: float64, or float32; None: they stay."""
+    """The dtype that lower casts inside the model are raised to: float64, or float32; None: they stay."""
     math_kernels: bool = False
     """Attention and recurrent layers run on unfused kernels, because draws inside a fused one are not seen."""
     draws: DrawLedger = field(default_factory=DrawLedger)
@@ -79,11 +79,11 @@ class Experiment:
     reading: Reading = field(default_factory=Reading)
     """How the micro-batches' draws are matched with these."""
     ranks: RankSum | None = None
-    """What makes norms and sketches those of all ranks; None: they are this process's own."""
+    """Makes norms and sketches those of all ranks; None: they are this process's own."""
     store: GradientStore | None = None
-    """What keeps the gradients of a pass; None: `.grad` does."""
+    """Keeps the gradients of a pass; None: `.grad` does."""
     probes: tuple[PassProbe, ...] = ()
-    """What looks on at every pass, or changes it."""
+    """Listeners of every pass, some of which change it."""
     fitting: Fitting = field(default_factory=Fitting)
     """How the full batch is run where memory is short; all variants share it."""
     limit: TimeLimit = field(default_factory=TimeLimit)
@@ -138,7 +138,7 @@ class Experiment:
         """Runs the full batch; returns the experiment with the draws that this made, and the pass.
 
         Args:
-            probes: What looks on.
+            probes: Listeners of the pass.
             seed: Seeds torch's generators before; None: they go on from where they are.
 
         Raises:
@@ -178,7 +178,7 @@ class Experiment:
 
         Args:
             full: The full-batch pass, whose target counts the weighting `tokens` needs.
-            probes: What looks on, beside the experiment's own.
+            probes: Listeners of the pass, beside the experiment's own.
             after_backward: Called with k after each backward pass.
             own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
         """
@@ -191,7 +191,7 @@ class Experiment:
 
         Args:
             k: The micro-batch.
-            probes: What looks on.
+            probes: Listeners of the pass.
             dealing: As `deal` returned it, for all forwards of a window; None where this is the only one.
         """
         return forward_pass(self, k, self._combine(probes), dealing)
@@ -254,7 +254,7 @@ class Experiment:
     def first_samples(self, sizes: tuple[int, ...]) -> Experiment:
         """The experiment on its first samples, a batch of their own in micro-batches of these sizes.
 
-        What it draws is not recorded yet, and its state is that which the model has now.
+        Its draws are not recorded yet, and its state is that which the model has now.
         """
         count = sum(sizes)
         batch = micro_batch_of(self, 0, count, "a part of the batch")
@@ -265,7 +265,7 @@ class Experiment:
     def with_seed(self, seed: int) -> Experiment:
         """The experiment on another batch: rows drawn again; its draws are not recorded yet.
 
-        Of a batch that only the user's split can cut, it is the samples behind the first micro-batch.
+        If only the user's split can cut the batch, the other batch is the samples behind the first micro-batch.
         """
         if self.problem.split is None:
             batch = draw_batch(self.problem.batch, self.batch_size, seed)

@@ -54,7 +54,7 @@ _SMALL = 1 << 14  # elements that stay where they are: a transfer costs more tha
 def offload_saved(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Moves what autograd saves to the host, and back when the backward asks for it.
 
-    What lies on a CPU is there already and is left alone. So are parameters and buffers, which stay on the device
+    Tensors on a CPU are there already and are left alone. So are parameters and buffers, which stay on the device
     anyway. The transfers are hidden from gaverify's modes: a control run compares the operations of both strategies.
     """
     if device.type == "cpu":
@@ -87,7 +87,7 @@ class Fitting:
     """The way that a verification runs its full batch; all its passes share one, so that what did not fit stays out.
 
     Args:
-        asked: What the user asked for.
+        asked: The way that the user asked for.
     """
 
     asked: Reference = Reference.FULL
@@ -130,7 +130,7 @@ AfterBackward = Callable[[int], None]
 
 
 class PassProbe:
-    """What a probe adds to a pass; k is the micro-batch, None for the full batch. The base class adds nothing."""
+    """A listener that may change a pass; k is the micro-batch, None for the full batch. The base class adds nothing."""
 
     values_differed: bool | None = None
     """Whether values that it replaced in the micro-batches were others before; None: it replaces none."""
@@ -205,8 +205,8 @@ def record_full_batch(
     """Runs the whole batch in one backward pass, and records the random draws that it makes.
 
     Args:
-        experiment: What to run.
-        probe: What looks on.
+        experiment: The experiment to run.
+        probe: A listener of the pass.
         ends_at_hidden: Whether the first draw inside a kernel ends the pass.
 
     Raises:
@@ -311,11 +311,11 @@ def accumulated_gradients(
     """Returns the gradient that K micro-batches accumulate, each loss multiplied by its micro-batch weight.
 
     Args:
-        experiment: What to run; the strategy "summed-loss" sums the weighted losses and calls `backward` once. The
+        experiment: The experiment to run; "summed-loss" sums the weighted losses and calls `backward` once. The
             micro-batches see each other's changes of the state, as in training.
         reference: The full-batch pass, whose target counts the weighting "tokens" needs.
         after_backward: Called with k after each backward pass.
-        probe: What looks on, or changes the pass.
+        probe: A listener, which may change the pass.
         own: The micro-batches that are run, of the K; None runs all. A rank runs its own ones only.
     """
     dealing = experiment.deal(reference)
@@ -381,9 +381,9 @@ def forward_pass(
     """Runs one forward without a backward, from the restored state, and returns its loss.
 
     Args:
-        experiment: What to run.
+        experiment: The experiment to run.
         k: The micro-batch; None for the full batch.
-        probe: What looks on.
+        probe: A listener of the pass.
         dealing: The draws on their way to the forwards of one window; None where this is the only one.
     """
     start, stop = (0, experiment.batch_size) if k is None else list(experiment.bounds())[k]

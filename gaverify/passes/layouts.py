@@ -282,7 +282,7 @@ class SampleLayout:
 
     @property
     def kind(self) -> LayoutKind:
-        """What the dimensions amount to.
+        """The dimensions in one word.
 
         "rows": one dimension with m entries per sample; "global": the shape does not depend on the batch; "matrix":
         several dimensions grow with the batch; "selected": one dimension depends on which samples there are; "mixed":

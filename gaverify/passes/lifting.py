@@ -256,7 +256,7 @@ def lift_weights(experiment: Experiment, precision: torch.dtype) -> Iterator[Exp
     """Gives the experiment in a higher precision, as `in_precision` does, with weights that are lifted in every use.
 
     Args:
-        experiment: What to run.
+        experiment: The experiment to run.
         precision: `torch.float64` or `torch.float32`.
 
     Raises:

@@ -404,7 +404,7 @@ def move_weights(parameters: Sequence[torch.Tensor], shares: Sequence[float], se
     """Holds parameters moved by a share of themselves each, and puts them back bit for bit.
 
     Args:
-        parameters: What to move.
+        parameters: The parameters to move.
         shares: By how much each; `rounding_share` for a noise floor.
         seed: Of the coins.
     """

@@ -65,7 +65,7 @@ def micro_batch_weight(experiment: Experiment, k: int, micro_batch: Any, observe
 
 
 def largest_mean(observed: Observed) -> TargetCount | None:
-    """What the negative log-likelihood mean with the most targets counts; None without any."""
+    """The counts of the negative log-likelihood mean with the most targets; None without any."""
     means = [count for count in observed.target_counts if count.is_mean]
     return max(means, key=lambda count: count.total, default=None)
 
@@ -164,7 +164,7 @@ def named_parameters(problem: Problem) -> dict[str, nn.Parameter]:
 def explain_user_errors(where: str, experiment: Experiment) -> Iterator[None]:
     """Turns whatever the user's code raises into a sentence that says on which samples and where.
 
-    What gaverify's own code raises, while it watches a pass, goes on as it is: that is no finding about a model.
+    Errors of gaverify's own code, while it watches a pass, go on as they are: they are no finding about a model.
     """
     try:
         yield
@@ -251,7 +251,7 @@ def loss_of(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
 
     Raises:
         TimeUp: This is a pass of a search whose time is over.
-        ProblemError: What it returned is no such tensor.
+        ProblemError: The returned value is no such tensor.
     """
     experiment.limit.check()
     with experiment.autocasting():

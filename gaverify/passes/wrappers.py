@@ -1,8 +1,8 @@
 """Wrapped models: their engine, tensors in shards on several ranks, and what a conversion made of wrapped parameters.
 
-What a sharded module gathers into, and what it gathers from, are buffers that it made at its first forward, in the
-precision of then. They are put aside with the policy, and made again. DistributedDataParallel listens to nodes of the
-graph that torch lets go of when a parameter changes its type: it would never reduce again, during a control or after.
+A sharded module gathers into, and from, buffers that it made at its first forward, in the precision of then. They
+are put aside with the policy, and made again. DistributedDataParallel listens to nodes of the graph that torch lets
+go of when a parameter changes its type: it would never reduce again, during a control or after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankSum:
 
 
 THIS_RANK = RankSum(1, lambda numbers: numbers)
-"""What this rank holds, whatever the others do: of a shard its own part."""
+"""Numbers of this rank alone: for a shard, those of its own part."""
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -4,8 +4,8 @@ Legend: B samples in K micro-batches; the full batch is one micro-batch of B sam
 
 How many bytes autograd keeps for the backward is counted at the saved-tensor hooks, in a pass of its own.
 
-What is counted: every storage that a node of the graph saves, once, at its full size; views share their storage, and a
-storage that two nodes save is one. What is left out: the model's parameters and buffers, which are there anyway. The
+Every storage that a node of the graph saves is counted once, at its full size; views share their storage, and a
+storage that two nodes save is one. The model's parameters and buffers are left out: they are there anyway. The
 inputs count where a node saves them, as they do for the loop that loads one micro-batch at a time. Tensors that a
 custom `autograd.Function` keeps on `ctx` beside `save_for_backward` are not seen by any hook, nor is a kernel's
 workspace.
@@ -115,7 +115,7 @@ def workload(problem: Problem, spec: Spec, plan: Plan, optimizer: str | None = N
     """Puts a problem where the spec wants it, for as long as the block runs, and leaves everything as it was.
 
     Args:
-        problem: What the spec's factory made.
+        problem: The problem that the spec's factory made.
         spec: Device, precision, seed and mode.
         plan: Strategy and K.
         optimizer: "sgd", "adam" or "adamw" for an update with its step; at learning rate 0, so that the weights stay
@@ -231,7 +231,7 @@ class ActivationMeter:
 
 
 class _Holder:
-    """What stands in the graph in a saved tensor's place; the graph drops it when it frees what it saved."""
+    """Stands in the graph in a saved tensor's place; the graph drops it when it frees the tensors that it saved."""
 
     __slots__ = ("_meter", "_sizes", "tensor")
 

@@ -118,7 +118,7 @@ def _list_readings(
 
 T = TypeVar("T")
 
-# What a run may end with that is no fault of gaverify's: the user's code raised, a control does not fit, no memory.
+# These errors are no fault of gaverify's: the user's code raised, a control does not fit, no memory.
 FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -126,7 +126,7 @@ FORESEEN = (GaverifyError, torch.OutOfMemoryError, MemoryError)
 class Intervention:
     """A way to neutralise a suspect or to repair it: a value that holds on any experiment of the same problem.
 
-    What the first samples showed is confirmed by running its own intervention on all of the batch, and on another one.
+    The first samples' cause is confirmed by running its own intervention on all of the batch, and on another one.
     """
 
     what: str
@@ -144,7 +144,7 @@ class Intervention:
     modules: tuple[str, ...] = ()
     """The modules that it neutralises together."""
     changes: tuple[Any, ...] = ()
-    """What the runs of a script do otherwise (`Change` of audits); empty: only the probes of a process can make it."""
+    """The same for the runs of a script (`Change` of audits); empty: only the probes of a process can make it."""
     shared: PassProbe | None = None
     """A probe for all of its runs, which keeps what it saw, such as values of the full batch; None: each makes one."""
 
@@ -184,7 +184,7 @@ class Bench:
 
     @property
     def watch(self) -> PassProbe | None:
-        """What looked on at earlier passes of the same forwards; None where these neutralise something now."""
+        """The probe of earlier passes of the same forwards; None where these neutralise something now."""
         return self.reference.watch if self.reference is not None and not self.experiment.probes else None
 
     def attempt(self, name: str, ask: Callable[[], T]) -> T | None:
@@ -222,7 +222,7 @@ class Bench:
         """Runs both strategies with something changed; says what difference is left, and whether that shows anything.
 
         Args:
-            interventions: What is changed; the last one names the run.
+            interventions: The changes; the last one names the run.
             fit: Whether to fit the weights that would be right in this run.
             exactly: Whether what a repair leaves is measured where it is more than rounding (`against_full_batch`).
 
@@ -359,10 +359,10 @@ def find_needed(
         items: All together bring the difference to rounding. Those that are the likelier causes come last.
         control: Runs with these neutralised and whatever is neutralised beside them; None where that is impossible or
             would tell nothing.
-        keep: What stays neutralised although the others are enough, because it is a cause for other reasons.
+        keep: Items that stay neutralised although the others are enough: they are causes for other reasons.
 
     Returns:
-        What is needed, in the order of `items`.
+        The items that are needed, in the order of `items`.
     """
     neutralised, differences = list(range(len(items))), dict[int, float]()
 

@@ -31,8 +31,8 @@ from gaverify.verdict.sketches import Sketches, fit_runs, keep_sketch
 
 # Runs what would be printed as a repair on a second batch: rows drawn again, another seed.
 #
-# A repair is a rule that holds for every window. What gives the full batch's gradient on one batch and not on the
-# next (the factor of a moving average, a number that this batch's samples add up to) is a measurement.
+# A repair is a rule that holds for every window. A change that gives the full batch's gradient on one batch and not on
+# the next (the factor of a moving average, a number that this batch's samples add up to) is a measurement.
 
 
 T = TypeVar("T")
@@ -220,8 +220,8 @@ def confirm_in_working_precision(
     Args:
         measurement: Of the whole batch.
         decision: By its part.
-        facts: What they showed.
-        part_facts: What the search showed in the part.
+        facts: The facts of both.
+        part_facts: The facts that the search found in the part.
     """
     if _choose_confirmation(part_facts) is None or measurement.experiment.batch_size > _MANY:
         return None
@@ -241,8 +241,8 @@ def confirm_on_batch(bench: Bench, facts: Facts, part_facts: Facts) -> Facts | N
 
     Args:
         bench: With the pass of the full batch that was made before.
-        facts: What is known of its batch.
-        part_facts: What the search showed in the part.
+        facts: The facts of its batch.
+        part_facts: The facts that the search found in the part.
     """
     confirm = _choose_confirmation(part_facts)
     if confirm is None:

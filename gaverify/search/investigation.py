@@ -115,7 +115,7 @@ def search_causes(bench: Bench, facts: Facts) -> Facts:
 
     Args:
         bench: Where controls run.
-        facts: What the passes showed.
+        facts: The facts of the passes.
     """
     facts = replace(facts, left=facts.compared.total)
     try:
@@ -288,7 +288,7 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
 
     Args:
         measurement: Of both strategies.
-        decision: What was decided about them.
+        decision: The verdict about them.
         diagnose: Whether to look for the cause of a divergence.
         in_part: Whether the batch is the first samples of a larger one.
     """

@@ -406,7 +406,7 @@ def _are_same(constants: Any, values: Any, allowed: float) -> bool:
 
 
 class _KeptGradients:
-    """What calls send back to their inputs in the full batch, and micro-batches in the place of their own gradients.
+    """The full batch's gradients of calls' inputs, which micro-batches get in place of their own.
 
     A value that is pinned alone cuts off all that was computed before it: whatever is wrong there would disappear with
     the difference. With these gradients the parameters before it stay connected, and a hook there still shows.

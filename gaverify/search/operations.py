@@ -204,7 +204,7 @@ class Explanation:
     bench: Bench
     """Runs controls; none of the causes is neutralised on it."""
     facts: Facts
-    """What was known before the search, such as the weights of the micro-batches."""
+    """The facts from before the search, such as the weights of the micro-batches."""
     left: float
     """The relative difference that is left with these causes neutralised."""
     residual: float
@@ -250,7 +250,7 @@ class Explanation:
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        """What neutralises the causes, as far as others can be looked for beside it."""
+        """Interventions that neutralise the causes, as far as others can be looked for beside them."""
         return tuple(trial.intervention for trial in self.trials if trial.intervention is not None)
 
     @property

@@ -74,7 +74,7 @@ def try_suspect(
         bench: Where to run.
         suspect: The operation to neutralise.
         left: The relative difference before.
-        residual: What the best micro-batch weights leave of that.
+        residual: The relative difference that the best micro-batch weights leave.
         all_of_it: Go on after a control that helps and leaves something, until one leaves only rounding.
         counted: Whether the window's counts explain what is left on a bench.
     """

@@ -175,7 +175,7 @@ def measure_repetition(bench: Bench, facts: Facts) -> float:
 
     Args:
         bench: Where to run.
-        facts: What is known; how much equal runs may differ.
+        facts: Say how much equal runs may differ.
 
     Returns:
         The first difference that is more than equal runs may show; 0 without one.
@@ -278,7 +278,7 @@ def _without_gradients(experiment: Experiment) -> Experiment:
 
 
 def neutralise_state(facts: Facts) -> tuple[Intervention, ...]:
-    """What neutralises the state in the later questions; nothing where no control run neutralised it."""
+    """Returns interventions that neutralise the state in later questions; none where no control run did."""
     if facts.state is None or facts.state.control is None:
         return ()
     if facts.state.control.kind is ControlKind.STATE_RESTORED:
@@ -320,7 +320,7 @@ class Blame:
     """The changes that matter."""
 
     changes: tuple[StateChange, ...]
-    """One that removes the difference without the others, else all that are needed beside each other."""
+    """The one change that removes the difference without the others, or all that are needed beside each other."""
     control: ControlRun | None = None
     """The run without the effect of these alone; None where none left only rounding."""
     together: bool = False
@@ -336,7 +336,7 @@ def find_blamed(
     """Neutralises the changes one by one, then those that are needed together; of a process or of a script.
 
     Args:
-        changes: What a forward may read.
+        changes: State that a forward may read.
         left: The relative difference with none of them neutralised.
         kind: How all of them were neutralised: restored before each micro-batch, or pinned.
         run_some: Makes the control with some neutralised; None where there is none.
@@ -405,8 +405,8 @@ def _run_primed(bench: Bench, changes: Sequence[StateChange]) -> tuple[ControlRu
     """
     watch = StateWatch(bench.experiment)
 
-    # What later forwards still change is not set once, even where that makes no difference by chance: a threshold that
-    # moves between two samples.
+    # State that later forwards still change is not set once, even where that makes no difference by chance: a
+    # threshold that moves between two samples.
     def find_set_once() -> tuple[StateChange, ...]:
         changed_again = {change.name for change in watch.changes()}
         return tuple(change for change in changes if change.name not in changed_again)

@@ -61,7 +61,7 @@ ENTRIES = Kind(
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to verify and how, as a TOML spec or the command line says it; None leaves the choice to the model.
+    """The model to verify and how, as a TOML spec or the command line says it; None leaves the choice to the model.
 
     Raises:
         ValueError: A value is none of its kind, or values contradict each other.

@@ -20,7 +20,7 @@ _OTHER_COMMANDS = {
     ".py": "is Python, not a spec; verify a model with `--model {file}:factory`, a script with `gaverify audit {file}`",
     ".json": "is JSON, not a spec; `gaverify report {file}` shows a saved report",
 }
-"""What people name in place of a spec, by its ending, and the command that takes it."""
+"""Files that people name in place of a spec, by their endings, and the command that takes each."""
 
 _ONLY_WITH = (
     ("trace", ("lr",), "has an effect only with a trace; add `--trace`, or leave it out"),
@@ -109,7 +109,7 @@ def toml_files(
 
     Args:
         paths: Files and folders.
-        nothing: What is wrong with a folder that holds none.
+        nothing: The reason that is given for a folder that holds none.
         exclude: Patterns of paths, or of names of files and folders, that are passed over in folders.
         deep: Take specs of folders in folders, too.
     """

@@ -13,14 +13,14 @@ from gaverify.spec.values import Kind
 
 
 class Option(NamedTuple):
-    """What is known of one option.
+    """The description of one option.
 
     Args:
         name: The field.
         key: How files call it.
         flags: How the command line calls it; empty: an argument of the command, if it has a place there at all.
-        kind: What its values must be.
-        help: What the help page says; "" for what has no place on the command line.
+        kind: The kind of its values.
+        help: Its line on the help page; "" where it has no place on the command line.
         example: A right value, which messages offer as the remedy; a text of several words where it is quoted.
         default: The value where it is left out, right in any case; MISSING: it has to be given.
     """
@@ -45,8 +45,8 @@ def option(
     """Returns a field that the command line and files can set.
 
     Args:
-        kind: What its values must be.
-        help: What the help page says.
+        kind: The kind of its values.
+        help: Its line on the help page.
         default: Its value where it is left out; `dict` stands for an empty one.
         example: A right value; the default is one where none is given.
         key: How files call it; empty: as the field.
@@ -167,7 +167,7 @@ def _explain_wrong(option: Option, entry: str, values: Mapping[str, Any], *, is_
     Args:
         option: The option.
         entry: The entry of its table, where one is wrong and not the whole.
-        values: What was given for the options.
+        values: The given values, by option.
         is_word: Whether it stands on the command line.
     """
     advice = f"write `{write_example(option, is_word=is_word)}`"

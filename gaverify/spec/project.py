@@ -1,4 +1,4 @@
-"""What `pyproject.toml` says for all specs and audits of a project."""
+"""The table `[tool.gaverify]` of `pyproject.toml`, which holds for all specs and audits of a project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLACE = "$.tool.gaverify"
 
 @dataclass(frozen=True)
 class Project:
-    """What `[tool.gaverify]` in `pyproject.toml` says; empty where there is none."""
+    """The contents of `[tool.gaverify]` in `pyproject.toml`; empty where there is none."""
 
     accept: tuple[Accept, ...] = option(ENTRIES, "", ())
     """Entries for every spec and audit."""
@@ -31,7 +31,7 @@ class Project:
     source: str = ""
     """The file."""
     paths: tuple[str, ...] = option(TEXTS, "", (), ["configs/"])
-    """What `gaverify run` verifies where nothing is named, from the current folder."""
+    """Paths that `gaverify run` verifies where none is named, relative to the current folder."""
     outputs: tuple[str, ...] = option(TEXTS, "", (), ["gaverify.html"])
     """The reports that it writes where none is asked for."""
     exclude: tuple[str, ...] = option(TEXTS, "", (), ["configs/slow/*"])

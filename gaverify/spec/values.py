@@ -22,7 +22,7 @@ def _load(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the value of an option has to be, and how people write it.
+    """A kind of values for options, and how people write them.
 
     Args:
         must: Completes "must be …".
@@ -31,9 +31,9 @@ class Kind:
         read: Returns what a word of the command line spells; the word where it spells nothing.
         load: Returns what a value of a TOML file stands for.
         words: Those that completion offers.
-        completes: What completion offers besides words.
+        completes: The kind of paths or names that completion offers besides words.
         repeats: The command line has any number of words, which `read` is given together.
-        entry: What each value of a table must be; None: the value is no table.
+        entry: The kind of each value of a table; None: the value is no table.
     """
 
     must: str

@@ -75,7 +75,7 @@ def norms_of(groups: Sequence[Alike]) -> list[Norms]:
     """Returns the norms of every pair, group by group.
 
     On a CPU float32 is measured in float32, which is three times as fast; where the squares may have vanished or
-    overflowed there, once more in double precision. What is lost otherwise are bits that no decision hangs on.
+    overflowed there, once more in double precision. The bits that are lost otherwise decide nothing.
     """
     (low, high), pieces = _SAFE, list(_pieces(groups))
     norms: list[Norms] = [()] * sum(len(group.names) for group in groups)

@@ -51,8 +51,8 @@ from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
 #
 # In float32 two samples settle the few parameters that are open: structure and rounding as above. Only both
 # together settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there
-# (what shifts the logits of a softmax: the bias of attention's keys). What they leave goes to the float64 control
-# of the whole batch.
+# (of a parameter that shifts the logits of a softmax, as the bias of attention's keys). The rest goes to the float64
+# control of the whole batch.
 
 
 def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | None:
@@ -95,7 +95,7 @@ class _FewGradients(NamedTuple):
 
 
 def _measure_few(measurement: Measurement) -> tuple[FewSamples, bool] | None:
-    """What the first samples show, and whether they have the same gradient at once and one by one.
+    """Returns facts of the first samples, and whether they have the same gradient at once and one by one.
 
     None where they have no gradient; where it is not the same one, their error stands for their rounding.
     """
@@ -201,7 +201,7 @@ def rounding_of_two_samples(
     None where these samples at once and one by one have not the same gradient in float64, or may have got other draws.
 
     Args:
-        experiment: What to run, of two samples at least.
+        experiment: The experiment to run, of two samples at least.
         full: The full-batch pass.
         names: The parameters whose gradients are looked at.
         share: The weight of a sample: 1/2 of a mean, 1 of a sum.
@@ -247,8 +247,9 @@ def _agree(rows: Sequence[Difference], zero: float) -> bool:
 def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) -> list[ParameterComparison] | None:
     """Returns the records of rows that working precision left open, all equivalent; None where they are not settled.
 
-    What rounds a mean over two samples by so much rounds that over B by no more: a sum that is formed term by term
-    rounds in proportion to its terms at most, and independent roundings add in squares. A sum over B has B/2 times it.
+    The relative rounding error of a mean over B samples is at most that of a mean over two. A sum that is formed term
+    by term rounds in proportion to its terms at most, and independent roundings add in squares. A sum over B has B/2
+    times it.
     """
     experiment, unit = measurement.experiment, measurement.coarse_unit
     norms = [row.reference for row in measurement.differences.values()]
@@ -267,7 +268,7 @@ def decide_open_rows(measurement: Measurement, open_rows: Sequence[Difference]) 
         return None
     if rounding is None:
         return None
-    # Of a mean the rounding is that of two samples or less; a sum over B has as many terms as B/2 pairs.
+    # For a mean the rounding is that of two samples or less; a sum over B has as many terms as B/2 pairs.
     times = 1.0 if share < 1.0 else experiment.batch_size / 2
     roundings = [rounding.get(row.name, Rounding(0.0, zero=False)) for row in open_rows]
     grounds = [Grounds(Method.TWO_SAMPLES, unit, floor=times * each.size, zero=each.zero) for each in roundings]
@@ -288,10 +289,10 @@ MakeWatch = Callable[[Experiment], PassProbe]
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of the float64 runs, so that a diagnosis need not run them again."""
+    """Notes from the float64 runs, so that a diagnosis need not run them again."""
 
     probe: PassProbe
-    """What looked on."""
+    """The listener of both passes."""
     sums: Sums
     """Sketches of what had accumulated after each backward pass."""
 
@@ -307,7 +308,7 @@ class Float64Run:
     accumulated: PassResult
     """The micro-batches' pass; its gradients are None unless they were asked for."""
     watched: Watched | None = None
-    """What looked on at the passes; None: nothing did, or they ran only without it."""
+    """The notes of a listener of the passes; None: there was none, or they ran only without it."""
     lifted: bool = False
     """Whether weights were lifted as they were used; else they were converted."""
 
@@ -333,7 +334,7 @@ def run_in_float64(
     """Runs both strategies in float64 and returns their comparison.
 
     Args:
-        experiment: What to run.
+        experiment: The experiment to run.
         make_watch: Makes what looks on at both; where they do not run with it, they run without it.
         keep_gradients: Keep those of the micro-batches, too.
 
@@ -452,7 +453,7 @@ def failure_sentence(error: BaseException) -> str:
 def precision_loss(measurement: Measurement, float64_run: Float64Run) -> PrecisionLoss | None:
     """Compares each strategy's gradients with its own in float64; where bits are lost, those of float32 sums as well.
 
-    What a fault makes of the accumulated gradient is so in float64 too, and no rounding.
+    A fault changes the accumulated gradient in float64 too, so the comparison shows rounding alone.
 
     Args:
         measurement: In working precision, with its gradients.

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
 
 class Grounds(NamedTuple):
-    """What is known about the rounding in one parameter's difference.
+    """The facts about the rounding in one parameter's difference.
 
     Args:
         method: Which question is put: working precision, two samples, float64 control or noise floor.
@@ -111,7 +111,7 @@ def limits(row: Difference, grounds: Grounds) -> tuple[float, float]:
 def _allowed_rounding(
     scale: float, reference: float, unit: float, terms: float, floor: float = 0.0, zero: bool = False
 ) -> float:
-    """What is rounding without a control: a few u of the norms, and more only where no fault could hide in it.
+    """Returns the rounding to expect without a control: a few u of the norms, and more only where it hides no fault.
 
     Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts where what it allows is at most 1e-5 of
     the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5, or where
@@ -129,7 +129,7 @@ def decide_at_once(rows: Iterable[Difference], unit: float, terms: Mapping[str, 
     """Decides all rows in working precision, as `decide` does, in a microsecond each where they agree.
 
     Args:
-        rows: What was measured.
+        rows: The measured differences.
         unit: Unit roundoff u of the working precision.
         terms: Σ|terms| by parameter name, where they were seen.
     """

@@ -41,7 +41,7 @@ from gaverify.verdict.measurement import Measurement, measure_strategies, shows_
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about every parameter, by which method."""
+    """The decision about every parameter, and its method."""
 
     rows: tuple[ParameterComparison, ...]
     """One comparison per parameter."""
@@ -58,7 +58,7 @@ class Decision:
     precision: PrecisionLoss | None = None
     """Relative gradient errors against float64 where parameters are below float32; None: not measured."""
     few: FewSamples | None = None
-    """What a few samples showed of the rounding below float32; None: not measured, or too imprecise."""
+    """The rounding below float32 that a few samples showed; None: not measured, or too imprecise."""
     part: tuple[int, ...] = ()
     """Micro-batch sizes of the part of the batch that decided, or showed the cause; empty: the full batch."""
 
@@ -91,7 +91,7 @@ def measure_and_decide(
     """Runs both strategies and decides every parameter, in float64 on all of the batch where that is needed.
 
     Args:
-        experiment: What to run.
+        experiment: The experiment to run.
         exact: In float64 whatever working precision says; where a kernel has none, the answer is what it would have
             been without, and `float64_failure` says so.
         keep_gradients: Keep those of working precision.
@@ -202,7 +202,7 @@ def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None
 
 
 def _decide_from_window(measurement: Measurement, decision: Decision) -> Decision:
-    """What the window's weights and a few samples show; `needs_float64` stays unless they show equivalence."""
+    """Decides by the window's weights and a few samples; `needs_float64` stays unless they show equivalence."""
     rows = list(measurement.differences.values())
     if any(row.why not in (None, NotCompared.UNUSED) for row in rows):
         return decision
@@ -244,7 +244,7 @@ def decide_open(
 
     Args:
         measurement: In working precision.
-        decision: What that told.
+        decision: The one that working precision allows.
         exact: Only float64 is asked for: where it is impossible the decision stays as it is, and says why.
         make_watch: Makes what looks on at the float64 runs where a diagnosis is to be expected.
     """
@@ -277,7 +277,7 @@ def decide_by_float64(measurement: Measurement, decision: Decision, float64_run:
 
     Args:
         measurement: In working precision.
-        decision: What that told; its rows are replaced.
+        decision: The one that working precision allows; its rows are replaced.
         float64_run: Both strategies in float64.
         unit: Unit roundoff of the working precision.
     """

@@ -72,7 +72,7 @@ class _Listener(PassProbe):
 
     @property
     def describe_first(self) -> str:
-        """What came first, in words; empty where nothing did."""
+        """The first failure in words: a NaN, else an infinite value; empty where there was none."""
         return self._nan or self._infinite
 
     @contextmanager
@@ -116,7 +116,7 @@ _SAMPLES, _SHARE, _LEAST = 4, 8, 2
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """What is kept of both strategies in the precision that the user trains in, where float32 decides after them."""
+    """The parts of a first run, in the precision that the user trains in, which are needed after float32 decides."""
 
     dtype: torch.dtype
     """The least precise dtype among the trainable parameters."""
@@ -139,7 +139,7 @@ class Measurement:
     """The two passes of an experiment, and the difference of each parameter's gradients."""
 
     experiment: Experiment
-    """What was run, with the draws that the full batch made."""
+    """The experiment that was run, with the draws that the full batch made."""
     full: PassResult
     """The full-batch pass; its gradients are None once they are freed."""
     accumulated: PassResult
@@ -223,7 +223,7 @@ def measure_strategies(
     """Runs the full batch, then the K micro-batches with the same draws, and measures their difference.
 
     Args:
-        experiment: What to run; its draws are recorded by this.
+        experiment: The experiment to run; its draws are recorded by this.
         with_sketch: Keep a sketch of the full batch's gradient where a diagnosis is to be expected; and, below float32,
             of every micro-batch's, from which the weights are fitted.
         find_worst: As `measure` takes it.
@@ -279,7 +279,7 @@ def _relative_error(rounded: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 class _Wanted(NamedTuple):
-    """What is wanted of a measurement beside its differences."""
+    """The optional parts of a measurement, beside its differences."""
 
     sketch: bool
     """A sketch of the full batch's gradient where a diagnosis is to be expected."""
@@ -437,7 +437,7 @@ def is_cheaper_in_float32(experiment: Experiment, full: PassResult) -> bool:
     """Whether both strategies once more in float32 cost less than a few samples: the host is the limit, not the work.
 
     Args:
-        experiment: What was run.
+        experiment: The experiment that was run.
         full: The full-batch pass, which counted its operations and their work: no clock is asked.
     """
     passes, passes_of_few = experiment.steps + 1, 2 * (1 + count_few(experiment))  # these in two precisions

@@ -1,4 +1,4 @@
-"""What `verify` was asked to do, and what its report says was run."""
+"""The options of `verify`, and what its report says was run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Weighting = str | list[float] | tuple[float, ...] | Callable[..., float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What `verify` was asked to do, checked."""
+    """The options of `verify`, checked."""
 
     steps: int
     """Number of micro-batches of all ranks together."""

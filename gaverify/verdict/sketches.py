@@ -41,7 +41,7 @@ class Sketches:
         return float(torch.linalg.vector_norm(part) / torch.linalg.vector_norm(self.full))
 
     def left_by(self, weights: torch.Tensor) -> float:
-        """What weights leave of the full batch's gradient, relative to it."""
+        """The difference from the full batch's gradient that weights leave, relative to that gradient."""
         return self.relative(self.full - self.columns @ weights)
 
 
@@ -58,11 +58,11 @@ class SketchedPass:
     shares: Sketches | None = None
     """The micro-batches' own gradients in sketches; None: nobody listened to them."""
     watch: PassProbe | None = None
-    """What looked on at the micro-batches; None: nothing did."""
+    """The listener of the micro-batches; None: there was none."""
     losses: Sequence[float] = ()
     """The micro-batches' losses, where they were listened to."""
     ranks: RankSum | None = None
-    """What makes a sketch that of all ranks; None: it is this process's own."""
+    """Makes a sketch that of all ranks; None: it is this process's own."""
 
     @property
     def norm(self) -> float:
@@ -163,7 +163,7 @@ class GradientSketches:
         self._on_host += [column for part in together for column in part.to("cpu", torch.float64)]
 
     def columns(self) -> torch.Tensor:
-        """What each backward pass gave, shape (S, passes), in float64 on the host; zeros where it gave nothing."""
+        """The sketch of each backward pass, shape (S, passes), in float64 on the host; zeros where it gave nothing."""
         if self._on_device:
             self._fetch()
         return torch.stack(self._on_host, 1)
@@ -188,7 +188,7 @@ def window_of(
 
 
 def _divide_by_weights(columns: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """What micro-batches gave before their weights; one that counts nothing gave nothing."""
+    """Returns the sketches of micro-batches before their weights; one with weight 0 has given zeros."""
     return columns / torch.where(used == 0, torch.ones_like(used), used)
 
 

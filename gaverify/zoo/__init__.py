@@ -42,10 +42,10 @@ def divides(**arguments: int) -> None:
 
 @dataclass(frozen=True)
 class Builtin:
-    """What is known of a built-in problem before it is built.
+    """The description of a built-in problem before it is built.
 
     Args:
-        name: What `--model` takes.
+        name: The value of `--model` that chooses it.
         parameters: How many numbers it trains.
         batch: Shape of the default batch.
         loss: In words.

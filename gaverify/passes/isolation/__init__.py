@@ -1,9 +1,9 @@
 """Leaves everything as it was: generators, global flags, modes, gradients, and whatever a forward can change.
 
 `ModelState` holds what the user's code can reach: `walk` finds it, nearest first and bounded, and `places` lists what
-binds names to values. The rest are context managers. What cannot be put back, because Python does not let anyone look
-into it: open files, the caches of `functools.lru_cache`, and whatever lies outside this process. Of iterators the
-values are recorded (`objects`).
+binds names to values. The rest are context managers. Some things cannot be put back, because Python does not let
+anyone look into them: open files, the caches of `functools.lru_cache`, and whatever lies outside this process. Of
+iterators the values are recorded (`objects`).
 """
 
 from gaverify.passes.isolation.globals import (

@@ -162,7 +162,7 @@ def _older(flag: Flag) -> Flag:
 def _newer(backend: str, operation: str) -> Flag:
     """A precision switch of torch's newer generation, as `torch.backends.cuda.matmul.fp32_precision`.
 
-    What is read is what holds, also where a wider switch says it; "none" lets the wider switch say it again.
+    Reading it returns the precision in effect, even one set by a wider switch; "none" lets that one decide again.
     """
     accessors = fp32_precision_accessors()
     assert accessors is not None

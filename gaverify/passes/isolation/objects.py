@@ -354,14 +354,14 @@ def is_special(name: str) -> bool:
     return (name.startswith("__") and name.endswith("__")) or name.startswith("_abc_")
 
 
-# What every `nn.Module` carries for its own bookkeeping; the user's state lies beside these.
+# Attributes that every `nn.Module` carries for its own bookkeeping; the user's state lies beside these.
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def keep_submodules(module: nn.Module) -> Restore:
     """Takes away submodules that a forward added and gives back those that it removed, in their order.
 
-    One that was exchanged stays until `mode_set` closes, which says why.
+    A submodule that was exchanged stays until `mode_set` closes, which says why.
     """
     registry = submodules_of(module)
     saved = dict(registry)

@@ -56,7 +56,7 @@ _FUNCTIONS = 200  # helper functions that are asked for the names of variables
 
 
 class Holder:
-    """What binds names to values."""
+    """An object that binds names to values."""
 
     grows = False
     """Whether code may add names to it."""
@@ -113,7 +113,7 @@ class Entries(Holder):
 
     Args:
         entries: The dictionary itself.
-        prefix: What stands before the names.
+        prefix: Stands before the names.
     """
 
     grows = True
@@ -178,7 +178,10 @@ class Slots(Holder):
 
 
 class Scripted(Holder):
-    """What a scripted module keeps in C++: numbers, lists, buffers, its mode; lists and dictionaries come as copies."""
+    """The state that a scripted module keeps in C++: numbers, lists, buffers, its mode.
+
+    Lists and dictionaries come as copies.
+    """
 
     def __init__(self, module: torch.jit.ScriptModule, names: Iterable[str]) -> None:
         self._module, self._names = module, tuple(names)
@@ -249,7 +252,7 @@ class Arguments(Holder):
 
 
 class Constants(Holder):
-    """What no code binds again: only what the values hold may change."""
+    """Names that no code binds again: only the contents of their values may change."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -315,7 +318,7 @@ class StatePlace:
     """A name that is bound to state."""
 
     holder: Holder
-    """What binds it."""
+    """The object that binds it."""
     key: Any
     """Its name there."""
     name: str
@@ -325,7 +328,7 @@ class StatePlace:
     module: nn.Module | None = None
     """The module that holds it; None for what no module holds."""
     path: str = ""
-    """Where that module lies in the model."""
+    """The path of that module in the model."""
 
     @property
     def attribute(self) -> tuple[int, str]:

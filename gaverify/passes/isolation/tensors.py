@@ -104,7 +104,7 @@ def _binding(tensor: torch.Tensor, data: torch.Tensor) -> Restore:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """What tells one memory layout from another; None where a tensor is no plain array."""
+    """Tells one memory layout from another; None where a tensor is no plain array."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     try:

@@ -232,7 +232,7 @@ class Walk:
         return self._entries(objects.entries_of(value, _ENTRIES + 1))
 
     def _object(self, value: Any) -> Children:
-        """What an object binds itself; where it is a container too, only a subclass has any attributes."""
+        """Values that an object binds itself; where it is a container too, only a subclass has any attributes."""
         children = [*self._kind(value)]
         for holder in holders_of(value, self._user_packages):
             if isinstance(holder, ClassAttributes) and holder.kind is not value:
@@ -278,7 +278,7 @@ class ModelState:
 
     Args:
         modules: The model, and the loss where it is a module.
-        others: What else the forward runs: the loss function.
+        others: Code that the forward runs outside of modules: the loss function.
 
     Raises:
         ProblemError: A lazy module has no parameters yet.

@@ -14,7 +14,7 @@ their contents, folded rows with the batch as inner index. It covers loops over 
 tokens they were sent, and Python's and NumPy's generators (`foreign`). Rows of packed sequences are found by what
 packed them (`packing`).
 
-What is special about an operation stands in one table (`operations`). The draws of a training script's loop are no
+Special rules for an operation stand in one table (`operations`). The draws of a training script's loop are no
 pass's: an audit keeps them in a ledger of its own kind and deals them out by their place in the loop
 (`audit/recording/loop`).
 """

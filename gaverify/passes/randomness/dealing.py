@@ -65,7 +65,7 @@ class Reading:
 
 @dataclass
 class DealingReport:
-    """What came of dealing in one pass."""
+    """The outcome of dealing in one pass."""
 
     unaligned: dict[str, str] = field(default_factory=dict)
     """Operation → why its draws could not be given to micro-batches."""
@@ -154,11 +154,11 @@ class DealtDraw:
     """The rows of a full batch's draw that belong to a micro-batch."""
 
     value: torch.Tensor
-    """What the full batch drew."""
+    """The draw of the full batch."""
     selection: Selection
     """Which rows of it; empty: all of it."""
     given: GivenRows
-    """What the micro-batches have been given with these."""
+    """The rows that micro-batches have been given, with these."""
     guessed: bool
     """Whether the order of folded rows is a guess."""
     doubt: Doubt | None
@@ -179,7 +179,7 @@ def deal(draw: Draw, run: Drawing, rows: Rows, reading: Reading, given: GivenRow
 
     Args:
         draw: The full batch's draw.
-        run: What the micro-batch drew itself.
+        run: The micro-batch's own draw.
         rows: The micro-batch's rows.
         reading: How rows are found.
         given: Which rows of the draw micro-batches were given before.

@@ -121,7 +121,7 @@ class Draw:
     operation: str
     """Its name without overload or underscore: `randn`, `bernoulli`."""
     value: torch.Tensor
-    """What was drawn; of a dropout the mask."""
+    """The drawn values; of a dropout the mask."""
     arguments: tuple[Any, ...]
     """Those on which the distribution depends."""
     input_shape: tuple[int, ...] | None
@@ -262,7 +262,7 @@ Selection = list[tuple[int, range | torch.Tensor]]
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known about the rows that a micro-batch draws for.
+    """Facts about the rows that a micro-batch draws for.
 
     Args:
         micro_batch: Its samples.
@@ -345,7 +345,7 @@ class Position(NamedTuple):
     guessed: bool
     """Whether the order of folded rows is a guess."""
     given: GivenRows
-    """What the micro-batches have been given afterwards."""
+    """The rows that micro-batches have been given afterwards."""
 
 
 def select_by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) -> Position:
@@ -355,7 +355,7 @@ def select_by_position(draw: Draw, rows: Rows, inner: bool, given: GivenRows) ->
         draw: The full batch's draw.
         rows: The micro-batch's rows.
         inner: Whether the batch is the inner index of a folded dimension, where contents do not tell.
-        given: What micro-batches were given before.
+        given: The rows that micro-batches were given before.
     """
     full, micro = draw.value.shape, rows.shape
     start, stop = rows.micro_batch

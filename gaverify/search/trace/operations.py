@@ -207,7 +207,7 @@ class OperationTracer(PassProbe):
         before = generator_key(args, kwargs) if may_draw else None
         result = func(*args, **kwargs)
         if name.startswith(_UNWRITTEN) and isinstance(result, torch.Tensor):
-            # Padding may copy such memory before it is written. What lies there by chance is no difference.
+            # Padding may copy such memory before it is written. Its values lie there by chance and are no difference.
             with no_dispatch_modes(), torch.no_grad():
                 result.zero_()
         for work in result if isinstance(result, tuple) else ():

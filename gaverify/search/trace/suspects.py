@@ -524,7 +524,7 @@ class SuspectFinder:
         return function if layout is not None and layout.kind == "global" else None
 
     def _scope(self, index: int) -> tuple[str, str]:
-        """What steps that are pinned together share: the module's class, or the file outside of modules."""
+        """The place that steps share which are pinned together: the module's class, or the file outside of modules."""
         step = self._full.steps[index]
         call = find_named_call(self._full, step)
         return ("module", call.kind) if call is not None else ("file", step.frame[0] if step.frame else "")
@@ -546,7 +546,7 @@ class SuspectFinder:
     def _in_model(self, index: int) -> bool:
         """Whether a module around the step returns samples that come from it, even where they agree by value.
 
-        Where that module returns its loss, whether layers inside it are applied to what comes from the step.
+        If that module returns its loss, the answer is whether layers inside it are applied to results of the step.
         """
         around = [call for call in self._full.around(self._full.steps[index].call) if call.path is not None]
         outputs = {o for call in around for o in call.outputs if o is not None and self._matching.rows[o] is not None}

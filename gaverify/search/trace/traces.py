@@ -47,7 +47,7 @@ class GroupedFingerprints:
         """Describes a tensor, now or with others of its shape; nothing where the layout does not fit.
 
         Args:
-            result: What gets its fingerprints, and moments where it wants them.
+            result: Gets the tensor's fingerprints, and its moments where it wants them.
             tensor: The tensor.
             layout: Where its samples are.
             integers: Whether integers count.
