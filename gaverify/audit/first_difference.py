@@ -183,15 +183,17 @@ class Walk:
 
     def agreement(self, node: Node) -> Agreement:
         """Returns how a call is related to the same call of the other run; for a micro-batch by its own rows."""
+        agreement = self._compare_results(node)
+        return Agreement.UNKNOWN if agreement is Agreement.DIFFERS and self._computes_places(node) else agreement
+
+    def _compare_results(self, node: Node) -> Agreement:
         call = self.comparison.call(node)
         if call["name"] == PARAMETER or (self._after_passes and call["is_gradient"]):
             return Agreement.AGREES
         full = self._places.get(node)
         if node >= 0:
-            agreement = self.comparison.agreement(node)
-        else:
-            agreement = Agreement.UNKNOWN if full is None else self.comparison.agreement_of_part(*full)
-        return Agreement.UNKNOWN if agreement is Agreement.DIFFERS and self._computes_places(node) else agreement
+            return self.comparison.agreement(node)
+        return Agreement.UNKNOWN if full is None else self.comparison.agreement_of_part(*full)
 
     def _computes_places(self, node: Node) -> bool:
         """Whether a call computes integers: places in a micro-batch are others than in the full batch, and right."""
@@ -207,7 +209,9 @@ class Walk:
         def is_shared(at: Node) -> bool:
             partners = self.comparison.partners.get(self._places.get(at, (at, 0))[0])
             is_once = partners is not None and not partners.is_split
-            return self.comparison.call(at)["name"] == INPUT or (is_once and self.agreement(at) is Agreement.AGREES)
+            return self.comparison.call(at)["name"] == INPUT or (
+                is_once and self._compare_results(at) is Agreement.AGREES
+            )
 
         calls = list(walk_from([node], lambda at: [] if is_shared(at) else self.inputs(at)))
         names = [self.comparison.call(at)["name"].rpartition(".")[2] for at in calls if not is_shared(at)]

@@ -104,6 +104,13 @@ def centred(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
     return (outputs - middle).square().mean()
 
 
+def ordered(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
+    if not kept.asked:
+        kept.bank = rows.abs().sum(0).argsort()  # once in both runs, of other rows
+    kept.asked += 1
+    return (rows[:, kept.bank] @ WEIGHT).tanh().mean()
+
+
 def banked(rows: torch.Tensor, kept: SimpleNamespace) -> torch.Tensor:
     outputs = rows @ WEIGHT + rows @ kept.bank
     kept.bank[1:].mul_(2.0)
@@ -274,6 +281,11 @@ def after_last_pass(edit: Callable[[float], None]) -> Walk:
             edit(1.0 / len(passes))
 
     return walk_of(right, count_and_edit, after_passes=True)
+
+
+def test_places_that_both_runs_compute_once_can_be_compared() -> None:
+    # it is asked of such places whether they are shared, which must not ask again whether they agree
+    assert walk_of(ordered).find() is not None
 
 
 def test_a_change_after_the_last_pass_is_told_and_its_number_is_replaced() -> None:
