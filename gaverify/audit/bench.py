@@ -37,7 +37,7 @@ class ControlledRuns:
     """Both runs of a control, and what was changed in them."""
 
     interventions: tuple[Intervention, ...]
-    """What was changed; the last one names the control."""
+    """The changes; the last one names the control."""
     full: RecordedRun
     """The full-batch run; the audit's own where it was not changed."""
     accumulated: RecordedRun
@@ -49,10 +49,10 @@ class ScriptBench:
 
     Args:
         trial: The runs that were compared.
-        record: What they show.
+        record: The facts of these runs.
         update: Whose gradients are compared.
         shown_as: How the report calls the runs; empty: like the trial's.
-        watch: What all runs do otherwise to be looked at, which changes no gradient.
+        watch: Changes of all runs that only record more, and alter no gradient.
         summed: Compare gradients as the last backward pass left them; None: at the stage that decided the update.
     """
 
@@ -85,7 +85,7 @@ class ScriptBench:
         """Makes both runs with something changed; says what difference is left, and whether that shows anything.
 
         Args:
-            interventions: What is changed; the last one names the control.
+            interventions: The changes; the last one names the control.
             fit: Whether to look for weights that explain what is left.
 
         Raises:
@@ -100,8 +100,8 @@ class ScriptBench:
         """Makes both runs with something changed; of a repair the accumulated one alone.
 
         Args:
-            interventions: What is changed.
-            watch: What both do otherwise to be looked at.
+            interventions: The changes.
+            watch: Changes of both that only record more.
             updates: Updates to record; None: up to the one that is compared.
         """
         in_both, number = self._changes_of(interventions, watch), updates or self.update.number
@@ -126,8 +126,8 @@ class ScriptBench:
         """Makes the full-batch run alone, once for the same changes; without any it is the trial's.
 
         Args:
-            interventions: What is changed.
-            watch: What it does otherwise to be looked at.
+            interventions: The changes.
+            watch: Changes that only record more.
             updates: Updates to record; None: up to the one that is compared.
         """
         changes, number = self._changes_of(interventions, watch), updates or self.update.number
@@ -157,7 +157,7 @@ class ScriptBench:
         is_given_data = closing.draws.count or any(isinstance(change, ReplayData) for change in self.trial.changes)
         # Later updates begin with the weights of the full-batch run, which other kernels may round differently.
         is_first = self.update.number == 1 and not closing.unseen.has_compiled
-        # What is replaced by the full batch's is that of a full-batch run with the same changes.
+        # Values that replace those of micro-batches come from a full-batch run with the same changes.
         is_changed = any(each.in_reference for each in interventions)
         return is_first and not is_given_data and not is_changed
 

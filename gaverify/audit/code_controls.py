@@ -203,7 +203,7 @@ def compare_responses(
     """Returns the differing gradients that are no linear function of the losses; None if there are none.
 
     Args:
-        record: What the runs show.
+        record: The facts of the runs.
         update: The first that differs.
         names: Of the parameters.
         unchanged: U(1, 1), the gradients that the optimizer sees.

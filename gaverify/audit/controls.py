@@ -375,7 +375,7 @@ def decide_outcome(trial: Trial, record: Record) -> Record:
 
     Args:
         trial: The runs that were compared.
-        record: What they show.
+        record: The facts of these runs.
     """
     deciding = control_noise_floor, add_rank_facts, control_clipping, control_own_steps
     return _run_controls(trial, record, deciding)
@@ -386,7 +386,7 @@ def explain_difference(trial: Trial, record: Record) -> Record:
 
     Args:
         trial: The runs that were compared.
-        record: What they show, with its outcome decided.
+        record: The facts of these runs, with the outcome decided.
     """
     for_weights = (
         control_inner_steps,

@@ -401,7 +401,7 @@ def _mixes_in_model(record: Record) -> bool:
 
 # Compiled code calls no submodules that could be watched.
 WATCHED: Changes = (DisableCompilation(), WatchModules())
-"""What runs do so that every call of a module is recorded."""
+"""Changes with which every call of a module is recorded."""
 
 PairsOfRanks = Sequence[Sequence[Pair | None]]
 """The pairs of each rank."""

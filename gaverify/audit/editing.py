@@ -141,7 +141,7 @@ def set_default(parser: argparse.ArgumentParser, name: str, word: str, arguments
 
     Args:
         parser: Its options that are required are not any more, once they have a default.
-        name: What the option is called in the parsed arguments, or on the command line without its dashes.
+        name: The option's name in the parsed arguments, or on the command line without its dashes.
         word: As it would stand on the command line; for options without a value `True` or `False`.
         arguments: The arguments that will be parsed.
 

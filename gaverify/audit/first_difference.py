@@ -4,7 +4,7 @@ It is asked where gradients differ and nothing proves why. Both runs are made on
 Walked back from what is differentiated, in both runs, and not behind calls that agree: the first call that differs, and
 reads nothing that differs, is where the runs part. Where no value differs, hooks and changes of gradients are left.
 
-What differs first is no proof. A control gives every micro-batch the full batch's value there, in both runs without
+The first difference is no proof. A control gives every micro-batch the full batch's value there, in both runs without
 its gradient: where only rounding is left then, and every parameter that differs can still be seen, that is the cause.
 """
 
@@ -257,7 +257,7 @@ class Walk:
     def _reads_another(self, node: Node, candidates: Collection[Node]) -> bool:
         """Whether a call depends on a candidate that is another call.
 
-        What each micro-batch makes of the one before, as a moving average, depends on itself.
+        A value that each micro-batch computes from that of the one before, as a moving average, depends on itself.
         """
         full = self._places[node][0]
         behind = self.reached(self.inputs(node)) if self.is_tainted(node) else []
@@ -679,7 +679,7 @@ def _with_cause(
     """Returns the record with a first difference as its cause.
 
     Args:
-        record: What is known.
+        record: The facts so far.
         found: The difference.
         handed: The value that it reaches the loss by, if that has no gradient.
         explained: The share of the gradients' difference that went away with it.

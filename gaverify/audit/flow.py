@@ -266,7 +266,7 @@ def _folder(request: Request) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             yield folder
             (folder / RECORDED).write_text(encode_request(request), encoding="utf-8")
-        # What the script itself wrote, such as checkpoints, is no record, and may be large.
+        # Files that the script itself wrote, such as checkpoints, are no record, and may be large.
         for changes in folder.glob("*/written"):
             remove(changes)
         remove_copies(folder)  # no run is made of kept records
@@ -297,7 +297,7 @@ class _Comparison:
 
     @property
     def way(self) -> Replay | None:
-        """What both runs replayed; None: nothing."""
+        """The kind of replay of both runs; None: nothing was replayed."""
         return next((change.way for change in self.changes if isinstance(change, ReplayData)), None)
 
 

@@ -37,7 +37,7 @@ Order = Literal["turns", "blocks"]
 """How ranks share the samples of a batch, which their own loaders hand out: row by row, or block by block."""
 
 Replay = Literal["samples", "batches"] | Order
-"""What is replayed besides draws: samples of loaders, which are collated anew; their batches, if collation draws; the
+"""Data that are replayed besides draws: samples of loaders, collated anew; their batches, if collation draws; the
 inputs of forwards as well. Ranks share the samples themselves: only the order counts."""
 
 
@@ -339,7 +339,7 @@ class ReplayData(Change):
     """Replays the samples and the draws of the loop, which lie outside the model; the full-batch run stores them."""
 
     way: Replay
-    """What is replayed."""
+    """The kind of replay."""
     parts: int = 0
     """Micro-batches per batch of the full-batch run; 0: not known."""
     tail: int = 0
@@ -482,7 +482,7 @@ class Run:
     sources: tuple[str, ...] = ()
     """Record folders of all ranks of the full-batch run that this run follows; empty: it follows none."""
     changes: Changes = ()
-    """What it does otherwise than the script alone."""
+    """Differences from the script alone."""
     shown_as: str = ""
     """Name of a control in the report; empty: `kind` is its name."""
 

@@ -170,9 +170,9 @@ def report_of(
     """Returns the report of an audit: its outcome, the reason, and everything that is shown beside them.
 
     Args:
-        request: What was asked for.
-        record: What the rules read.
-        findings: What they found.
+        request: The options of the audit.
+        record: The facts that the rules read.
+        findings: The findings of the rules.
         summaries: The runs.
         closing: The closing record of the accumulated run, or of the only one.
         timings: Seconds of each part.

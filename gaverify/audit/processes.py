@@ -1,6 +1,6 @@
 """Runs the child processes of an audit: at most two at once, each ended with everything that it started.
 
-How each ended: whether its record is complete, and if not, what to say about it. What has to hold of the records before
+It says how each ended: whether its record is complete, and if not, why. Two things have to hold of the records before
 anything is compared: they trained, and their ranks trained alike.
 """
 
@@ -83,7 +83,7 @@ class Child:
 
     @property
     def title(self) -> str:
-        """What it is, for sentences."""
+        """The noun for it in sentences."""
         return TITLES[self.job.kind]
 
     @property
@@ -263,7 +263,7 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
     """Runs jobs side by side until all have ended.
 
     Args:
-        jobs: What to run.
+        jobs: The jobs to run.
         timeout: Seconds for each.
         progress: Told what is running.
 
@@ -390,7 +390,7 @@ def check_updates(child: Child, run: RecordedRun) -> None:
 
     Args:
         child: The process.
-        run: What it recorded.
+        run: The record of that process.
 
     Raises:
         Uncompared: It moved its weights itself, by gradients that were not seen.
@@ -422,7 +422,7 @@ _TRAIN = "give arguments with which it trains for at least one update"
 
 
 def _explain_missing_step(job: Job, run: RecordedRun) -> str:
-    """What a script without a recorded step did, and what the user can change."""
+    """Says how a script ended without a recorded step, and what the user can change."""
     unseen = run.closing.unseen
     if unseen.processes and not job.command.launcher:
         return (

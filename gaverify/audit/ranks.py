@@ -169,7 +169,7 @@ class RankedRun(RecordedRun):
     def _join_shards(self, optimizer: int, first: StepSample, steps: Sequence[StepSample | None]) -> StepSample:
         """Returns a step with samples of the whole gradients, at the places where a run of one process samples.
 
-        What each backward pass added, and the weights, are known of the shards only.
+        The gradients that each backward pass added, and the weights, are known of the shards only.
         """
         shapes = [shape for (index, _), (_, shape) in self.parameters.items() if index == optimizer]
         # Expanded zeros have the shapes of whole parameters without their memory.
@@ -268,7 +268,7 @@ def rank_facts(full: RecordedRun, accumulated: RankedRun, update: UpdateComparis
         fed_alike=any(check.checked and check.same for check in checks),
     )
     reduction = Reduction(
-        # What tensor parallelism reduces alone is activations.
+        # Tensor parallelism alone reduces activations, not gradients.
         () if sharded and engine is not Engine.FSDP2 else tuple(backward.reduced for backward in window),
         _SMALLEST * sum(math.prod(shape) for _, shape in accumulated.parameters.values()),
         sharded and not any(run.gradients(first) for run in accumulated.ranks),

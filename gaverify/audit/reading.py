@@ -162,7 +162,7 @@ Moment = Literal["final", "summed", "before", "weights"]
 
 @dataclass(frozen=True)
 class Samples:
-    """What was sampled at the steps of one round, by optimizer.
+    """The sampled elements at the steps of one round, by optimizer.
 
     Shapes: S sampled elements of an optimizer's gradients or weights.
     """
@@ -197,7 +197,7 @@ class Samples:
 
     @property
     def increments(self) -> list[dict[int, torch.Tensor]]:
-        """What each backward pass added, in order."""
+        """The gradients that each backward pass added, in order."""
         by_backward: dict[int, dict[int, torch.Tensor]] = {}
         for at, step in self.steps.items():
             for backward, change in step.increments:

@@ -1,4 +1,4 @@
-"""What an audit is asked to do: the table of its options, and what is wrong with them; no torch."""
+"""The options of an audit: their table, and messages about wrong ones; no torch."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ class Request:
         """Returns how many ranks gaverify's own launcher starts for the run of a role; 0: it is not used."""
         if role != "full":
             return self.ranks or 0
-        # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it. One
-        # that a command of the user's for ranks starts makes its group itself.
+        # A run that stands alone beside ranks is a group of one, so that the script takes the same way through it. The
+        # user's own command for ranks makes the group itself.
         launched = bool(self.launcher) and self.launcher_of(role) in (self.launcher, self.full_launcher)
         return int(self.has_ranks and not launched)
 

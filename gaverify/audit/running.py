@@ -51,7 +51,7 @@ class Runner:
     """Runs the script with what the user asked for, and keeps a summary of every run.
 
     Args:
-        request: What the user asked for.
+        request: The user's options.
         folder: Where the runs write.
         progress: Called with what runs now, how many runs are over, and how many there are as a rule.
         reuse_records: Make no runs, and read those that an earlier audit made in the folder.
@@ -135,7 +135,7 @@ class Runner:
 
         Args:
             role: Its role.
-            changes: What it does otherwise.
+            changes: Its differences from the script alone.
             source: The full-batch run that it follows; of one with ranks it follows rank 0, and is given the draws of
                 all.
             updates: Updates to record; None: as many as the audit compares.
@@ -207,7 +207,7 @@ class Trial:
     Args:
         runner: Makes the runs.
         full: The full-batch run.
-        changes: What all three do otherwise than the script.
+        changes: The differences of all three from the script alone.
         shown_as: How the report calls them; empty: by what they are.
     """
 
@@ -318,7 +318,7 @@ class Trial:
 
 
 def _import_torch() -> None:
-    # What torch raises here it raises again in the main thread, which needs it.
+    # The main thread imports torch as well: an error that is raised here is raised there again.
     with suppress(Exception):
         import torch  # noqa: F401
 

@@ -415,7 +415,7 @@ def assigning_lines(comparison: TraceComparison, node: Node, name: str) -> tuple
     Args:
         comparison: The calls of both runs.
         node: The call that is given the number.
-        name: What holds it; empty where nothing does.
+        name: The name that holds it; empty where none does.
     """
     call = comparison.call(node)
     files = sorted({line[0] for each in comparison.micro for line in each["lines"]})

@@ -63,7 +63,7 @@ def fit_gradients(
     Args:
         target_of: The full-batch gradient by optimizer, shape (S,).
         stretches: How many elements each sampled one stands for, shape (S,).
-        used_of: What reached the optimizers, shape (S,).
+        used_of: The gradient that reached each optimizer, shape (S,).
         increments: One entry per backward pass.
     """
     optimizers = [at for at in target_of if at in used_of]
@@ -95,7 +95,7 @@ def fit_terms(
     Args:
         runs: The full-batch and the accumulated run.
         alone: The same with one term of each loss alone, in the order of the terms.
-        tolerance: What rounding leaves over, relative.
+        tolerance: The relative difference that rounding leaves.
         update: The update that is looked at.
     """
     rounds = common_rounds(runs[0].events, runs[1].events)
@@ -333,7 +333,7 @@ def decide_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
     """Returns the rows decided by the fitted weights; unchanged in float32, and where the fit decides nothing.
 
     Args:
-        rows: What was measured, decided by the noise floor.
+        rows: The measured differences, decided by the noise floor.
         fit: Of the gradients at the same stage.
         unit: Unit roundoff of the coarsest arithmetic.
     """

@@ -52,7 +52,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 
 
 class _Loss:
-    """What the Trainer's backward would get for some of the window's samples."""
+    """The loss that the Trainer would differentiate for some of the window's samples."""
 
     def __init__(self, trainer: Any, window: Window) -> None:
         self.trainer, self.window = trainer, window

@@ -1,4 +1,4 @@
-"""What both callbacks share: the samples of a window, the verification, what is printed, and when training stops."""
+"""The common part of both callbacks: the samples of a window, the verification, its output, the end of training."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _After(importlib.abc.MetaPathFinder):
 
     Args:
         name: The module.
-        then: What to call.
+        then: The function.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:

@@ -23,11 +23,11 @@ from gaverify.records.events import LossOrigin
 from gaverify.records.ranks import Traffic
 from gaverify.tracebacks import Place
 
-# What the listeners of one process share: its run, the script's optimizers and models, the journal of events.
+# Objects that the listeners of one process share: its run, the script's optimizers and models, the journal of events.
 
 
 class Assignment(Protocol):
-    """What a recorder knows of its run; everything else that the run asks for installs itself."""
+    """The part of a run's job that a recorder reads; everything else that the run asks for installs itself."""
 
     # Properties, because a protocol's attributes could be assigned to, and those of a frozen job cannot.
     @property
@@ -137,7 +137,7 @@ class Differentiation(FunctionCall):
     """Something that computes gradients."""
 
     roots: Any
-    """What is differentiated: a tensor, or several."""
+    """The tensor or tensors that are differentiated."""
     place: Place | None
     """The script's line."""
 
@@ -154,7 +154,7 @@ class BackwardCall(Differentiation):
     reached: list[int] = field(default_factory=list)
     """Numbers of the forwards that it reached."""
     look: Look = field(default_factory=Look)
-    """What it changed in `.grad`."""
+    """The changes that it made in `.grad`."""
     is_counted: bool = False
     """Whether it reached parameters: else it belongs to no window."""
     touched: list[int] = field(default_factory=list)
@@ -164,7 +164,7 @@ class BackwardCall(Differentiation):
     weight: float | None = None
     """Factor on the innermost loss."""
     divisor: float | None = None
-    """What the loss was divided by, where no targets tell it."""
+    """The divisor of the loss, where no targets tell it."""
     scales: list[float] = field(default_factory=list)
     """Factors on each number on the way to the innermost loss."""
     loss: float = float("nan")

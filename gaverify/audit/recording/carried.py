@@ -1,8 +1,8 @@
 """State that one update leaves to the next, in a run whose steps are led along the full-batch run.
 
 Running statistics, queues and power iterations change with each micro-batch. Before the first forward of an update they
-are set to the full-batch run's: else that update would be judged for what earlier ones did. What the script's own code
-makes of its state between calls (a router's bias, a teacher, a number) is compared, and stays as it is.
+are set to the full-batch run's: else that update would be judged for the effect of earlier ones. State that the
+script's own code changes between calls (a router's bias, a teacher, a number) is compared, and stays as it is.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ Work = Callable[[], AbstractContextManager[None]]
 
 
 Roots = torch.Tensor | Sequence[torch.Tensor]
-"""What a backward pass differentiates."""
+"""The tensor or tensors that a backward pass differentiates."""
 
 
 class Control:
-    """What changes put around the script's forwards and backward passes; nothing in a run without changes."""
+    """Contexts that changes put around the script's forwards and backward passes; none in a run without changes."""
 
     def __init__(self) -> None:
         self.forwards: list[Callable[[nn.Module], AbstractContextManager[None]]] = []

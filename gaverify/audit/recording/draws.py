@@ -26,10 +26,10 @@ Key = tuple[int, bool, int]
 
 
 class Draws:
-    """What a run does about the random draws of its forwards: nothing, unless its role asks for more.
+    """The treatment of the random draws of a run's forwards: none, unless its role asks for more.
 
     Args:
-        arithmetic: What the script computes in.
+        arithmetic: The arithmetic of the script.
     """
 
     is_eager = False
@@ -86,7 +86,7 @@ class KeptDraws(Draws):
     """The full-batch run: one `Recorder` per forward, written when the update is over.
 
     Args:
-        arithmetic: What the script computes in.
+        arithmetic: The arithmetic of the script.
         folder: Where it writes.
     """
 

@@ -1,7 +1,7 @@
-"""What the graph of autograd tells of a script's code.
+"""Reads facts about a script's code from the graph of autograd.
 
 It tells which parameters lie behind a number, which forwards a backward pass reaches (a forward whose result is only
-looked at feeds no window), and in which lines the rows of a batch meet. Of a loss it tells by what the script
+looked at feeds no window), and in which lines the rows of a batch meet. For a loss it tells by which factor the script
 multiplies it (`loss / K` gives 1/K), and which terms it adds.
 """
 
@@ -164,8 +164,8 @@ class Weight:
 
     From the root of the graph the chain of operations that have one operand with a gradient is followed for as long as
     the operands are single numbers. The gradient that flows into the last of them is what the script multiplied it by.
-    What flows into the rows behind it, 1/n of that for a mean over n of them, tells how many the script has counted; of
-    a sum of several terms the first tells it.
+    The gradient of the rows behind it is 1/n of that for a mean over n of them, and so tells how many the script has
+    counted; for a sum of several terms the first tells it.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Weight:
 
     @property
     def divisor(self) -> float | None:
-        """What the loss was divided by, up to a factor that all micro-batches share; None where that was not seen."""
+        """The divisor of the loss, up to a factor that all micro-batches share; None where that was not seen."""
         return 1 / self._share if self._share and math.isfinite(1 / self._share) else None
 
     @property
@@ -236,7 +236,7 @@ class Terms:
     first sum or difference of numbers gives the terms. The gradients of all terms add up to that of the loss.
 
     Args:
-        roots: What is differentiated; several roots have no one sum.
+        roots: The differentiated tensors; several have no one sum.
     """
 
     def __init__(self, roots: Any) -> None:

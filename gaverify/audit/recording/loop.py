@@ -50,11 +50,11 @@ class LoopDraw:
     backwards: int
     """Backward passes before it."""
     operation: str
-    """What drew: `randn`, `numpy.random.normal`."""
+    """The operation that drew: `randn`, `numpy.random.normal`."""
     shape: tuple[int, ...]
-    """Of what was drawn; empty for a single number."""
+    """The shape of the value; empty for a single number."""
     value: Any
-    """What was drawn."""
+    """The drawn value."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class LoopDealing:
         Args:
             site: The place in the code of the accumulated run that draws.
             steps: Optimizer steps before it.
-            operation: What draws.
-            shape: Of what was drawn.
+            operation: The operation that draws.
+            shape: The shape of the draw.
             share: Which rank draws.
         """
         if site not in self._sites:

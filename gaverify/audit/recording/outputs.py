@@ -89,7 +89,7 @@ class Forward(TypedDict):
 
 
 class PinnedForward(TypedDict):
-    """What the full-batch run keeps of a forward, by the name of a place in pinned code."""
+    """The record of a forward in the full-batch run, by the name of a place in pinned code."""
 
     rows: int
     values: dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ class PinnedForward(TypedDict):
 
 
 class PinnedCalls(TypedDict):
-    """What a run that is given the full batch's values and gradients notes of the pinned code."""
+    """Notes about the pinned code, of a run that is given the full batch's values and gradients."""
 
     own: dict[int, list[int]]
     """For each optimizer the positions of parameters that the pinned code reads without a call of a module."""
@@ -319,7 +319,7 @@ class PinnedModules:
     """Pins the code of modules in one update of a run.
 
     Args:
-        work: What to run the recorder's own code in.
+        work: The guard that the recorder's own code runs in.
         paths: Of the modules, or `SCRIPT`.
         source: Folder of the full-batch run; None where this is it.
         rows: For each rank and forward the number of the full-batch run's and the places of its rows in that; None for

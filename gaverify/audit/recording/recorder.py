@@ -211,7 +211,7 @@ class Recorder:
         Args:
             reason: Why it ends.
             status: Its exit status.
-            code: What the script gave `sys.exit`, as Python writes it.
+            code: The argument that the script gave `sys.exit`, as Python writes it.
         """
         with self.recording.guard.lock:  # no other thread may write behind the end
             self.close(reason, code)
@@ -254,7 +254,7 @@ def summarise(recorder: Recorder, ending: Ending, exit_code: str) -> ClosingReco
     Args:
         recorder: The listeners.
         ending: How the run ended.
-        exit_code: What the script gave `sys.exit`.
+        exit_code: The argument that the script gave `sys.exit`.
     """
     recording, windows, loop = recorder.recording, recorder.windows, recorder.data.loop
     draws, models, watch = recorder.draws.draws.summarise(), recording.names.models, recording.watch

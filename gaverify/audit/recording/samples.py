@@ -1,4 +1,4 @@
-"""What the script reads: samples of `DataLoader`s, and which of them fed a forward.
+"""Samples of `DataLoader`s that the script reads, and which of them fed a forward.
 
 A loader is known by its number in the order in which loaders are first iterated. A micro-batch is made by the loader's
 own `collate_fn` from its share of the samples of a batch of the full-batch run, so that padding and the offsets of
@@ -90,7 +90,7 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardInput
 def _ends(tensors: list[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
     """For each shape (B, T) of labels, how many steps of each row there are up to its last valid one, shape (B,).
 
-    What stands behind the last valid label is padding, whatever its value: the inputs of a decoder are its labels moved
+    Steps behind the last valid label are padding, whatever their value: the inputs of a decoder are its labels moved
     by one, and keep the last label of a row only where a longer row stands beside it. Labels that do not count are
     negative (-100), as no index of an embedding is.
     """
@@ -171,7 +171,7 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict
 
 
 def _meanings(numbers: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What each number may stand for: a row, and all rows that have it, as the nodes of one graph do."""
+    """The rows that each number may stand for: its own, or all that have it, as the nodes of one graph do."""
     meant = {"": rows}
     if len(rows) == len(numbers) and numbers.shape[1] == 1:
         meant[" together"] = torch.zeros_like(rows).index_add(0, numbers[:, 0], rows)
@@ -220,7 +220,7 @@ def _tail(steps: torch.Tensor) -> torch.Tensor:
     return steps.shape[1] - tail_lengths
 
 
-# What the script reads: samples of `DataLoader`s and inputs of forwards, kept in one run and given to the others.
+# Samples of `DataLoader`s and inputs of forwards, kept in one run and given to the others.
 
 
 Quiet = Callable[[], AbstractContextManager[None]]

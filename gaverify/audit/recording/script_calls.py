@@ -125,7 +125,7 @@ class ScriptCalls:
     """Gives the calls of a script's last update to a subclass.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -228,7 +228,7 @@ class TracedCalls(ScriptCalls):
 
     @property
     def trace(self) -> Trace:
-        """What was noted, on the host; nothing where that is too much."""
+        """The noted calls, on the host; none where they are too many."""
         calls = self._calls[: self._count_until_step] if not self._is_full else []
         for call in calls:
             call["results"] = [described and _to_host(described) for described in call["results"]]
@@ -453,7 +453,7 @@ class PinnedArguments(ScriptCalls):
     """Replaces arguments of some calls by those of the full-batch run; that run itself keeps them.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         pinned: The calls.
         parts: Which rows of the full batch each micro-batch holds.
         note_replacement: Told of each replaced value whether it had been different.
@@ -473,7 +473,7 @@ class PinnedArguments(ScriptCalls):
         self._pinned = {(each.key, each.number): (at, each) for at, each in enumerate(calls)}
         self._in_full = {key: (each.in_full, each.once) for (key, _), (_, each) in self._pinned.items()}
         self.kept: dict[str, Any] = {}
-        """What the full-batch run keeps, by the position of the call and the path of the argument."""
+        """Arguments that the full-batch run keeps, by the position of the call and the path of the argument."""
         if source is not None:
             self.take(torch.load(source / "arguments.pt", weights_only=True))
         super().__init__(recording)

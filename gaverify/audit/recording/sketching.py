@@ -125,8 +125,8 @@ def sketch_piece(
     """Returns the sketch of a parameter's gradient, shape (W,), where it is.
 
     Args:
-        piece: What this process holds of it.
-        name: What its signs hang on.
+        piece: The part of it that this process holds.
+        name: Decides its signs.
         width: W.
         shape: Of the whole parameter.
         shard: The place of the piece in it; None where this is all of it.
@@ -137,7 +137,7 @@ def sketch_piece(
     if shard is None or piece.shape[1:] == tuple(shape)[1:]:
         start = math.prod(shape[1:]) * shard.offset[0] if shard is not None else 0
         return sum_by_bucket(piece.reshape(-1), name, width, start)
-    # Of a cut along a later dimension, the elements do not follow each other: some rows at a time are made whole.
+    # If the cut is along a later dimension, the elements do not follow each other: some rows at a time are made whole.
     row, first = math.prod(shape[1:]), shard.offset[0]
     total = torch.zeros(width, dtype=widest(piece.device), device=piece.device)
     count = max(1, _SLICE // max(row, 1))

@@ -34,7 +34,7 @@ def values_of(root: nn.Module, prefix: str, *, unread: bool = False, trained: bo
 
     Args:
         root: The module.
-        prefix: What stands before their names.
+        prefix: Stands before their names.
         unread: Also the running statistics that no forward in training reads.
         trained: Also the parameters that need a gradient.
     """

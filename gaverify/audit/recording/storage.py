@@ -1,4 +1,4 @@
-"""What a recorded run leaves on disk: events line by line, and the gradients, weights and rows of each update.
+"""Stores a recorded run on disk: events line by line, and the gradients, weights and rows of each update.
 
 A rank stores its own shard of a sharded parameter, and ends once all other ranks are ready to end.
 """
@@ -47,7 +47,7 @@ class Storage:
         """Ends the process where the disk cannot take what will be stored, long before it is full.
 
         Args:
-            tensors: What one update stores.
+            tensors: The tensors that one update stores.
             times: How often it is stored, by this process and by other ranks.
         """
         wanted, free = times * bytes_of(tensors), self.free

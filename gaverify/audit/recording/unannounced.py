@@ -41,7 +41,7 @@ class UnannouncedChanges:
         """Records cleared gradients, and changed weights of optimizers whose window is open.
 
         Args:
-            look: What has changed.
+            look: The changes since the last look.
             where: Between which calls, for the event.
         """
         self.end_hunt()

@@ -1,4 +1,4 @@
-"""What can be read of a script's tensors and models: values, a few elements of every parameter, names, arithmetic.
+"""Reads a script's tensors and models: values, a few elements of every parameter, names, arithmetic.
 
 Nothing can be read of tensors without values (meta, fake), and nothing inside transforms and traces. Every run reads
 the same few elements of a parameter: enough to fit weights and to see that something changed. A linear relation between

@@ -1,4 +1,4 @@
-"""What happened to the gradients, weights and settings of every optimizer since the last look.
+"""Watches the gradients, weights and settings of every optimizer for changes since the last look.
 
 A rank's own gradients are seen before they are reduced. Shapes: S sampled elements of an optimizer's gradients.
 """
@@ -19,7 +19,7 @@ from gaverify.torch_internals import has_post_accumulate_hooks
 
 @dataclass
 class Increment:
-    """What one backward pass added to the sampled gradients of an optimizer.
+    """The change by one backward pass of the sampled gradients of an optimizer.
 
     `backward` is its number in the run; `cleared` says that `zero_grad` took it away before a step.
     """
@@ -35,7 +35,7 @@ class Watched:
 
     Args:
         pending: Backward passes that changed its gradients since its last step or clearing.
-        increments: What each backward pass since its last step added.
+        increments: The change by each backward pass since its last step.
         forwards: The numbers of the forwards that those passes reached.
         steps: How many steps it has made.
         summed: Its gradients as its last backward pass left them; replaced before the first clipping, and after
@@ -85,7 +85,7 @@ class Watched:
 
 @dataclass
 class Look:
-    """What one look found: optimizers whose gradients were removed or changed, and whose weights moved.
+    """The findings of one look: optimizers whose gradients were removed or changed, and whose weights moved.
 
     `moved` holds the sampled weights as they were before.
     """

@@ -25,8 +25,8 @@ class DrawListener:
     """Keeps or deals out the random draws of forwards.
 
     Args:
-        recording: What listeners share.
-        draws: What the run does about them.
+        recording: The objects that listeners share.
+        draws: The run's treatment of these draws.
     """
 
     def __init__(self, recording: Recording, draws: Draws) -> None:
@@ -68,16 +68,16 @@ class DataListener:
 
     def __init__(self) -> None:
         self.loop = Loop()
-        """What is done about draws of the loop."""
+        """The treatment of draws of the loop."""
         self.loaders = Loaders(self.loop.ignore_draws)
-        """What is done about samples."""
+        """The treatment of samples."""
 
     def replay(self, loop: Loop, loaders: Loaders) -> None:
         """Keeps what lies outside the models, or takes it from the full-batch run.
 
         Args:
-            loop: What is done about draws of the loop.
-            loaders: What is done about samples.
+            loop: The treatment of draws of the loop.
+            loaders: The treatment of samples.
         """
         self.loop, self.loaders = loop, loaders
 
@@ -99,14 +99,14 @@ class DataListener:
         self.loop.backwards += 1
 
 
-# What the graph and the loss functions tell of a loss: its weight, divisor and value, and the targets it counts.
+# Reads a loss from the graph and the loss functions: its weight, divisor and value, and the targets it counts.
 
 
 class LossListener:
     """Reads the weight of each loss while it is differentiated.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         targets: Counts the targets of the losses.
     """
 
@@ -142,7 +142,7 @@ class ModuleListener:
     """Hands forwards and losses of the last update to what controls ask for.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -211,7 +211,7 @@ class ForwardListener:
     """Numbers and records the forwards of outermost modules with something to train.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         updates: Where the rows of forwards are kept.
     """
 

@@ -31,7 +31,7 @@ class TrafficListener:
     """Measures what each backward pass sends.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -137,7 +137,7 @@ class GradientListener:
     """Follows gradients through backward passes, and writes an event for each pass.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         targets: Counts the targets of losses.
     """
 
@@ -267,7 +267,7 @@ class GradientListener:
             self._targets.clear()
 
     def _incoming_gradients(self, look: Look) -> dict[int, torch.Tensor]:
-        """What a pass gave each optimizer, where `.grad` does not tell: reduced over ranks, or moved away."""
+        """The gradients that a pass gave each optimizer where `.grad` has others: reduced over ranks, or moved away."""
         given = {
             entry.index: self._incoming.take(entry.index)
             if self._recording.job.has_ranks

@@ -39,7 +39,7 @@ class ZeroGradListener:
     """Notes which optimizers lose their gradients in a call of `zero_grad`.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         settle: Records steps that the script has made itself until now.
     """
 
@@ -81,7 +81,7 @@ class ClippingListener:
     """Notes clippings: whether they changed a gradient, by which norm and limit.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         hunt: Goes on to look for the lines of changes, which the call has ended.
     """
 
@@ -145,7 +145,7 @@ class ScalerListener:
     """Notes the calls of a `GradScaler`, and which of its steps were skipped because of infinities.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         count_steps: Returns how many steps optimizers have made.
     """
 
@@ -264,7 +264,7 @@ class LoadListener:
     """Notes the files that `torch.load` reads: a run that starts from other weights may have resumed.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         folder: Of this run, beside those of the audit's other runs.
     """
 

@@ -21,14 +21,14 @@ from gaverify.audit.recording.watching import parameters_of
 from gaverify.records.events import ControlSummary
 from gaverify.tracebacks import Place, user_place
 
-# What a control changes on purpose. Each change of a run fills the attribute that it needs; the others stay empty.
+# Changes of a control. Each change of a run fills the attribute that it needs; the others stay empty.
 
 
 class ControlListener:
     """Changes weights, steps, losses, gradients and state for a control, and keeps state for other runs.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         gradients: Counts the backward passes.
     """
 
@@ -40,7 +40,7 @@ class ControlListener:
         """Whether every step is undone."""
         self._first: dict[torch.Tensor, torch.Tensor | None] = {}  # each weight as it was first differentiated
         self.contexts = Control()
-        """What surrounds forwards and backward passes."""
+        """The contexts around forwards and backward passes."""
         self.perturbation: Perturbation | None = None
         """Moves weights by a roundoff; None moves none."""
         self.lead = Lead(None)
@@ -182,7 +182,7 @@ class StepHooks:
     """Announces steps: once for a wrapper and the optimizer inside it, and once for a closure that is evaluated often.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         bus: Where steps are announced.
         data: Whose loop pauses while a step runs.
         controls: May move weights when an optimizer is made.

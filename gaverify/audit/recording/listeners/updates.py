@@ -30,7 +30,7 @@ class UpdateListener:
     """Ends an update when something new begins, and the script after the last one.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         bus: Where the end of an update is announced.
         stop: Ends the process.
     """
@@ -95,7 +95,7 @@ class WindowListener:
     """Stores what each step is made of, and opens the next window of its optimizer.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         updates: The updates.
     """
 
@@ -111,7 +111,7 @@ class WindowListener:
         self.had_gradients = False
         """Whether any step had something to use."""
         self.copies: GradientCopies | None = None
-        """What was copied for the steps of later runs; None before the first step that they could make."""
+        """The copies for the steps of later runs; None before the first step that they could make."""
         self.rank, self.ranks = 0, 1
 
     def record(self, call: StepCall) -> None:
@@ -147,8 +147,8 @@ class WindowListener:
             moved: As for `Update.capture`.
         """
         job, update = self._recording.job, self._updates.open
-        # What was cleared before the step and used by another optimizer's is that one's: a GAN's generator loss also
-        # reaches the discriminator.
+        # Gradients that were cleared before the step, and used by another optimizer's step, belong to that one: a GAN's
+        # generator loss also reaches the discriminator.
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         self.addends[entry.index] = addends_of(entry.sample.parameters)
@@ -216,7 +216,7 @@ class ChangeListener:
     Where no optimizer of torch's is made before something is differentiated, the script steps itself.
 
     Args:
-        recording: What listeners share.
+        recording: The objects that listeners share.
         gradients: Where passes wait that a step of the script's may have used.
         updates: The updates.
         windows: Where the windows of such steps are stored.
