@@ -31,7 +31,7 @@ from gaverify.audit.job import (
 )
 from gaverify.audit.outcome import is_explained, is_proven
 from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples, labels
-from gaverify.audit.recording.outputs import SCRIPT, ModuleCall
+from gaverify.audit.recording.outputs import SCRIPT, RecordedCall
 from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_gradients
@@ -130,7 +130,7 @@ def _relative_difference(full: torch.Tensor, part: torch.Tensor) -> float:
     return float((full - part)[..., :2].abs().max() / full[..., :2].abs().max().clamp_min(TINY))
 
 
-def _operation_of(call: ModuleCall) -> Operation:
+def _operation_of(call: RecordedCall) -> Operation:
     file, line = call["place"] or (None, None)
     return Operation("backward", call["path"], call["kind"], file=file and display_path(file), line=line)
 

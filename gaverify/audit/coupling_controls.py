@@ -34,8 +34,8 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.outputs import (
     SCRIPT,
-    Forward,
-    ModuleCall,
+    RecordedCall,
+    RecordedForward,
     RowSummaries,
     Summaries,
 )
@@ -64,7 +64,7 @@ _DEEPEST = 4  # levels below the script at which a loss is looked for
 CallKey = tuple[str, int]
 """Path of a module, and how many calls of it came before in the same forward."""
 
-Pair = tuple[Forward, Forward, Sequence[int]]
+Pair = tuple[RecordedForward, RecordedForward, Sequence[int]]
 """A forward of the full-batch run, one of a micro-batch, and the places of its rows in the first."""
 
 
@@ -115,7 +115,7 @@ def pairs_of_ranks(full: RecordedRun, accumulated: RecordedRun, update: int = 1)
     return pairs_by_rank if all(pairs_by_rank) else []
 
 
-def outputs_of(run: RecordedRun) -> list[Forward]:
+def outputs_of(run: RecordedRun) -> list[RecordedForward]:
     """Returns the forwards whose modules a run has watched."""
     path = run.folder / "outputs.pt"
     return torch.load(path, weights_only=True) if path.exists() else []  # type: ignore[no-any-return]
@@ -126,8 +126,8 @@ class _CallDifference(NamedTuple):
 
     largest: float
     samples: int
-    full_call: ModuleCall
-    micro_call: ModuleCall
+    full_call: RecordedCall
+    micro_call: RecordedCall
 
 
 def first_module(pairs: Sequence[Pair | None], unit: float) -> Suspect | None:
@@ -186,7 +186,7 @@ def first_meeting(full_places: Sequence[Any], micro_places: Sequence[Any]) -> tu
     return next(iter([*shared_lines, *lines]), None)  # type: ignore[arg-type]
 
 
-def levels(forwards: Sequence[Forward], inside: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
+def levels(forwards: Sequence[RecordedForward], inside: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the code in which a loss may stand, from the script inwards to modules that return a number.
 
     Last come the modules that leave a tensor behind, which no call returns and which flows into the loss.
@@ -233,7 +233,7 @@ def _differs_at_all(pairs: Sequence[Pair | None], unit: float, level: Collection
 
 
 def depends_on_other_rows(
-    full: Sequence[Forward], moved: Sequence[Forward], unit: float, level: Collection[str] = (SCRIPT,)
+    full: Sequence[RecordedForward], moved: Sequence[RecordedForward], unit: float, level: Collection[str] = (SCRIPT,)
 ) -> bool:
     """Whether a loss's gradients of the first half of the rows change with the values of the second half."""
     for forward, moved_forward in zip(full, moved, strict=False):
@@ -249,19 +249,19 @@ def writers_of(pairs: Sequence[Pair | None]) -> dict[str, list[str]]:
     return {call["path"]: call["changed"] for call in calls}
 
 
-def _names(forward: Forward) -> frozenset[str]:
+def _names(forward: RecordedForward) -> frozenset[str]:
     """The paths in a model: which of its modules are called may depend on the samples (experts)."""
     return frozenset(forward["modules"])
 
 
-def _returns_rows(forward: Forward) -> bool:
+def _returns_rows(forward: RecordedForward) -> bool:
     """Whether the outermost module, or one that it calls, returns a tensor with as many rows."""
     inner, rows = {SCRIPT, *(call["path"] for call in forward["calls"] if call["under"] == SCRIPT)}, forward["rows"]
     outputs = [output for call in forward["calls"] if call["under"] in inner for output in call["outputs"].values()]
     return any(size and rows and size % rows == 0 for output in outputs for size in output["shape"][:2])
 
 
-def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
+def _places(full: RecordedForward, micro: RecordedForward) -> tuple[int, ...]:
     """Returns the places of rows that are inputs of an outermost module, by their projections; empty if not found.
 
     Shapes: (n, 1, 3) of the micro-batch against (1, N, 3) of the full batch.
@@ -276,7 +276,7 @@ def _places(full: Forward, micro: Forward) -> tuple[int, ...]:
     return ()
 
 
-def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, ModuleCall, ModuleCall]]:
+def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, RecordedCall, RecordedCall]]:
     """Yields the calls of both forwards that belong together: the first of a module, the second, and so on."""
     full_calls = {(call["path"], call["number"]): call for call in pair[0]["calls"]}
     for call in pair[1]["calls"]:
@@ -285,7 +285,7 @@ def calls_of_pair(pair: Pair) -> Iterator[tuple[CallKey, ModuleCall, ModuleCall]
             yield key, full_calls[key], call
 
 
-def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
+def _under(pair: Pair, level: Collection[str]) -> Iterator[tuple[RecordedCall, RecordedCall]]:
     """Yields the calls of both forwards that code of a level makes."""
     for _, full_call, micro_call in calls_of_pair(pair):
         if full_call["under"] in level:

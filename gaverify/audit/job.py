@@ -231,9 +231,9 @@ class RestoreState(Change):
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds forwards."""
-        from gaverify.audit.recording.state import RestoredState
+        from gaverify.audit.recording.state import StateRestorer
 
-        recorder.controls.state = RestoredState(self.names, recorder.recording.guard.work)
+        recorder.controls.state = StateRestorer(self.names, recorder.recording.guard.work)
         if self.is_repair:
             recorder.controls.carried.kept = self.names
 

@@ -12,7 +12,7 @@ from gaverify.audit.ranks import RankedRun
 from gaverify.audit.reading import Moment, RecordedRun, Samples, labels
 from gaverify.audit.same_data import check_rows
 from gaverify.audit.stages import (
-    Rows,
+    ComparedRows,
     Runs,
     clips_of,
     compare_changes,
@@ -268,7 +268,9 @@ def _forwards_reached(events: Sequence[Event], optimizer: int, models: frozenset
     return [forward for forward in forwards if forward.number in reached]
 
 
-def _deciding(full: Samples, used: Rows, summed: Rows, clips: tuple[Clip, ...], late: bool) -> tuple[Stage, bool]:
+def _deciding(
+    full: Samples, used: ComparedRows, summed: ComparedRows, clips: tuple[Clip, ...], late: bool
+) -> tuple[Stage, bool]:
     """Returns the stage that decides an update, and whether it stays unclear which of the two is right.
 
     An active clip hides a wrong scale, so the sum just before the clip counts. A script that edits gradients after the

@@ -144,7 +144,7 @@ Side = tuple[list[int], int]
 
 
 @dataclass
-class Row:
+class FingerprintedRow:
     """One row of a tensor, as its fingerprints: read from the left and from the right, and its projections."""
 
     sides: tuple[Side, Side]
@@ -237,7 +237,7 @@ def _batch_dimension(full: list[Fingerprints], accumulated: list[Fingerprints]) 
     return next(iter(changed_dimensions(*sizes)), 0)
 
 
-def rows_of(entries: list[Fingerprints], dim: int) -> list[Row]:
+def rows_of(entries: list[Fingerprints], dim: int) -> list[FingerprintedRow]:
     """Returns the rows of several fingerprinted tensors along one of their two leading dimensions."""
     rows = []
     for entry in entries:
@@ -247,7 +247,7 @@ def rows_of(entries: list[Fingerprints], dim: int) -> list[Row]:
         from_right = prints.hash if prints.hash_left is None else prints.hash_left
         sides = zip(_sides(prints.hash, prints.tail), _sides(from_right, prints.tail_left), strict=True)
         projections = prints.projections.tolist() if prints.projections is not None else [None] * len(prints.hash)
-        rows += [Row(*row) for row in zip(sides, projections, strict=True)]
+        rows += [FingerprintedRow(*row) for row in zip(sides, projections, strict=True)]
     return rows
 
 
@@ -258,14 +258,14 @@ def _sides(hashes: torch.Tensor, tails: torch.Tensor | None) -> list[Side]:
     return list(zip(hashes.tolist(), tails.tolist(), strict=True))
 
 
-def alike(row: Row, other: Row, shift: int = 0) -> bool:
+def alike(row: FingerprintedRow, other: FingerprintedRow, shift: int = 0) -> bool:
     """Whether two rows hold the same sample, whatever each was padded to and with what shift."""
     return row.contents == other.contents or any(
         _goes_on(*sides, shift) for sides in zip(row.sides, other.sides, strict=True)
     )
 
 
-def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
+def _without(rows: list[FingerprintedRow], paired: Counter[tuple[int, int]]) -> list[FingerprintedRow]:
     unpaired, open_rows = [], paired.copy()
     for row in rows:
         # A row that one run holds twice and the other once is paired once: samples that repeat have to repeat in both.
@@ -276,7 +276,9 @@ def _without(rows: list[Row], paired: Counter[tuple[int, int]]) -> list[Row]:
     return unpaired
 
 
-def _pair_padded(full: list[Row], accumulated: list[Row], side: int, shift: int) -> tuple[list[Row], list[Row]]:
+def _pair_padded(
+    full: list[FingerprintedRow], accumulated: list[FingerprintedRow], side: int, shift: int
+) -> tuple[list[FingerprintedRow], list[FingerprintedRow]]:
     """Pairs rows of different length whose shorter one is the beginning of the longer, and the rest is padding."""
     candidates, unpaired = list(accumulated), []
     for row in full:
@@ -299,7 +301,9 @@ def _goes_on(one: Side, other: Side, shift: int = 0) -> bool:
     return tail <= len(short) + shift < len(long) and long[len(short) - 1] == short[-1]
 
 
-def _to_rounding(full: list[Row], accumulated: list[Row]) -> tuple[list[Row], list[Row]]:
+def _to_rounding(
+    full: list[FingerprintedRow], accumulated: list[FingerprintedRow]
+) -> tuple[list[FingerprintedRow], list[FingerprintedRow]]:
     """Pairs rows that were computed and agree only to rounding."""
     full_computed, micro_computed = (
         [row for row in rows if row.projections is not None] for rows in (full, accumulated)
@@ -374,7 +378,7 @@ class Matcher:
         self._taken.add(spot)
         return spot
 
-    def _samples(self, among: Sequence[int], micro_batch: ForwardInputs) -> list[tuple[str, list[Row]]]:
+    def _samples(self, among: Sequence[int], micro_batch: ForwardInputs) -> list[tuple[str, list[FingerprintedRow]]]:
         """The inputs that have as many rows as the first that shrank; last what may count the rows of others."""
         inputs = {path: rows_of([prints], 0) for path, prints in micro_batch.items()}
         sizes = {path: (len(rows), {len(self._rows(at, path)) for at in among}) for path, rows in inputs.items()}
@@ -383,7 +387,7 @@ class Matcher:
         # Other inputs are tried first: numbers within a micro-batch would be found at the wrong samples.
         return sorted(alike, key=lambda pair: bool(micro_batch[pair[0]].readings))
 
-    def _spots(self, among: Sequence[int], path: str, rows: list[Row]) -> list[Spot]:
+    def _spots(self, among: Sequence[int], path: str, rows: list[FingerprintedRow]) -> list[Spot]:
         for shift in _SHIFTS:
             spots = []
             for forward in among:
@@ -395,7 +399,7 @@ class Matcher:
                 break
         return spots
 
-    def _find_scattered(self, among: Sequence[int], path: str, rows: list[Row]) -> Spot | None:
+    def _find_scattered(self, among: Sequence[int], path: str, rows: list[FingerprintedRow]) -> Spot | None:
         """Each row at the first place that holds it and that no other row was given; None where one has no place."""
         for forward in among:
             full_rows = self._rows(forward, path)
@@ -418,6 +422,6 @@ class Matcher:
                 return Spot(forward, tuple(places)) if places else None
         return None
 
-    def _read(self, forward: int, path: str) -> list[Row]:
+    def _read(self, forward: int, path: str) -> list[FingerprintedRow]:
         prints = self._forwards[forward].get(path)
         return rows_of([prints], 0) if prints is not None else []

@@ -23,7 +23,7 @@ from gaverify.audit.recording.script_calls import (
     CallKey,
     Description,
     PlacesOfPart,
-    Trace,
+    ScriptTrace,
     TracedCall,
     locate_rows,
 )
@@ -50,7 +50,7 @@ class Agreement(Enum):
     UNKNOWN = "of shapes that cannot be compared, or zero"
 
 
-def read_trace(run: RecordedRun) -> Trace | None:
+def read_trace(run: RecordedRun) -> ScriptTrace | None:
     """Returns the trace of a run; None where it left none."""
     path = run.folder / "trace.pt"
     return torch.load(path, weights_only=True) if path.exists() else None
@@ -85,7 +85,9 @@ class TraceComparison:
         allowed: The relative difference that rounding may leave between fingerprints.
     """
 
-    def __init__(self, full: Trace, accumulated: Trace, parts: Sequence[PlacesOfPart], allowed: float) -> None:
+    def __init__(
+        self, full: ScriptTrace, accumulated: ScriptTrace, parts: Sequence[PlacesOfPart], allowed: float
+    ) -> None:
         self.full, self.micro, self.parts, self.allowed = full["calls"], accumulated["calls"], tuple(parts), allowed
         self.roots = full["roots"], accumulated["roots"]
         self._passes = accumulated["passes"]
@@ -353,7 +355,7 @@ class TraceComparison:
         return Agreement.AGREES if is_same else Agreement.DIFFERS
 
 
-def _edits_in(trace: Trace) -> list[int]:
+def _edits_in(trace: ScriptTrace) -> list[int]:
     calls = enumerate(trace["calls"])
     return [
         at

@@ -159,7 +159,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ComparedRows:
     """One comparison of all parameters, and the noise of the whole gradient, relative."""
 
     parameters: tuple[ParameterComparison, ...]
@@ -182,7 +182,7 @@ class Rows:
 
 def compare_gradients(
     runs: Runs, round_: Round, unit: float, terms: Mapping[ParameterPlace, float], *, summed: bool
-) -> Rows:
+) -> ComparedRows:
     """Returns every parameter's comparison at one of the two stages of gradients.
 
     Args:
@@ -221,7 +221,7 @@ def compare_gradients(
     sizes = {key: terms.get(place, 0.0) for key, place in keys.items()}
     decided = judge_by_floor({row.name: row for row in working}, floor, sizes, unit)
     named = tuple(row._replace(name=runs.names[keys[row.name]]) for row in decided)
-    return Rows(named, noise)
+    return ComparedRows(named, noise)
 
 
 def _complete(row: Difference, shape: tuple[int, ...], norms: Sequence[float | None]) -> Difference:
@@ -329,7 +329,7 @@ def setting_differences(full: Samples, accumulated: Samples) -> tuple[SettingDif
     return tuple(differences)
 
 
-def decide_by_weights(rows: Rows, fit: WeightFit | None, unit: float) -> Rows:
+def decide_by_weights(rows: ComparedRows, fit: WeightFit | None, unit: float) -> ComparedRows:
     """Returns the rows decided by the fitted weights; unchanged in float32, and where the fit decides nothing.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 from transformers import TrainerCallback as _Base
 
-from gaverify.callbacks.verifying import Gate, Window, shared_problem
+from gaverify.callbacks.verifying import FirstWindow, Gate, shared_problem
 from gaverify.errors import ProblemError
 from gaverify.passes.isolation import isolated_generators
 
@@ -40,7 +40,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         # Samplers and data sets draw: training has to go on as if nothing had been verified.
         with isolated_generators():
             try:
-                window = Window(trainer.get_train_dataloader(), steps)
+                window = FirstWindow(trainer.get_train_dataloader(), steps)
             except ProblemError as error:
                 return self.gate.skip(str(error))
             loss = _Loss(trainer, window)
@@ -54,7 +54,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 class _Loss:
     """The loss that the Trainer would differentiate for some of the window's samples."""
 
-    def __init__(self, trainer: Any, window: Window) -> None:
+    def __init__(self, trainer: Any, window: FirstWindow) -> None:
         self.trainer, self.window = trainer, window
         batches = [
             window.collate(window.samples[at : at + len(window.batches[0])])

@@ -13,7 +13,7 @@ try:
 except ImportError:  # the package of before 2.0, which lives on under its old name
     from pytorch_lightning.callbacks import Callback as _Base
 
-from gaverify.callbacks.verifying import Gate, Window, shared_problem
+from gaverify.callbacks.verifying import FirstWindow, Gate, shared_problem
 from gaverify.errors import ProblemError
 from gaverify.passes.isolation import isolated_generators
 
@@ -47,7 +47,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
             return self.gate.skip(why)
         with isolated_generators(), _quiet(pl_module):
             try:
-                window = Window(trainer.train_dataloader, steps)
+                window = FirstWindow(trainer.train_dataloader, steps)
             except ProblemError as error:
                 return self.gate.skip(str(error))
 

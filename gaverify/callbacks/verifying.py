@@ -70,7 +70,7 @@ class Gate:
         print(f"gaverify: not verified: {why}", file=sys.stderr)
 
 
-class Window:
+class FirstWindow:
     """The samples of the first K micro-batches, and the collator that makes a batch of any of them.
 
     A batch of more samples than one micro-batch is made by the collator, as the loader with a larger batch size would.
@@ -97,7 +97,7 @@ class Window:
         self.collate: Callable[[list[Any]], Any] = loader.collate_fn
 
 
-def shared_problem(model: nn.Module, loss: Callable[[nn.Module, Any], Any], window: Window, name: str) -> Problem:
+def shared_problem(model: nn.Module, loss: Callable[[nn.Module, Any], Any], window: FirstWindow, name: str) -> Problem:
     """Returns the problem whose batch is the list of the window's samples."""
     return Problem(model, loss, window.samples, _slice, len(window.samples), name)
 

@@ -58,7 +58,7 @@ _PrintEach = Callable[["Verdict"], None]
 
 
 @dataclass(frozen=True)
-class Gate:
+class RunPlan:
     """How a list of specs is worked through."""
 
     maxfail: int | None = option(whole(1, "N"), "Stop after N failures.", None, 1)
@@ -83,7 +83,7 @@ class Gate:
     """The options about patches."""
 
 
-_GATE_OPTIONS = options_of(Gate)
+_PLAN_OPTIONS = options_of(RunPlan)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class _Results:
 @click.option("-k", "expression", metavar="EXPRESSION", help="Run only specs whose names match: 'cnn and not slow'.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching files in folders; repeatable.")
 @click.option("-x", "stop_at_first", is_flag=True, help="Stop after the first failure.")
-@add_options(_GATE_OPTIONS.values())
+@add_options(_PLAN_OPTIONS.values())
 @click.option(
     "--select",
     multiple=True,
@@ -154,16 +154,16 @@ def run(
       gaverify run configs/ -j 4 -o report.html
     """
     problems: list[str] = []
-    overrides = read_words({**OPTIONS, **_GATE_OPTIONS}, words)
+    overrides = read_words({**OPTIONS, **_PLAN_OPTIONS}, words)
     wish = Wish(diff, fix, unsafe)
     wish.check()
-    gate = Gate(strict=strict, quiet=quiet, wish=wish, **pop_values(_GATE_OPTIONS, overrides, problems))
+    plan = RunPlan(strict=strict, quiet=quiet, wish=wish, **pop_values(_PLAN_OPTIONS, overrides, problems))
     # The file would hold what an earlier call found.
-    problems += ["--list: runs nothing and writes no report; leave out -o"] if gate.only_list and outputs else []
+    problems += ["--list: runs nothing and writes no report; leave out -o"] if plan.only_list and outputs else []
     if problems:
         raise SpecError(problems)
     if stop_at_first:
-        gate = replace(gate, maxfail=1)
+        plan = replace(plan, maxfail=1)
     invocation = invocation or Invocation()
     if not is_first():  # rank 0 reports for all
         form, outputs = "text", ()
@@ -174,21 +174,21 @@ def run(
     try:
         choice = read_expression(expression) if expression is not None else None
         project = _project_for(select, ignore)
-        gate = replace(gate, strict=strict or project.strict)
+        plan = replace(plan, strict=strict or project.strict)
         # A report that was asked for stands in place of those that the project writes by default.
         if not outputs and form == "text" and is_first():
             outputs = tuple(map(Path, project.outputs))
             check_outputs(outputs)
-        found_jobs = _jobs(specs, overrides, project, exclude, choice, gate)
-        _refuse_patch(found_jobs, gate)
-        if gate.only_list:
+        found_jobs = _jobs(specs, overrides, project, exclude, choice, plan)
+        _refuse_patch(found_jobs, plan)
+        if plan.only_list:
             return list_jobs(found_jobs)
         if form == "text" and is_first() and (len(found_jobs) > 1 or quiet) and not (quiet and wish.asks):
             # A single answer is left to `show`: there is nothing to wait for behind it.
             width = name_width(found_jobs)
-            gate = replace(gate, row_width=width if quiet else None)
+            plan = replace(plan, row_width=width if quiet else None)
             print_each = partial(_print_row, width) if quiet else partial(_print_table, show_all)
-        _verify_all(found_jobs, invocation, results, project, print_each, gate)
+        _verify_all(found_jobs, invocation, results, project, print_each, plan)
     except SpecError as error:  # no spec can run; a report of an earlier call must not stand for this one
         code = report_failure(error, invocation)
         results.failures += [Failure(error.source, sentence, code) for sentence in error.problems]
@@ -204,28 +204,28 @@ def run(
             exit_code=code,
             printed=print_each is not None,
             quiet=quiet,
-            slowest=gate.durations or 0,
+            slowest=plan.durations or 0,
             only_diffs=quiet and wish.asks,
         )
     await_first(code)
     return code
 
 
-def _refuse_patch(jobs: Sequence[Job], gate: Gate) -> None:
+def _refuse_patch(jobs: Sequence[Job], plan: RunPlan) -> None:
     """Raises if a patch is asked for that no job can have; a folder may hold others that can."""
-    if not gate.wish.asks:
+    if not plan.wish.asks:
         return
     from gaverify.loading.importing import NameKind, kind_of
 
-    if gate.only_list:
-        gate.wish.refuse("--list runs nothing, and a patch is tried in a run")
+    if plan.only_list:
+        plan.wish.refuse("--list runs nothing, and a patch is tried in a run")
     if read_launcher() is not None:
-        gate.wish.refuse("a launcher has started this process, and a patch is tried in another one")
+        plan.wish.refuse("a launcher has started this process, and a patch is tried in another one")
     specs = [spec for source, spec in jobs if isinstance(spec, Spec) and source == COMMAND_LINE]
     # A name that is wrong gets its own sentence when its turn comes.
     specs = [spec for spec in specs if _name_error(spec) is None]
     if specs and all(kind_of(spec.model) is NameKind.BUILTIN for spec in specs):
-        gate.wish.refuse(f"`{specs[0].model}` is a built-in model of gaverify, and a patch changes a file of yours")
+        plan.wish.refuse(f"`{specs[0].model}` is a built-in model of gaverify, and a patch changes a file of yours")
 
 
 def _project_for(select: tuple[str, ...], ignore: tuple[str, ...]) -> Project:
@@ -244,7 +244,7 @@ def _jobs(
     project: Project,
     exclude: Sequence[str],
     choice: Choice | None,
-    gate: Gate,
+    plan: RunPlan,
 ) -> list[Job]:
     """Returns each source that is chosen with its spec, or with what is wrong with it."""
     if not paths and "model" not in overrides:
@@ -260,7 +260,7 @@ def _jobs(
     jobs += [(COMMAND_LINE, parse_spec({}, COMMAND_LINE, options, project)) for options in settings]
     jobs += [(str(path), entry) for path, entry in entries]
     chosen = jobs if choice is None else choose(jobs, choice)
-    return leave_out_successes(chosen) if gate.last_failed else chosen
+    return leave_out_successes(chosen) if plan.last_failed else chosen
 
 
 def _verify_all(
@@ -269,7 +269,7 @@ def _verify_all(
     results: _Results,
     project: Project,
     print_each: _PrintEach | None,
-    gate: Gate,
+    plan: RunPlan,
 ) -> None:
     """Verifies specs into `results`, in their order; one that fails does not stop the rest.
 
@@ -278,19 +278,19 @@ def _verify_all(
     that is strict; a model that the command line names has to run.
     """
     failed = 0
-    with closing(_answers(jobs, gate, debug=invocation.debug)) as answers:
+    with closing(_answers(jobs, plan, debug=invocation.debug)) as answers:
         for at, (source, spec) in enumerate(jobs):
             try:
                 if isinstance(spec, SpecError):
                     raise spec
-                verdict = try_patch(_settle(next(answers), spec, project, source, gate), spec, gate.wish)
-                verdict = settle_patch(verdict, gate.wish)
+                verdict = try_patch(_settle(next(answers), spec, project, source, plan), spec, plan.wish)
+                verdict = settle_patch(verdict, plan.wish)
             except BaseException as error:
-                if isinstance(error, MissingPackage) and source != COMMAND_LINE and not gate.strict:
+                if isinstance(error, MissingPackage) and source != COMMAND_LINE and not plan.strict:
                     results.skipped.append(Failure(source, str(error), error.exit_code, at))
-                    _tell_skipped(results.skipped[-1], gate.row_width)
+                    _tell_skipped(results.skipped[-1], plan.row_width)
                     continue
-                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, row_width=gate.row_width)
+                ended = failures_of(error, source, invocation, alone=len(jobs) == 1, row_width=plan.row_width)
                 if ended[0].code == INTERRUPTED:
                     why = "interrupted before there was a verdict"
                     missed = enumerate(jobs[at:], at)
@@ -306,23 +306,23 @@ def _verify_all(
                 remember(source, failed=verdict.exit_code != 0)
                 if print_each is not None:
                     print_each(verdict)
-            if failed == gate.maxfail and at + 1 < len(jobs):
+            if failed == plan.maxfail and at + 1 < len(jobs):
                 remaining = count_text(len(jobs) - at - 1, "spec")
                 say(f"{count_text(failed, 'failure')}; {remaining} after {source} not verified", "stopped")
                 return
 
 
-def _answers(jobs: Sequence[Job], gate: Gate, *, debug: bool) -> Generator[Any, None, None]:
+def _answers(jobs: Sequence[Job], plan: RunPlan, *, debug: bool) -> Generator[Any, None, None]:
     """Yields the verdict of each job that is a spec, or what it ended with, in the order of the jobs."""
     specs = [spec for _, spec in jobs if isinstance(spec, Spec)]
-    count = min(gate.jobs, len(specs))
+    count = min(plan.jobs, len(specs))
     # ranks of a launcher have to stay the processes that it started, and end windows that hang themselves
     in_workers = read_launcher() is None and (count > 1 or any(needs_worker(spec) for spec in specs))
     if not in_workers:
         for number, spec in enumerate(specs):
             answer: Any
             try:
-                answer = _verify_one(spec, number, len(specs), quiet=gate.quiet)
+                answer = _verify_one(spec, number, len(specs), quiet=plan.quiet)
             except BaseException as error:
                 answer = error
             yield answer
@@ -330,7 +330,7 @@ def _answers(jobs: Sequence[Job], gate: Gate, *, debug: bool) -> Generator[Any, 
     checked = [_name_error(spec) for spec in specs]
     numbers = [number for number, error in enumerate(checked) if error is None]
     answers: dict[int, Any] = {number: error for number, error in enumerate(checked) if error is not None}
-    with SeveralProgress([spec.model for spec in specs], quiet=gate.quiet) as progress:
+    with SeveralProgress([spec.model for spec in specs], quiet=plan.quiet) as progress:
         worker_answers = verify_in_workers(
             [specs[number] for number in numbers], count, progress.report_of, debug=debug
         )
@@ -344,11 +344,11 @@ def _answers(jobs: Sequence[Job], gate: Gate, *, debug: bool) -> Generator[Any, 
                     yield answers.pop(number)
 
 
-def _settle(answer: Any, spec: Spec, project: Project, source: str, gate: Gate) -> Verdict:
+def _settle(answer: Any, spec: Spec, project: Project, source: str, plan: RunPlan) -> Verdict:
     """Returns the verdict with what its entries and the project's accept, or raises what came in its place."""
     if isinstance(answer, BaseException):
         raise answer
-    verdict: Verdict = mark_accepted(answer, spec.accept, project, expect=spec.expect, strict=gate.strict)
+    verdict: Verdict = mark_accepted(answer, spec.accept, project, expect=spec.expect, strict=plan.strict)
     return replace(verdict, source="" if source == COMMAND_LINE else source)
 
 
@@ -389,8 +389,8 @@ def _print_table(show_all: bool, verdict: Verdict) -> None:
 
 def verify_job(spec: Spec, project: Project, source: str) -> Verdict:
     """Returns the verdict of a spec, with what its entries and the project's accept; `source` is its file."""
-    with closing(_answers([(source, spec)], Gate(), debug=False)) as answers:
-        return _settle(next(answers), spec, project, source, Gate())
+    with closing(_answers([(source, spec)], RunPlan(), debug=False)) as answers:
+        return _settle(next(answers), spec, project, source, RunPlan())
 
 
 def _verify_one(spec: Spec, number: int, count: int, *, quiet: bool) -> Verdict:

@@ -149,14 +149,14 @@ def _is_number(node: Any) -> bool:
 # Listeners inside a pass, of a problem or a script: to modules, nested as they run, to operations, to functions.
 
 
-Begins = Callable[["Call", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+Begins = Callable[["RunningCall", tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 """Told of a call before it runs; may return other arguments for it, where only known modules are listened to."""
-Ends = Callable[["Call", Any], Any]
+Ends = Callable[["RunningCall", Any], Any]
 """Told of a call and its output, unless that lives in a transform of `torch.func` alone; may return another output."""
 
 
 @dataclass
-class Call:
+class RunningCall:
     """One call of a module.
 
     Args:
@@ -174,7 +174,7 @@ class Call:
     path: str
     number: int
     position: int
-    parents: tuple[Call, ...]
+    parents: tuple[RunningCall, ...]
     under: str
     args: tuple[Any, ...]
     kept: dict[str, Any] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def listening(
     ends: Ends = lambda *_: None,
     *,
     outside: str | None = None,
-) -> Iterator[list[Call]]:
+) -> Iterator[list[RunningCall]]:
     """Tells of the calls of modules, and gives those that are running, outermost first.
 
     Args:
@@ -197,14 +197,14 @@ def listening(
         outside: Path that an outermost call is `under`, where only these modules are listened to; None: every module
             is, by hooks that run before its own and know no arguments by name, and a call that raised has no output.
     """
-    running: list[Call] = []
+    running: list[RunningCall] = []
     counts: Counter[str] = Counter()
     positions = count()
 
     def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         path, under = paths.get(module, ""), running[-1].path if running else outside or ""
         counts[path] += 1
-        running.append(Call(module, path, counts[path], next(positions), tuple(running), under, args))
+        running.append(RunningCall(module, path, counts[path], next(positions), tuple(running), under, args))
         return begins(running[-1], args, kwargs or {})
 
     def end_call(module: nn.Module, args: tuple[Any, ...], output_value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.isolation import ModelState, written_tensors
 from gaverify.passes.precision import Arithmetic, product_of
-from gaverify.passes.randomness import Dealer, Recomputing, Recorder, tells_rows
+from gaverify.passes.randomness import Dealer, DrawRecorder, Recomputing, tells_rows
 from gaverify.torch_internals import is_in_backward, tree_map_only
 from gaverify.tracebacks import hands_over
 
@@ -38,7 +38,7 @@ _SLICE = 1 << 20  # terms whose magnitudes are held at a time
 _LARGEST_TABLE = 1 << 22  # elements of an embedding whose terms are summed; a second table of more is too much memory
 
 
-class Terms(NamedTuple):
+class TermNorm(NamedTuple):
     """The 2-norm of Σ|terms| over the elements of one sum, and whether the operation was a plain sum."""
 
     scale: torch.Tensor
@@ -49,7 +49,7 @@ class TermSums:
     """Remembers the sums of one backward by the memory that their results lie in."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[int, StorageWeakRef, Terms]] = {}
+        self._found: dict[int, tuple[int, StorageWeakRef, TermNorm]] = {}
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Measures the terms of an operation of `SUMMING` that has just run."""
@@ -59,11 +59,11 @@ class TermSums:
             return
         sums = magnitude(args, total)
         if sums is not None:
-            terms = Terms(torch.linalg.vector_norm(sums), at is None and func is aten.sum.dim_IntList)
+            terms = TermNorm(torch.linalg.vector_norm(sums), at is None and func is aten.sum.dim_IntList)
             # By address: autograd hands the very tensor on to `.grad` where nothing is added to it.
             self._found[total.data_ptr()] = total.numel(), StorageWeakRef(total.untyped_storage()), terms
 
-    def of(self, gradient: torch.Tensor | None) -> Terms | None:
+    def of(self, gradient: torch.Tensor | None) -> TermNorm | None:
         """Returns the terms of a gradient that is one of the sums still: it lies in the memory that the sum was put in.
 
         Memory that was freed meanwhile may have been given to another gradient; the weak reference tells.
@@ -198,7 +198,7 @@ class PassMode:
 
     Args:
         state: Told before an operation writes to a tensor.
-        random: Runs random operations (`Recorder` or `Dealer`).
+        random: Runs random operations (`DrawRecorder` or `Dealer`).
         lift: Raise casts and mixed inputs to this precision, float64 or float32 (a control run); None leaves them.
         observe_terms: Measure Σ|terms| of the sums that the backward forms.
     """
@@ -206,7 +206,7 @@ class PassMode:
     def __init__(
         self,
         state: ModelState,
-        random: Recorder | Dealer | Recomputing,
+        random: DrawRecorder | Dealer | Recomputing,
         *,
         lift: torch.dtype | None = None,
         observe_terms: bool = False,

@@ -23,15 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gaverify.errors import HiddenDraw, NoMemory, ProblemError
 from gaverify.passes.batching import fresh
-from gaverify.passes.dispatch import Observed, PassMode, Terms
+from gaverify.passes.dispatch import Observed, PassMode, TermNorm
 from gaverify.passes.isolation import foreign_generator_states, generator_states, merge_names, seed_torch, storage
 from gaverify.passes.randomness import (
     Dealer,
     Dealing,
     DealingReport,
     DrawLedger,
+    DrawRecorder,
     Recomputing,
-    Recorder,
     named_modules,
 )
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, micro_batch_weight, named_parameters
@@ -168,7 +168,7 @@ class PassResult:
     micro_losses: tuple[float, ...] = ()
     weights: tuple[float, ...] = ()
     observed: tuple[Observed, ...] = ()
-    terms: Mapping[str, Terms] = field(default_factory=dict)
+    terms: Mapping[str, TermNorm] = field(default_factory=dict)
     foreign: tuple[Any, ...] = ()
     foreign_draws_differ: bool = False
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -214,10 +214,10 @@ def record_full_batch(
         ProblemError: The model or loss raised, or the loss cannot be differentiated.
         NoMemory: It does not fit; where `experiment.fitting` was asked to, the ways that need less have been tried.
     """
-    recorders: list[Recorder] = []
+    recorders: list[DrawRecorder] = []
 
-    def record_draws() -> Recorder:
-        recorders.append(Recorder(ends_at_hidden=ends_at_hidden))
+    def record_draws() -> DrawRecorder:
+        recorders.append(DrawRecorder(ends_at_hidden=ends_at_hidden))
         return recorders[-1]
 
     try:
@@ -249,7 +249,7 @@ def full_batch_gradients(experiment: Experiment, probe: PassProbe | None = None)
 
 
 def _fit_full_batch(
-    experiment: Experiment, make_draws: Callable[[], Recorder | Dealer], probe: PassProbe | None
+    experiment: Experiment, make_draws: Callable[[], DrawRecorder | Dealer], probe: PassProbe | None
 ) -> PassResult:
     """The full-batch pass, by the ways that need less memory where it does not fit."""
     while True:
@@ -266,7 +266,7 @@ def _fit_full_batch(
         experiment.progress(f"the full batch with {experiment.fitting.way}")
 
 
-def _run_full_batch(experiment: Experiment, random_draws: Recorder | Dealer, probe: PassProbe) -> PassResult:
+def _run_full_batch(experiment: Experiment, random_draws: DrawRecorder | Dealer, probe: PassProbe) -> PassResult:
     mode = PassMode(
         experiment.state, random_draws, lift=experiment.lift, observe_terms=experiment.lift is not torch.float64
     )
@@ -446,7 +446,7 @@ def _buffers(experiment: Experiment) -> dict[str, torch.Tensor]:
     }
 
 
-def _terms(observed: Observed, gradients: Gradients) -> dict[str, Terms]:
+def _terms(observed: Observed, gradients: Gradients) -> dict[str, TermNorm]:
     """Σ|terms| of the gradients that the backward formed as sums."""
     by_name = {name: observed.terms.of(gradient) for name, gradient in gradients.items()}
     return {name: terms for name, terms in by_name.items() if terms is not None}

@@ -40,7 +40,7 @@ class TrialResult:
     """The full batch's gradient as a multiple of the unpatched one's: 1 where it stayed; NaN for none or not asked."""
 
 
-class Trial(Protocol):
+class PatchTrial(Protocol):
     """Makes the audit again with patched sources."""
 
     def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
@@ -57,7 +57,7 @@ def explain_no_trial(report: AuditReport, *, events_only: bool) -> str:
 
 
 def search_patch(
-    findings: Sequence[Finding], context: Context, trial: Trial, *, allow_unsafe: bool
+    findings: Sequence[Finding], context: Context, trial: PatchTrial, *, allow_unsafe: bool
 ) -> tuple[Patch | None, str]:
     """Returns the first patch that makes the runs equivalent, or None and a sentence why there is none.
 
@@ -84,7 +84,7 @@ def search_patch(
 class _Search:
     """Tries proposals, depth first: where one changes which faults there are, what is left is repaired next."""
 
-    def __init__(self, context: Context, trial: Trial, allow_unsafe: bool) -> None:
+    def __init__(self, context: Context, trial: PatchTrial, allow_unsafe: bool) -> None:
         self._context, self._trial, self._allow_unsafe = context, trial, allow_unsafe
         self.trials = 0
         self.unsafe_titles: list[str] = []

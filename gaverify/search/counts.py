@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gaverify.passes.calls import (
-    Call,
+    RunningCall,
     addends,
     has_constant_addend,
     is_made_of_parameter,
@@ -40,7 +40,7 @@ from gaverify.records.facts import Facts
 from gaverify.search.bench import Bench, Intervention
 from gaverify.search.trace.operations import OperationTracer, intercept_calls, make_tracer
 from gaverify.search.trace.state import StateWatch
-from gaverify.search.trace.traces import Trace, locate_operation
+from gaverify.search.trace.traces import OperationTrace, locate_operation
 from gaverify.thresholds import COMPUTED_FLOAT32, HELPS, SAME_NUMBER, SMALL_PART
 from gaverify.torch_internals import is_in_functorch_transform, tree_leaves, without_torch_function
 from gaverify.tracebacks import hands_over
@@ -242,7 +242,7 @@ def _find_undivided_terms(
     return divisors
 
 
-def _listen_to_window(bench: Bench) -> Iterator[_Listener]:
+def _listen_to_window(bench: Bench) -> Iterator[_DivisionListener]:
     """Listens to the forward of the full batch, then to those of the micro-batches, each when it is asked for."""
     watch = bench.watch
     is_watched = isinstance(watch, SearchWatch) and len(watch.forwards) == bench.experiment.steps + 1
@@ -252,13 +252,13 @@ def _listen_to_window(bench: Bench) -> Iterator[_Listener]:
         yield earlier[k] if k in earlier else _listen_to_forward(bench.experiment, k, dealing)
 
 
-def _listen_to_forward(experiment: Experiment, k: int | None, dealing: Dealing | None = None) -> _Listener:
-    listener = _Listener(experiment.problem.model)
+def _listen_to_forward(experiment: Experiment, k: int | None, dealing: Dealing | None = None) -> _DivisionListener:
+    listener = _DivisionListener(experiment.problem.model)
     listener.note_terms(experiment.forward(k, listener, dealing=dealing))
     return listener
 
 
-class _Listener(PassProbe):
+class _DivisionListener(PassProbe):
     """Records what each call divides by, and which calls made the terms of the loss, with their values.
 
     A divisor of activations is no count of a mean: samples interact there. Activations are what a model returns, where
@@ -267,7 +267,7 @@ class _Listener(PassProbe):
 
     def __init__(self, model: Any) -> None:
         self._modules = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
-        self._running: Sequence[Call] = ()
+        self._running: Sequence[RunningCall] = ()
         self._in_model: list[tuple[Any, FunctionKey]] = []
         # by identity, and with the tensor: Python gives the identity of a freed object to the next one
         self._inputs: dict[int, tuple[torch.Tensor, set[FunctionKey]]] = {}
@@ -307,7 +307,7 @@ class _Listener(PassProbe):
         with listening(self._modules, ends=self._note_output) as self._running, intercept_calls(self._handle_call):
             yield
 
-    def _note_output(self, call: Call, output: Any) -> None:
+    def _note_output(self, call: RunningCall, output: Any) -> None:
         if not call.parents and call.module in self._modules:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._returns_loss |= any(tensor.numel() == 1 and tensor.requires_grad for tensor in tensors)
@@ -359,16 +359,16 @@ class SearchWatch(StateWatch):
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment)
         self._experiment = experiment
-        self._listener = _Listener(experiment.problem.model)
+        self._listener = _DivisionListener(experiment.problem.model)
         self._tracer: OperationTracer | None = None
         self._forward = ExitStack()
-        self.forwards: dict[int | None, _Listener] = {}
-        self.shapes: Trace | None = None
+        self.forwards: dict[int | None, _DivisionListener] = {}
+        self.shapes: OperationTrace | None = None
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
         """Looks on at one pass; the state of the full batch's is of no interest."""
-        self._listener = _Listener(self._experiment.problem.model)
+        self._listener = _DivisionListener(self._experiment.problem.model)
         self._tracer = make_tracer(self._experiment) if k == 0 else None
         with nullcontext() if k is None else super().around(k), ExitStack() as self._forward:
             self._forward.enter_context(self._listener.around(k))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gaverify.passes.batching import fresh
-from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.calls import FunctionMode, OperationMode, RunningCall, listening, operation_name
 from gaverify.passes.dispatch import PassMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
@@ -24,7 +24,7 @@ from gaverify.passes.isolation.objects import entries_of, is_users_class
 from gaverify.passes.layouts import SampleLayout, changed_dimensions, map_leaves, real_numbers
 from gaverify.passes.modes import mode_set
 from gaverify.passes.precision import widest
-from gaverify.passes.randomness import Recorder
+from gaverify.passes.randomness import DrawRecorder
 from gaverify.passes.user_code import loss_of
 from gaverify.records.experiment import ControlKind, FunctionKey
 from gaverify.remedies.batch_norm import group_norm_for
@@ -153,7 +153,7 @@ class PrimedState(PassProbe):
         if k in (None, 0):
             # Its random draws are not those of the pass: a recorder of its own, and generators put back afterwards.
             restore = generator_states()
-            mode = PassMode(self._experiment.state, Recorder(), lift=self._experiment.lift)
+            mode = PassMode(self._experiment.state, DrawRecorder(), lift=self._experiment.lift)
             with no_dispatch_modes(), mode:
                 loss_of(self._experiment, fresh(self._experiment.problem.batch), "the full batch")
             restore()
@@ -262,7 +262,7 @@ class _Cut(PassProbe):
             is_same = bool(difference <= COMPUTED_FLOAT32 * torch.linalg.vector_norm(output))
         return leaf.grad.narrow(dim, start, count) if is_same else None
 
-    def _leave(self, call: Call, output: Any) -> Any:
+    def _leave(self, call: RunningCall, output: Any) -> Any:
         around = [parent.position for parent in call.parents]
         # only the outermost calls are cut: what lies inside one of them is behind the cut already
         if self._closed or call.position in self._inside or not self._inside.issuperset(around):
@@ -667,11 +667,11 @@ class PinnedOutputs(PinnedCode):
     def places(self, k: int | None, pin: Pin) -> Iterator[None]:
         """Intercepts the module's inputs and outputs."""
 
-        def begins(call: Call, args: Any, kwargs: Any) -> Any:
+        def begins(call: RunningCall, args: Any, kwargs: Any) -> Any:
             call.kept["inputs"] = self._listen(k, call.number, (args, kwargs))
             return call.kept["inputs"]
 
-        def ends(call: Call, output: Any) -> Any:
+        def ends(call: RunningCall, output: Any) -> Any:
             constants = self._replace(k, pin, call.number, call.kept["inputs"], output)
             return self._choose_pinned(constants, output)
 

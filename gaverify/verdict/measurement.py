@@ -14,7 +14,7 @@ import torch
 
 from gaverify.errors import GaverifyError, ProblemError
 from gaverify.passes.calls import OperationMode, operation_name
-from gaverify.passes.dispatch import Terms
+from gaverify.passes.dispatch import TermNorm
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe, PassResult
 from gaverify.passes.layouts import leaves
@@ -379,7 +379,7 @@ def _choose_reading(
     return experiment, first
 
 
-def _fetch_terms(terms: Mapping[str, Terms]) -> tuple[dict[str, float], dict[str, float]]:
+def _fetch_terms(terms: Mapping[str, TermNorm]) -> tuple[dict[str, float], dict[str, float]]:
     """Σ|terms| of all sums and of plain ones, fetched from each device at once: each fetch is a synchronisation."""
     devices: dict[torch.device, list[str]] = {}
     for name, term_values in terms.items():

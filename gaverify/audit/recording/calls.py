@@ -17,7 +17,7 @@ from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.storage import Journal, Storage
 from gaverify.audit.recording.unannounced import UnannouncedChanges
 from gaverify.audit.recording.values import Names, Roundoff
-from gaverify.audit.recording.watching import Look, Watch, Watched
+from gaverify.audit.recording.watching import Look, Watch, WatchedOptimizer
 from gaverify.audit.same_data import ForwardInputs
 from gaverify.records.events import LossOrigin
 from gaverify.records.ranks import Traffic
@@ -189,7 +189,7 @@ class GradCall(Differentiation):
 class StepCall(Call):
     """A step of an optimizer of torch's."""
 
-    entry: Watched
+    entry: WatchedOptimizer
     """The optimizer, with its window."""
     # The two halves of a step are two calls: torch's hooks have nothing in common but the optimizer.
     place: Place | None = None

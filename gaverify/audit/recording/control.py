@@ -19,7 +19,7 @@ from torch import nn
 
 from gaverify.audit.folders import COPY
 from gaverify.audit.recording.graph import Terms
-from gaverify.audit.recording.watching import Watch, Watched
+from gaverify.audit.recording.watching import Watch, WatchedOptimizer
 from gaverify.passes.calls import FunctionMode
 from gaverify.passes.precision import Coins, move, rounding_share
 from gaverify.records.events import LossOrigin
@@ -195,7 +195,7 @@ class Lead:
         # each parameter with its own gradient and the full batch's
         self._replaced: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
 
-    def replace_gradients(self, entry: Watched) -> bool:
+    def replace_gradients(self, entry: WatchedOptimizer) -> bool:
         """Takes the gradients of the same step of the same optimizer; returns whether it could."""
         path = self._source / f"{COPY}-{entry.index}-{entry.steps}.pt" if self._source is not None else None
         # a fused step divides by the scale of a `GradScaler` itself, and the stored gradients may have another scale

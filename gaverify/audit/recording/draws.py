@@ -17,7 +17,7 @@ from gaverify.audit.same_data import ForwardInputs, Matcher, read_rows
 from gaverify.passes.isolation.globals import torch_generator_states
 from gaverify.passes.layouts import SampleLayout
 from gaverify.passes.precision import Arithmetic
-from gaverify.passes.randomness import Dealer, Dealing, Draw, DrawLedger, Recomputing, Recorder, draw_mode
+from gaverify.passes.randomness import Dealer, Dealing, Draw, DrawLedger, DrawRecorder, Recomputing, draw_mode
 from gaverify.records.events import DrawSummary
 
 Shapes = list[tuple[int, ...]]
@@ -25,7 +25,7 @@ Key = tuple[int, bool, int]
 """A model, whether it is in training mode, and how many inputs it is given."""
 
 
-class Draws:
+class ForwardDraws:
     """The treatment of the random draws of a run's forwards: none, unless its role asks for more.
 
     Args:
@@ -41,8 +41,8 @@ class Draws:
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self._arithmetic = arithmetic
-        self._handlers: list[Recorder | Dealer] = []  # of the window's forwards
-        self._handler: Recorder | Dealer | None = None
+        self._handlers: list[DrawRecorder | Dealer] = []  # of the window's forwards
+        self._handler: DrawRecorder | Dealer | None = None
         self._fused: set[str] = set()
         self._count = self._dealt = 0
         self._unaligned: dict[str, str] = {}
@@ -53,7 +53,7 @@ class Draws:
         if self._handler is not None:
             self._handlers.append(self._handler)
 
-    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Recorder | Dealer | None:
+    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> DrawRecorder | Dealer | None:
         return None
 
     def in_forward(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -82,8 +82,8 @@ class Draws:
         return DrawSummary(self._count, self._dealt, self._unaligned, tuple(sorted(self._fused)))
 
 
-class KeptDraws(Draws):
-    """The full-batch run: one `Recorder` per forward, written when the update is over.
+class KeptDraws(ForwardDraws):
+    """The full-batch run: one `DrawRecorder` per forward, written when the update is over.
 
     Args:
         arithmetic: The arithmetic of the script.
@@ -93,10 +93,10 @@ class KeptDraws(Draws):
     def __init__(self, arithmetic: Arithmetic, folder: Path) -> None:
         super().__init__(arithmetic)
         self._folder = folder
-        self._forwards: list[tuple[Key, Shapes, Recorder]] = []
+        self._forwards: list[tuple[Key, Shapes, DrawRecorder]] = []
 
-    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> Recorder:
-        recorder = Recorder()
+    def _next(self, key: Key, shapes: Shapes, prints: ForwardInputs) -> DrawRecorder:
+        recorder = DrawRecorder()
         self._forwards.append((key, shapes, recorder))
         return recorder
 
@@ -125,7 +125,7 @@ class KeptDraws(Draws):
         self._forwards.clear()
 
 
-class DealtDraws(Draws):
+class DealtDraws(ForwardDraws):
     """The accumulated run: a `Dealer` per forward, over the draws of the full-batch run's forward at the same place.
 
     The rows of the inputs tell which place that is. Where they do not, micro-batch k's j-th forward takes from the full

@@ -101,7 +101,7 @@ def _is_matrix(shape: tuple[int, ...] | None, rows: Collection[int]) -> bool:
 _MOST = 64  # results of one forward that are listened to
 
 
-class Reach:
+class ForwardReach:
     """Listens at the results of forwards for gradients that flow into them."""
 
     def __init__(self) -> None:

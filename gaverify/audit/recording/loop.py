@@ -91,7 +91,7 @@ class DealtLoopDraw(NamedTuple):
     """The rows."""
 
 
-class Share(NamedTuple):
+class DrawingRank(NamedTuple):
     """Which of the ranks draws, of how many, and whether they take turns row by row."""
 
     rank: int = 0
@@ -99,7 +99,7 @@ class Share(NamedTuple):
     turns: bool = False
 
 
-_ALONE = Share()
+_ALONE = DrawingRank()
 
 
 class _Series:
@@ -122,7 +122,7 @@ class _Series:
         batch = (self._visits[steps] - 1) // max(parts, 1)
         return DealtLoopDraw(draws_of_window[min(batch, len(draws_of_window) - 1)])
 
-    def deal_rows(self, shape: tuple[int, ...], share: Share) -> DealtLoopDraw | Refusal:
+    def deal_rows(self, shape: tuple[int, ...], share: DrawingRank) -> DealtLoopDraw | Refusal:
         """The micro-batches get the rows of a draw one behind the other."""
         while self._next_draw < len(self._draws):
             draw = self._draws[self._next_draw]
@@ -158,7 +158,7 @@ class _Site:
         )
 
     def deal(
-        self, steps: int, operation: str, shape: tuple[int, ...], parts: int, share: Share
+        self, steps: int, operation: str, shape: tuple[int, ...], parts: int, share: DrawingRank
     ) -> DealtLoopDraw | Refusal:
         first = self._draws[0]
         visit, self._visits = self._visits, self._visits + 1
@@ -190,7 +190,7 @@ class LoopDealing:
         self._sites = {site: _Site(draws, ledger.rows) for site, draws in ledger.sites.items()}
 
     def deal(
-        self, site: Hashable, steps: int, operation: str, shape: tuple[int, ...], share: Share = _ALONE
+        self, site: Hashable, steps: int, operation: str, shape: tuple[int, ...], share: DrawingRank = _ALONE
     ) -> DealtLoopDraw | Refusal:
         """Returns the part of the full-batch run's draw that is a micro-batch's, or why there is none.
 
@@ -312,7 +312,7 @@ class LoopDraws(Loop):
         value = self._answer(run.operation, tuple(drawn.shape), drawn)
         return run.result if value is None else run.replace_numbers(drawn, value)
 
-    def _call(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
+    def _call(self, call: foreign.UpcomingDraw, run: Callable[[], Any]) -> Any:
         result = run()
         if self._paused or os.getpid() != self._process:
             return result
@@ -392,7 +392,9 @@ class DealtLoopDraws(LoopDraws):
     def _answer(self, operation: str, shape: tuple[int, ...], drawn: Any) -> Any:
         if self.steps >= self._dealing.ledger.steps:
             return None  # behind what the full-batch run recorded
-        dealt = self._dealing.deal(loop_site(), self.steps, operation, shape, Share(*place_in_group(), self._turns))
+        dealt = self._dealing.deal(
+            loop_site(), self.steps, operation, shape, DrawingRank(*place_in_group(), self._turns)
+        )
         if isinstance(dealt, DealtLoopDraw) and dealt.dimension >= 0 and operation.rpartition(".")[2] in _ORDERS:
             dealt = Refusal("the order of a full batch does not say the order of a micro-batch")
         if isinstance(dealt, Refusal):

@@ -24,7 +24,7 @@ from torch import nn
 from gaverify.audit.recording.graph import behind, line_of, meetings
 from gaverify.audit.recording.samples import input_shapes
 from gaverify.audit.recording.values import paths_in, place_in_group, plain, same, tensors_in
-from gaverify.passes.calls import Call, listening, per_channel_affine
+from gaverify.passes.calls import RunningCall, listening, per_channel_affine
 from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, rebuilt, summaries
 from gaverify.passes.precision import unit_roundoff
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS
@@ -48,7 +48,7 @@ Summaries = dict[str, RowSummaries]
 """By the place of a tensor in nested containers."""
 
 
-class ModuleCall(TypedDict):
+class RecordedCall(TypedDict):
     """One call of a module inside a forward."""
 
     path: str
@@ -74,7 +74,7 @@ class ModuleCall(TypedDict):
     """Whether it only scales and shifts its channels, as normalisation does."""
 
 
-class Forward(TypedDict):
+class RecordedForward(TypedDict):
     """One forward of an outermost module."""
 
     model: int
@@ -83,7 +83,7 @@ class Forward(TypedDict):
     """From 0, in its update."""
     modules: list[str]
     """Paths of all modules."""
-    calls: list[ModuleCall]
+    calls: list[RecordedCall]
     """In the order in which they end."""
     rank: NotRequired[int]
 
@@ -128,7 +128,7 @@ class Outputs:
         small: bool = False,
     ) -> None:
         self._work, self._moved, self._repeated, self._small = work, moved, repeated, small
-        self.forwards: list[Forward] = []
+        self.forwards: list[RecordedForward] = []
         self._model_outputs: set[Any] = set()  # operations that made the outputs of models
         self._takers: dict[Any, str] = {}  # operations that made outputs of calls → path of the code that takes them
 
@@ -139,7 +139,7 @@ class Outputs:
         rows, number = shapes[0][0] if shapes else 0, len(self.forwards)
         # Scripted modules are listed, too, although no hook can listen to their calls.
         paths = list(paths_in(model, scripted=True).values())
-        forward: Forward = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
+        forward: RecordedForward = {"model": id(model), "rows": rows, "number": number, "modules": paths, "calls": []}
         self.forwards.append(forward)
         inner: dict[str, _Inner] = {}
         begins, ends = partial(self._begins, inner, rows), partial(self._ends, forward, inner)
@@ -170,7 +170,7 @@ class Outputs:
             return [path for path in dict.fromkeys(under) if path is not None and path != SCRIPT]
 
     def _begins(
-        self, inner: dict[str, _Inner], rows: int, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, inner: dict[str, _Inner], rows: int, call: RunningCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         with self._work():
             tensors = _tensors((args, kwargs))
@@ -188,7 +188,7 @@ class Outputs:
             return None
         return map_leaves((args, dict(kwargs)), lambda _, leaf: _repeat_first_half(rows, leaf))
 
-    def _ends(self, forward: Forward, inner: dict[str, _Inner], call: Call, output: Any) -> Any:
+    def _ends(self, forward: RecordedForward, inner: dict[str, _Inner], call: RunningCall, output: Any) -> Any:
         with self._work():
             tensors, graph = _tensors(output), inner[call.path]
             nodes = {tensor.grad_fn for _, tensor in tensors}
@@ -358,12 +358,12 @@ class PinnedModules:
 
         # Arguments of a call are results of the code around it and inputs of its own code; outputs the other way round.
         # Results of pinned code are given the full batch's values, and its inputs the full batch's gradients.
-        def begins(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def begins(call: RunningCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             name, inputs = f"{call.path} {call.number}", (args, kwargs)
             inputs = self._change_tensors(call.under, self._replace_value, number, f"{name} in", inputs)
             return self._change_tensors(call.path, self._replace_gradient, number, f"{name} given", inputs)
 
-        def ends(call: Call, output: Any) -> Any:
+        def ends(call: RunningCall, output: Any) -> Any:
             name = f"{call.path} {call.number}"
             output = self._change_tensors(call.path, self._replace_value, number, f"{name} out", output)
             return self._change_tensors(call.under, self._replace_gradient, number, f"{name} made", output)

@@ -33,7 +33,7 @@ from gaverify.audit.recording.calls import (
     StepCall,
     UpdateEnd,
 )
-from gaverify.audit.recording.draws import DealtDraws, Draws, KeptDraws
+from gaverify.audit.recording.draws import DealtDraws, ForwardDraws, KeptDraws
 from gaverify.audit.recording.listeners.forwards import (
     DataListener,
     DrawListener,
@@ -233,13 +233,13 @@ class Recorder:
             journal.add(End(*journal.stamp(), reason=reason))
             self.storage.finish(summarise(self, reason, code))
 
-    def _choose_draws(self) -> Draws:
+    def _choose_draws(self) -> ForwardDraws:
         arithmetic = self.recording.roundoff.arithmetic
         if self.job.is_reference:
             return KeptDraws(arithmetic, self.storage.folder)
         if self.job.role == "accumulated" and self.job.sources:
             return DealtDraws(arithmetic, [Path(source) for source in self.job.sources])
-        return Draws(arithmetic)
+        return ForwardDraws(arithmetic)
 
 
 # The closing record of a run, from what its listeners own when it ends.

@@ -33,7 +33,7 @@ from gaverify.audit.recording.calls import Differentiation, ForwardCall, Recordi
 from gaverify.audit.recording.outputs import SCRIPT, are_same
 from gaverify.audit.recording.values import paths_in, plain, tensors_in
 from gaverify.passes import calls
-from gaverify.passes.calls import Call, FunctionMode, listening
+from gaverify.passes.calls import FunctionMode, RunningCall, listening
 from gaverify.passes.layouts import SampleLayout, leaves, map_leaves, real_numbers, summaries
 from gaverify.torch_internals import DispatcherOperation, surround_engine, version_of
 from gaverify.tracebacks import Owner, Place, hands_over, owner_of
@@ -102,7 +102,7 @@ class TracedCall(TypedDict):
     """None for a tensor that cannot be described."""
 
 
-class Trace(TypedDict):
+class ScriptTrace(TypedDict):
     """The calls of one update, in order."""
 
     passes: int
@@ -134,7 +134,7 @@ class ScriptCalls:
         self._counts: Counter[CallKey] = Counter()
         self._passes = 0
         self._is_in_backward = False
-        self._running: Sequence[Call] = ()
+        self._running: Sequence[RunningCall] = ()
         self._process = os.getpid()
         # Below every mode of the script's, and never left: modes are taken off in the order of a stack.
         self.mode = FunctionMode(self._handle)
@@ -227,7 +227,7 @@ class TracedCalls(ScriptCalls):
         super().__init__(recording)
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> ScriptTrace:
         """The noted calls, on the host; none where they are too many."""
         calls = self._calls[: self._count_until_step] if not self._is_full else []
         for call in calls:

@@ -95,7 +95,7 @@ def is_same(before: Content | None, now: Content | None) -> bool:
     return type(before) is type(now) and bool(before == now)
 
 
-class RestoredState:
+class StateRestorer:
     """Restores values before each micro-batch, and notes which values forwards change.
 
     A micro-batch begins with the first forward behind a backward pass, a window with the first one behind a step.

@@ -22,7 +22,7 @@ import torch
 from gaverify.audit.folders import DISK_FULL, META, ROOM
 from gaverify.audit.recording.sketching import KeptGradients
 from gaverify.audit.recording.values import plain
-from gaverify.audit.recording.watching import Watched, counted_steps, settings_of
+from gaverify.audit.recording.watching import WatchedOptimizer, counted_steps, settings_of
 from gaverify.audit.same_data import ForwardInputs, StepSample
 from gaverify.records.events import ClosingRecord, Event, write_closing_record, write_event
 from gaverify.tracebacks import Place, user_place
@@ -114,7 +114,7 @@ class Update:
 
     def capture(
         self,
-        entry: Watched,
+        entry: WatchedOptimizer,
         forwards: Forwards,
         moved: torch.Tensor | None = None,
     ) -> dict[str, KeptGradients]:
@@ -152,7 +152,7 @@ class Update:
         )
         return {"gradients": used} if summed is None else {"gradients": used, "summed": summed}
 
-    def capture_after_step(self, entry: Watched, buffers: dict[str, torch.Tensor], led: bool) -> None:
+    def capture_after_step(self, entry: WatchedOptimizer, buffers: dict[str, torch.Tensor], led: bool) -> None:
         """Takes weights, settings and buffers after the step.
 
         Args:
@@ -185,7 +185,7 @@ class Update:
         storage.tensors(f"rows-{self.number}", self.rows)
 
 
-def divisor_of(entry: Watched) -> float:
+def divisor_of(entry: WatchedOptimizer) -> float:
     """Returns what a fused optimizer divides its gradients by itself: the scale of a `GradScaler`."""
     scale = getattr(entry.optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)

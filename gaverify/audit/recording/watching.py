@@ -30,7 +30,7 @@ class Increment:
 
 
 @dataclass
-class Watched:
+class WatchedOptimizer:
     """One optimizer: its sampled elements as they were at the last look, and what its open window holds.
 
     Args:
@@ -111,12 +111,12 @@ class Watch:
 
     def __init__(self) -> None:
         self._optimizers: list[Any] = []
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedOptimizer] = {}
 
     def __len__(self) -> int:
         return len(self._optimizers)
 
-    def __iter__(self) -> Iterator[Watched]:
+    def __iter__(self) -> Iterator[WatchedOptimizer]:
         """The sampled state of every optimizer; see `of`."""
         return map(self.of, range(len(self._optimizers)))
 
@@ -148,7 +148,7 @@ class Watch:
         for optimizer in self._optimizers:
             yield from parameters_of(optimizer)
 
-    def of(self, index: int) -> Watched:
+    def of(self, index: int) -> WatchedOptimizer:
         """Returns the sampled state of an optimizer; parameters that were added later join here."""
         optimizer = self._optimizers[index]
         entry = self._watched.get(index)
@@ -160,7 +160,7 @@ class Watch:
                 return entry  # parameters that can never be read: its window goes on
             # Steps go on counting: files of the full-batch run are found by their numbers.
             steps = entry.steps if entry is not None else 0
-            entry = Watched(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
+            entry = WatchedOptimizer(index, optimizer, sample, sample.gradients(), sample.weights(), steps=steps)
             self._watched[index] = entry
         return entry
 
@@ -291,7 +291,7 @@ class IncomingGradients:
         self._complete: set[int] = set()  # optimizers whose `.grad` shows all that the first pass gave
         self._steps: dict[int, int] = {}  # those that each optimizer had made when the pass began
 
-    def listen(self, entry: Watched) -> None:
+    def listen(self, entry: WatchedOptimizer) -> None:
         """Listens to the parameters of an optimizer that are not listened to yet, where that is needed."""
         index, sample = entry.index, entry.sample
         self._steps[index] = entry.steps
@@ -322,7 +322,7 @@ class IncomingGradients:
         self._parts[index] = [torch.zeros_like(part) for part in parts]
         return total
 
-    def take_moved(self, entry: Watched, seen: Look) -> torch.Tensor | None:
+    def take_moved(self, entry: WatchedOptimizer, seen: Look) -> torch.Tensor | None:
         """Returns what a pass gave an optimizer some of whose gradients were moved out of `.grad` inside it.
 
         None where `.grad` shows all of it, or where a step inside the pass has used it. Shape (S,).
@@ -342,7 +342,7 @@ class IncomingGradients:
         rows = zip(moved, *pieces[1:], strict=True)
         return torch.cat([given if is_moved else added for is_moved, added, given in rows])
 
-    def _stop(self, entry: Watched) -> None:
+    def _stop(self, entry: WatchedOptimizer) -> None:
         """Ends listening to an optimizer whose `.grad` shows all that a pass gives, unless hooks may move it later."""
         if self._always or any(map(has_post_accumulate_hooks, entry.sample.parameters)):
             return

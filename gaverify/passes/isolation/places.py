@@ -138,7 +138,7 @@ class Entries(Holder):
         return f"{self._prefix}{key}"
 
 
-class Parameters(Entries):
+class ModuleParameters(Entries):
     """The parameters of a module: their values, which are written in place."""
 
     def get(self, key: Any) -> Any:
@@ -452,7 +452,7 @@ def places_of_module(root: nn.Module, prefix: str = "") -> Iterator[StatePlace]:
             others = [name for name in inside.read() if name not in (*parameters, *buffers)]
             holders = (("parameter", inside, parameters), ("buffer", inside, buffers), ("attribute", inside, others))
         else:
-            registered, buffered, slots = Parameters(parameters_of(module)), buffers_of(module), Slots(module)
+            registered, buffered, slots = ModuleParameters(parameters_of(module)), buffers_of(module), Slots(module)
             holders = (
                 ("parameter", registered, parameters),
                 ("buffer", Entries(buffered), buffered),

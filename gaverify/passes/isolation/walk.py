@@ -62,7 +62,7 @@ CANNOT_CHANGE = (
 Children = Iterable[Any]
 
 
-class Walk:
+class StateWalk:
     """One search for state, breadth first.
 
     Args:
@@ -257,7 +257,7 @@ class Walk:
         return () if objects.is_library(objects.module_of(kind)) or id(kind) in self._seen else (kind,)
 
 
-class ValueWalk(Walk):
+class ValueWalk(StateWalk):
     """A search for what some values hold themselves: no modules, functions and classes, whose state has other names."""
 
     def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
@@ -289,7 +289,7 @@ class ModelState:
         check_initialised(registered)
         self._flags = flag_states(ARITHMETIC)  # not those of kernels, which a pass sets for itself
         self._tensors = Tensors()
-        self._walk = Walk(self._tensors, frozenset(map(id, registered)), packages_of(others))
+        self._walk = StateWalk(self._tensors, frozenset(map(id, registered)), packages_of(others))
         with torch.no_grad(), without_torch_function():
             self._walk.follow([*modules, *others])
 
@@ -305,7 +305,7 @@ class ModelState:
     def forget(self) -> None:
         """Drops every saved value: `restore` does nothing afterwards, and the memory can be freed."""
         self._tensors = Tensors()
-        self._walk = Walk(self._tensors, frozenset(), frozenset())
+        self._walk = StateWalk(self._tensors, frozenset(), frozenset())
 
     def restore(self) -> None:
         """Puts every value back, in place, so that ties and outside references survive.

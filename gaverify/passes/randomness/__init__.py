@@ -20,7 +20,7 @@ pass's: an audit keeps them in a ledger of its own kind and deals them out by th
 """
 
 from gaverify.passes.randomness.dealing import Dealer, Dealing, DealingReport, Reading, Recomputing, Refusal
-from gaverify.passes.randomness.draws import Draw, DrawLedger, Recorder
+from gaverify.passes.randomness.draws import Draw, DrawLedger, DrawRecorder
 from gaverify.passes.randomness.foreign import named_modules
 from gaverify.passes.randomness.operations import draw_mode
 from gaverify.passes.randomness.packing import tells_rows
@@ -31,9 +31,9 @@ __all__ = [
     "DealingReport",
     "Draw",
     "DrawLedger",
+    "DrawRecorder",
     "Reading",
     "Recomputing",
-    "Recorder",
     "Refusal",
     "draw_mode",
     "named_modules",

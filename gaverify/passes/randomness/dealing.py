@@ -20,9 +20,9 @@ from gaverify.passes.randomness.draws import (
     LOOSE,
     Draw,
     DrawLedger,
+    DrawRecorder,
     GivenRows,
     MicroBatch,
-    Recorder,
     Rows,
     Selection,
     are_rounded,
@@ -274,7 +274,7 @@ class ForeignDealer:
                 foreign.set_generator(module, state)
 
     @hands_over
-    def _draw(self, call: foreign.Call, run: Callable[[], Any]) -> Any:
+    def _draw(self, call: foreign.UpcomingDraw, run: Callable[[], Any]) -> Any:
         self._compare_with_full_batch()
         site = call_site()
         at = self._made[site]
@@ -300,7 +300,7 @@ class ForeignDealer:
         foreign.set_generator(call.module, foreign.state_after(draws, self._at, self._ledger.foreign_end))
         return rows
 
-    def _note(self, site: int, call: foreign.Call) -> None:
+    def _note(self, site: int, call: foreign.UpcomingDraw) -> None:
         """Notes a draw as one for all samples, until it turns out to have rows or to be made once per sample."""
         if site not in self._once:
             self._once[site] = f"{_NAMES.get(call.module, call.module)}.{call.name}"
@@ -535,7 +535,7 @@ class Recomputing:
         handlers: Those of the window's forwards, in order.
     """
 
-    def __init__(self, handlers: Sequence[Recorder | Dealer]) -> None:
+    def __init__(self, handlers: Sequence[DrawRecorder | Dealer]) -> None:
         self._handlers = handlers
         self.packed = PackedRows()  # those of the forwards are known by then
 

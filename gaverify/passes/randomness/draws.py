@@ -196,7 +196,7 @@ def place_draw(
     return None
 
 
-class Recorder:
+class DrawRecorder:
     """Handles the random operations of the full batch: keeps each result.
 
     Args:

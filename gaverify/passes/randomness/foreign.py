@@ -112,7 +112,7 @@ _STATE = frozenset({"seed", "getstate", "setstate", "get_state", "set_state", "g
 
 
 @dataclass(frozen=True)
-class Call:
+class UpcomingDraw:
     """A draw that is about to be made."""
 
     module: str
@@ -121,7 +121,7 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
-Handler = Callable[[Call, Callable[[], Any]], Any]
+Handler = Callable[[UpcomingDraw, Callable[[], Any]], Any]
 """`handler(call, run)` returns what the caller gets; `run()` makes the draw."""
 
 
@@ -130,7 +130,7 @@ class ForeignDraw:
     """One draw of the full batch: where it was made, the generator's state before it, and the array it gave."""
 
     site: int
-    call: Call
+    call: UpcomingDraw
     state: Any
     array: Any
 
@@ -150,7 +150,7 @@ def watch_generators(handler: Handler) -> Iterator[None]:
             try:
                 if depth > 1:  # one function of `random` calls another
                     return function(*args, **kwargs)
-                return handler(Call(module, name, args, kwargs), partial(function, *args, **kwargs))
+                return handler(UpcomingDraw(module, name, args, kwargs), partial(function, *args, **kwargs))
             finally:
                 depth -= 1
 
@@ -173,7 +173,7 @@ def record_draws(draws: list[ForeignDraw]) -> Handler:
     """Returns what keeps each draw of the full batch."""
 
     @hands_over
-    def keep(call: Call, run: Callable[[], Any]) -> Any:
+    def keep(call: UpcomingDraw, run: Callable[[], Any]) -> Any:
         if len(draws) >= MOST:
             return run()
         site, state = call_site(), state_of(foreign_generators()[call.module])
@@ -186,7 +186,7 @@ def record_draws(draws: list[ForeignDraw]) -> Handler:
 
 
 def rows_of_micro_batch(
-    draw: ForeignDraw, call: Call, result: Any, micro_batch: tuple[int, int], batch_size: int
+    draw: ForeignDraw, call: UpcomingDraw, result: Any, micro_batch: tuple[int, int], batch_size: int
 ) -> Any:
     """Returns the rows of the full batch's array that are a micro-batch's; None where its draw is no such array."""
     shape = getattr(result, "shape", ())
@@ -199,7 +199,7 @@ def rows_of_micro_batch(
     return layout.take(draw.array, range(start, stop), batch_size).copy()  # the user's code may write into its rows
 
 
-def _differ_in_size_alone(full: Call, ours: Call) -> bool:
+def _differ_in_size_alone(full: UpcomingDraw, ours: UpcomingDraw) -> bool:
     """Whether two draws differ in nothing but the size that was asked for; a permutation has no rows of its own."""
     if full.name != ours.name or full.name in ("permutation", "shuffle") or ours.kwargs.get("replace") is False:
         return False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaverify.passes.calls import Call, listening, per_channel_affine
+from gaverify.passes.calls import RunningCall, listening, per_channel_affine
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, leaves
@@ -25,7 +25,7 @@ from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench, ControlFailed, take_rows
 from gaverify.search.trace.operations import intercept_calls, make_tracer
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
-from gaverify.search.trace.traces import Frame, Trace, describe_step, takes_other_branch
+from gaverify.search.trace.traces import Frame, OperationTrace, describe_step, takes_other_branch
 from gaverify.thresholds import AGREE_FLOAT32, AGREE_FLOAT64, FIT_MAGNIFIES, SMALL_PART, TINY
 from gaverify.torch_internals import without_torch_function
 from gaverify.tracebacks import calling_frame, hands_over
@@ -51,7 +51,7 @@ class BoundaryGradients(PassProbe):
         self.functions: dict[int, tuple[int, str, Frame]] = {}  # position among applications, class, line
         self._k: int | None = None
         self._calls = -1
-        self._running: list[Call] = []
+        self._running: list[RunningCall] = []
 
     @contextmanager
     def around(self, k: int | None) -> Iterator[None]:
@@ -60,7 +60,7 @@ class BoundaryGradients(PassProbe):
         with listening(self._names, self._enter, self._leave) as self._running, intercept_applications(self._apply):
             yield
 
-    def _enter(self, call: Call, inputs: Any, _: Any) -> None:
+    def _enter(self, call: RunningCall, inputs: Any, _: Any) -> None:
         self._calls += 1
         if not call.parents:
             self.outermost.add(self._calls)
@@ -69,7 +69,7 @@ class BoundaryGradients(PassProbe):
             self.paths[self._calls] = call.path
             self._listen(inputs, self._calls, "inputs")
 
-    def _leave(self, call: Call, output: Any) -> None:
+    def _leave(self, call: RunningCall, output: Any) -> None:
         if "at" in call.kept:
             self._listen(output, call.kept["at"], "outputs")
 
@@ -249,7 +249,7 @@ class _ModuleProbe(PassProbe):
         with listening({self._module: ""}, ends=self._note_output, outside=""), intercept_calls(handle_call):
             yield
 
-    def _note_output(self, call: Call, output: Any) -> None:
+    def _note_output(self, call: RunningCall, output: Any) -> None:
         self.first = self.first or call.args
         # the first of several outputs: a flow returns a determinant beside it
         input_tensor, output_tensor = _first_tensor(call.args), _first_tensor(output)
@@ -339,11 +339,13 @@ def find_one_sided_branch(bench: Bench) -> Operation | None:
 
 def _traces(
     bench: Bench, layouts: Collection[LayoutKind] = LAYOUT_KINDS
-) -> tuple[Trace, list[Trace], float, list[float]]:
+) -> tuple[OperationTrace, list[OperationTrace], float, list[float]]:
     """Traces the full batch and every micro-batch, with fingerprints of results in some layouts; and their losses."""
     experiment = bench.experiment
 
-    def trace_forward(k: int | None, template: Trace | None = None, plan: Trace | None = None) -> tuple[Trace, float]:
+    def trace_forward(
+        k: int | None, template: OperationTrace | None = None, plan: OperationTrace | None = None
+    ) -> tuple[OperationTrace, float]:
         tracer = make_tracer(experiment, template, plan, layouts)
         loss = experiment.forward(k, tracer, dealing=dealing).detach()
         return tracer.finish(loss), float(loss)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gaverify.passes.calls import Call, FunctionMode, OperationMode, listening, operation_name
+from gaverify.passes.calls import FunctionMode, OperationMode, RunningCall, listening, operation_name
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import written_arguments, written_tensors
@@ -28,8 +28,8 @@ from gaverify.search.trace.traces import (
     Frame,
     GroupedFingerprints,
     ModuleCall,
+    OperationTrace,
     Result,
-    Trace,
     TracedOperation,
     find_result,
 )
@@ -154,16 +154,16 @@ class OperationTracer(PassProbe):
         names: dict[nn.Module, str],
         batch_size: int,
         count: int,
-        template: Trace | None = None,
-        plan: Trace | None = None,
+        template: OperationTrace | None = None,
+        plan: OperationTrace | None = None,
         described: Collection[LayoutKind] = LAYOUT_KINDS,
     ) -> None:
-        self.trace = Trace()
+        self.trace = OperationTrace()
         self._described = described
         self._fingerprints = GroupedFingerprints()
         self._names, self._size, self._count = names, batch_size, count
         self._template, self._plan = template, plan
-        self._running: list[Call] = []
+        self._running: list[RunningCall] = []
         self._writers: dict[int, int] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # no other storage gets an address while these exist
         self._state = {
@@ -181,7 +181,7 @@ class OperationTracer(PassProbe):
         with modules as self._running, intercept_calls(self._call), OperationMode(self._operate):
             yield
 
-    def finish(self, loss: torch.Tensor) -> Trace:
+    def finish(self, loss: torch.Tensor) -> OperationTrace:
         """Ends the recording with the loss that the forward returned, and returns the trace."""
         self.trace.loss = self._writers.get(_address(loss))
         self._fingerprints.read()
@@ -282,21 +282,21 @@ class OperationTracer(PassProbe):
                 self._fingerprints.add(result, tensor, layout, integers=integers)
         return result
 
-    def _enter(self, call: Call, *_: Any) -> None:
+    def _enter(self, call: RunningCall, *_: Any) -> None:
         kind, parents = type(call.module), tuple(parent.position for parent in call.parents)
         library = kind.__module__.split(".")[0] == "torch"
         has_weights = any(weight.numel() > 1 for weight in call.module.parameters(recurse=False))
         self.trace.calls.append(ModuleCall(self._names.get(call.module), kind.__name__, library, parents, has_weights))
 
-    def _leave(self, call: Call, output: Any) -> None:
+    def _leave(self, call: RunningCall, output: Any) -> None:
         outputs = tuple(self._writers.get(_address(tensor)) for tensor in _tensors_of(output))
         self.trace.calls[call.position].outputs = outputs
 
 
 def make_tracer(
     experiment: Experiment,
-    template: Trace | None = None,
-    plan: Trace | None = None,
+    template: OperationTrace | None = None,
+    plan: OperationTrace | None = None,
     layouts: Collection[LayoutKind] = LAYOUT_KINDS,
 ) -> OperationTracer:
     """Makes what traces one forward of an experiment."""

@@ -18,8 +18,8 @@ from gaverify.search.trace.traces import (
     INPUT,
     Frame,
     ModuleCall,
+    OperationTrace,
     Result,
-    Trace,
     TracedOperation,
     describe_step,
     find_decisions,
@@ -50,7 +50,7 @@ class Matching:
         agree: The relative difference that rounding may leave between fingerprints.
     """
 
-    def __init__(self, full: Trace, parts: Sequence[Trace], agree: float) -> None:
+    def __init__(self, full: OperationTrace, parts: Sequence[OperationTrace], agree: float) -> None:
         self.full, self.parts, self._agree = full, parts, agree
         self._partners = [self._partners_of(step) for step in full.steps]
         self._backwards = [
@@ -565,7 +565,7 @@ class SuspectFinder:
         rows = [output for output in call.outputs if output is not None and self._matching.rows[output] is not None]
         return within and any(output in downstream for output in rows)
 
-    def _in_model_of(self, trace: Trace, position: int) -> bool:
+    def _in_model_of(self, trace: OperationTrace, position: int) -> bool:
         """Whether a module around an unmatched step returns what not all traces computed."""
         k = next((k for k, part in enumerate(self._matching.parts) if part is trace), None)
         matching = self._matching
@@ -598,7 +598,7 @@ class SuspectFinder:
         frame = decisive.frame if decisions else None
         return replace(suspect, statistics="batch_norm" in decisive.name, frame=frame, lacking=lacking)
 
-    def _find_first_stray(self, index: int) -> tuple[Trace, int]:
+    def _find_first_stray(self, index: int) -> tuple[OperationTrace, int]:
         """The first unmatched step from which a step computes, and its trace."""
         matched = self._matching.is_matched
         strays = find_strays(self._full, index, lambda i: not matched(i))
@@ -612,7 +612,7 @@ class SuspectFinder:
         return self._full, index
 
 
-def _first_written(trace: Trace, strays: set[int]) -> int:
+def _first_written(trace: OperationTrace, strays: set[int]) -> int:
     """The first of some steps that is an operation: a tensor may enter the trace where a branch alone reads it."""
     return min((step for step in strays if trace.steps[step].name != INPUT), default=min(strays))
 

@@ -39,7 +39,7 @@ class GroupedFingerprints:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[_Group, list[tuple[Result, torch.Tensor]]] = {}
+        self._waiting: dict[_TensorGroup, list[tuple[Result, torch.Tensor]]] = {}
         self._elements = 0
         self._described: list[tuple[list[Result], torch.Tensor, torch.Tensor | None]] = []
 
@@ -60,7 +60,7 @@ class GroupedFingerprints:
         is_small = values.numel() <= (_SMALL_ON_HOST if tensor.device.type == "cpu" else _SMALL)
         copy = values.to(widest_dtype, copy=is_small)
         kind: LayoutKind = layout.kind
-        group = _Group(tuple(copy.shape), copy.device, kind, at, fold, moments=result.summed and numeric)
+        group = _TensorGroup(tuple(copy.shape), copy.device, kind, at, fold, moments=result.summed and numeric)
         if not is_small:
             self._describe_group(group, [(result, copy)])
             return
@@ -92,14 +92,14 @@ class GroupedFingerprints:
         self._waiting.clear()
         self._elements = 0
 
-    def _describe_group(self, group: _Group, members: list[tuple[Result, torch.Tensor]]) -> None:
+    def _describe_group(self, group: _TensorGroup, members: list[tuple[Result, torch.Tensor]]) -> None:
         tensors = [tensor.reshape(-1) if tensor.dim() == 0 else tensor for _, tensor in members]
         joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         prints, moments = describe_tensors(joined.reshape(len(tensors), *group.shape), group)
         self._described.append(([result for result, _ in members], prints, moments))
 
 
-class _Group(NamedTuple):
+class _TensorGroup(NamedTuple):
     """Tensors that are described together."""
 
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class _Group(NamedTuple):
     moments: bool
 
 
-def describe_tensors(values: torch.Tensor, group: _Group) -> tuple[torch.Tensor, torch.Tensor | None]:
+def describe_tensors(values: torch.Tensor, group: _TensorGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns fingerprints of several tensors of one shape and layout and, where wanted, moments of folded rows.
 
     The fingerprints of each, of shape (variants, rows, 3), are two projections and the norm of each row, in float64.
@@ -255,7 +255,7 @@ class ModuleCall:
 
 
 @dataclass
-class Trace:
+class OperationTrace:
     """The operations of one forward, in order.
 
     Traces of other batches may contain more or fewer operations (a loop over the samples, a branch), so the same
@@ -295,19 +295,19 @@ class Trace:
         return places[step.occurrence] if step.occurrence < len(places) else None
 
 
-def find_result(trace: Trace, step: TracedOperation, position: int) -> Result | None:
+def find_result(trace: OperationTrace, step: TracedOperation, position: int) -> Result | None:
     """The result of the same operation in another trace; None where that has none."""
     index = trace.counterpart(step)
     results = trace.steps[index].results if index is not None else []
     return results[position] if position < len(results) else None
 
 
-def find_named_call(trace: Trace, step: TracedOperation) -> ModuleCall | None:
+def find_named_call(trace: OperationTrace, step: TracedOperation) -> ModuleCall | None:
     """The innermost call of a module of the experiment."""
     return next((call for call in trace.around(step.call) if call.path is not None), None)
 
 
-def describe_step(trace: Trace, step: TracedOperation) -> Operation:
+def describe_step(trace: OperationTrace, step: TracedOperation) -> Operation:
     """Where a step is, for people."""
     chain, module_call = trace.around(step.call), find_named_call(trace, step)
     library = bool(chain) and chain[0].library
@@ -338,13 +338,13 @@ def _caller(chain: Sequence[ModuleCall], step: TracedOperation) -> str:
     return f"in `{outermost.kind}`, called at {place}" if outermost is not None else f"called at {place}"
 
 
-def find_decisions(trace: Trace, start: int) -> list[int]:
+def find_decisions(trace: OperationTrace, start: int) -> list[int]:
     """The numbers that Python code read out of tensors shortly before a step."""
     near = range(max(start - _NEAR, 0), min(start + 1, len(trace.steps)))
     return [i for i in near if trace.steps[i].name in DECISIONS]
 
 
-def first_difference(full: Trace, part: Trace) -> int | None:
+def first_difference(full: OperationTrace, part: OperationTrace) -> int | None:
     """Index of the first step at which two traces differ; None if they do not."""
     pairs = enumerate(zip(full.steps, part.steps, strict=False))
     first = next((i for i, (step, other_step) in pairs if step.signature != other_step.signature), None)
@@ -353,7 +353,7 @@ def first_difference(full: Trace, part: Trace) -> int | None:
     return first
 
 
-def takes_other_branch(one: Trace, other: Trace) -> bool:
+def takes_other_branch(one: OperationTrace, other: OperationTrace) -> bool:
     """Whether Python code read numbers, and the losses depend on operations that only one of two traces ran."""
     # Signatures are compared without their number: a loop that runs more often over more samples runs the same lines.
     read = any(step.name in DECISIONS for step in (*one.steps, *other.steps))
@@ -361,7 +361,7 @@ def takes_other_branch(one: Trace, other: Trace) -> bool:
     return read and ran[0] != ran[1]
 
 
-def find_strays(trace: Trace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
+def find_strays(trace: OperationTrace, index: int | None, stray: Callable[[int], bool]) -> set[int]:
     """The strays from which a step computes, back to the nearest steps that all traces have."""
     if index is None:
         return set()

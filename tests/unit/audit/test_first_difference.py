@@ -17,7 +17,7 @@ from gaverify.audit.recording.script_calls import (
     RESULT,
     PinnedArguments,
     PlacesOfPart,
-    Trace,
+    ScriptTrace,
     TracedCalls,
 )
 from gaverify.audit.script_trace import TraceComparison
@@ -68,7 +68,7 @@ def train(loss: Loss, count: int, calls: Any, between: Callable[[], None] = lamb
 
 
 def walk_of(loss: Loss, between: Callable[[], None] = lambda: None, *, after_passes: bool = False) -> Walk:
-    traces: list[Trace] = []
+    traces: list[ScriptTrace] = []
     for count in (1, COUNT):
         with following(TracedCalls) as calls:
             train(loss, count, calls, between)

@@ -20,7 +20,7 @@ from updates import update_of
 
 from gaverify.audit.judgement import _find_drifted as drifted_in
 from gaverify.audit.reading import Samples
-from gaverify.audit.recording.loop import DealtLoopDraw, LoopDealing, LoopDraw, LoopLedger, Share
+from gaverify.audit.recording.loop import DealtLoopDraw, DrawingRank, LoopDealing, LoopDraw, LoopLedger
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples, input_rows
 from gaverify.audit.same_data import StepSample, check_rows
 from gaverify.passes.randomness import Refusal
@@ -95,7 +95,7 @@ class TestDraws:
     ) -> None:
         for rank, rows in enumerate((first, second)):
             found = dealing(draws((8, 3), (8, 3)), {}, 2)
-            given = [found.deal("here", at // 2, "randn", (2, 3), Share(rank, 2, turns)) for at in range(4)]
+            given = [found.deal("here", at // 2, "randn", (2, 3), DrawingRank(rank, 2, turns)) for at in range(4)]
             dealt = [part for part in given if isinstance(part, DealtLoopDraw)]
             assert [(part.draw.value, tuple(part.rows)) for part in dealt] == [
                 (0, rows[0]),
@@ -106,7 +106,7 @@ class TestDraws:
 
     def test_numbers_for_each_sample_are_not_dealt_to_ranks(self) -> None:
         found = dealing(draws(*[()] * 4, steps=(0,) * 4, intervals=(0,) * 4), {0: 4}, 2)
-        assert isinstance(found.deal("here", 0, "randn", (), Share(1, 2, True)), Refusal)
+        assert isinstance(found.deal("here", 0, "randn", (), DrawingRank(1, 2, True)), Refusal)
 
     def test_more_rows_than_were_drawn(self) -> None:
         found = dealing(draws((4,)), {}, 2)

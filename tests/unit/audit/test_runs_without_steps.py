@@ -20,7 +20,7 @@ from gaverify.audit.job import Command, Job
 from gaverify.audit.processes import Child, check_updates
 from gaverify.audit.recording.recorder import started_processes
 from gaverify.audit.recording.values import out_of_sight
-from gaverify.audit.stages import Rows, decide_by_weights
+from gaverify.audit.stages import ComparedRows, decide_by_weights
 from gaverify.errors import ProblemError, Uncompared
 from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
 from gaverify.records.events import Backward, ClosingRecord, Ending, Event, Step, UnseenCalls, WeightsMoved
@@ -47,17 +47,17 @@ def row(name: str, reference: float, difference: float, why: NotCompared | None 
     )
 
 
-def rows(apart: float) -> Rows:
+def rows(apart: float) -> ComparedRows:
     """Two parameters, the second a tenth as large and as far apart as the first is long."""
     scale = 1 / math.hypot(1, 0.1)
-    return Rows((row("large", scale, apart * scale), row("small", 0.1 * scale, 0.1 * apart * scale)), 0.6)
+    return ComparedRows((row("large", scale, apart * scale), row("small", 0.1 * scale, 0.1 * apart * scale)), 0.6)
 
 
 def fit(residual: float) -> WeightFit:
     return WeightFit((0.25,) * 4, residual, determined=True, used=(0.25,) * 4)
 
 
-def outcomes(found: Rows) -> set[Outcome]:
+def outcomes(found: ComparedRows) -> set[Outcome]:
     return {row.outcome for row in found.parameters}
 
 
@@ -113,12 +113,12 @@ def test_no_fit_or_one_with_as_many_weights_as_numbers_decides_nothing() -> None
 @pytest.mark.parametrize("why", [NotCompared.MISSING_IN_ACCUMULATED, NotCompared.NOT_FINITE_IN_ACCUMULATED])
 def test_a_gradient_that_is_not_there_or_no_number_is_no_question_of_weights(why: NotCompared) -> None:
     spoilt = row("spoilt", math.nan if why.missing else 0.5, math.nan, why)
-    made = Rows((*rows(0.01).parameters, spoilt), 0.6)
+    made = ComparedRows((*rows(0.01).parameters, spoilt), 0.6)
     assert decide_by_weights(made, fit(0.01), U) is made
 
 
 def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
-    made = Rows((row("zero", 0.0, 0.0),), 0.0)
+    made = ComparedRows((row("zero", 0.0, 0.0),), 0.0)
     assert decide_by_weights(made, fit(0.0), U) is made
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
-from gaverify.audit.recording.script_calls import PinnedArguments, PlacesOfPart, Trace, TracedCalls, locate_rows
+from gaverify.audit.recording.script_calls import PinnedArguments, PlacesOfPart, ScriptTrace, TracedCalls, locate_rows
 from gaverify.audit.script_trace import TraceComparison
 from gaverify.records.experiment import DifferenceKind
 from gaverify.thresholds import COMPUTED_FLOAT32
@@ -57,10 +57,10 @@ def following(kind: Any, *args: Any) -> Iterator[Any]:
             calls.mode.__exit__(None, None, None)
 
 
-def traced(loss: Loss, count: int) -> Trace:
+def traced(loss: Loss, count: int) -> ScriptTrace:
     with following(TracedCalls) as calls:
         run(loss, count, lambda root: calls.note_loss(BackwardCall(roots=root, place=None)))
-    trace: Trace = calls.trace
+    trace: ScriptTrace = calls.trace
     return trace
 
 

@@ -14,13 +14,13 @@ import gaverify
 from gaverify.passes.dispatch import PassMode, grouped_product
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import move_weights, rounding_share, unit_roundoff
-from gaverify.passes.randomness import Recorder
+from gaverify.passes.randomness import DrawRecorder
 
 # --- What `PassMode` sees and changes during a forward and its backward ----------------------------------------------
 
 
 def mode(*modules: nn.Module, **options: bool) -> PassMode:
-    return PassMode(ModelState(list(modules)), Recorder(), **options)
+    return PassMode(ModelState(list(modules)), DrawRecorder(), **options)
 
 
 def test_the_divisors_of_means_are_seen() -> None:
@@ -92,7 +92,7 @@ def test_a_parameter_that_the_forward_writes_to_is_kept_before() -> None:
     layer = nn.Linear(2, 2)
     before = layer.weight.detach().clone()
     state = ModelState([layer])
-    with PassMode(state, Recorder()), torch.no_grad():
+    with PassMode(state, DrawRecorder()), torch.no_grad():
         layer.weight.mul_(3)
     assert [tensor is layer.weight for tensor in state.written_tensors] == [True]
     state.restore()

@@ -22,7 +22,7 @@ from gaverify import Outcome, Problem
 from gaverify.errors import TimeLimit
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
-from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, Reading, Recomputing, Recorder, draw_mode
+from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, DrawRecorder, Reading, Recomputing, draw_mode
 from gaverify.passes.randomness.dealing import DrawCounts
 from gaverify.passes.randomness.draws import (
     LOOSE,
@@ -44,7 +44,7 @@ from gaverify.passes.user_code import loss_of
 
 def recorded(work: Callable[[], Any], size: int = 4) -> DrawLedger:
     """The draws of `work`, which is the full batch of `size` samples."""
-    recorder = Recorder()
+    recorder = DrawRecorder()
     with recorder.watching(), draw_mode(recorder, packed=recorder.packed):
         _in_a_loss(work)
     return recorder.ledger

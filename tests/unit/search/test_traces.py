@@ -27,8 +27,8 @@ from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
 from gaverify.search.trace.traces import (
     GroupedFingerprints,
     ModuleCall,
+    OperationTrace,
     Result,
-    Trace,
     TracedOperation,
     takes_other_branch,
 )
@@ -49,9 +49,9 @@ def described(tensor: torch.Tensor, layout: SampleLayout, *, summed: bool = True
     return result
 
 
-def trace(*steps: Described, inside: str | None = None) -> Trace:
+def trace(*steps: Described, inside: str | None = None) -> OperationTrace:
     """A trace of these operations, each on a line of its own; those named `inside` lie in a module "net"."""
-    made = Trace()
+    made = OperationTrace()
     made.calls.append(ModuleCall("net", "Net", False, ()))
     for line, (name, inputs, values, kind) in enumerate(steps):
         layout = SampleLayout((SampleDimension(0),)) if kind == "rows" else SampleLayout()
@@ -217,9 +217,9 @@ def test_what_no_operation_made_has_no_moments() -> None:
     assert results[0].moments is not None and results[1].moments is None
 
 
-def _tokens(first: torch.Tensor, kept: torch.Tensor) -> Trace:
+def _tokens(first: torch.Tensor, kept: torch.Tensor) -> OperationTrace:
     """Two tokens per sample, the samples outermost: what comes in, and which of them a queue keeps."""
-    made = Trace()
+    made = OperationTrace()
     for name, tensor in (("input", first), ("lt", kept)):
         layout = SampleLayout((SampleDimension(0, 2),))
         result = described(tensor, layout, summed=False)
@@ -243,7 +243,7 @@ def test_what_differs_is_read_in_the_order_in_which_the_steps_before_it_agreed()
     assert found.rows[1] is not None and found.rows[1][1] == 2, "samples 2 and 3 lose tokens"
 
 
-def read_and_maybe_halved(reading: str, halved: bool) -> Trace:
+def read_and_maybe_halved(reading: str, halved: bool) -> OperationTrace:
     """A loss that a number of which is read, and which is halved on a further line or not."""
     steps = [
         ("input", (), [1.0, 2.0], "rows"),

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, Recording, UpdateEnd
-from gaverify.audit.recording.draws import Draws
+from gaverify.audit.recording.draws import ForwardDraws
 from gaverify.audit.recording.graph import Weight
 from gaverify.audit.recording.listeners.other_calls import TargetListener
 from gaverify.audit.recording.listeners.updates import UpdateListener
@@ -29,7 +29,7 @@ class DrawListener:
         draws: The run's treatment of these draws.
     """
 
-    def __init__(self, recording: Recording, draws: Draws) -> None:
+    def __init__(self, recording: Recording, draws: ForwardDraws) -> None:
         self._recording, self.draws = recording, draws
 
     def begin_forward(self, call: ForwardCall) -> None:

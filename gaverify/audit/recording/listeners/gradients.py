@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gaverify.audit.recording.calls import BackwardCall, Differentiation, ForwardCall, GradCall, Recording, StepCall
-from gaverify.audit.recording.graph import Reach, ends_in_parameters
+from gaverify.audit.recording.graph import ForwardReach, ends_in_parameters
 from gaverify.audit.recording.listeners.other_calls import TargetListener
 from gaverify.audit.recording.unannounced import Waiting
-from gaverify.audit.recording.watching import IncomingGradients, Look, Watched
+from gaverify.audit.recording.watching import IncomingGradients, Look, WatchedOptimizer
 from gaverify.collective.membership import TrafficMeter
 from gaverify.records.events import Backward, Framework, FrameworkLoop
 from gaverify.records.ranks import Collective
@@ -144,7 +144,7 @@ class GradientListener:
     def __init__(self, recording: Recording, targets: TargetListener) -> None:
         self._recording, self._targets = recording, targets
         self._incoming = IncomingGradients(always=recording.job.has_ranks)
-        self._reach = Reach()
+        self._reach = ForwardReach()
         self._waiting: list[Waiting] = []
         self.count = 0
         """Backward passes so far that reached parameters."""
@@ -246,7 +246,7 @@ class GradientListener:
         """Counts passes that wait, before a step."""
         self.count_waiting(call.entry)
 
-    def count_waiting(self, entry: Watched) -> None:
+    def count_waiting(self, entry: WatchedOptimizer) -> None:
         """Counts the passes that wait as backward passes where no backward pass gave what the step is made of."""
         watch, journal = self._recording.watch, self._recording.journal
         # Where a backward pass gave gradients that nobody cleared, the step uses those: the others were only looked at.

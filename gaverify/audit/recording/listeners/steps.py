@@ -15,7 +15,7 @@ from gaverify.audit.recording.control import Control, GradientClearing, Lead, Pe
 from gaverify.audit.recording.graph import Terms
 from gaverify.audit.recording.listeners.forwards import DataListener
 from gaverify.audit.recording.listeners.gradients import GradientListener
-from gaverify.audit.recording.state import RestoredState
+from gaverify.audit.recording.state import StateRestorer
 from gaverify.audit.recording.values import copy_values
 from gaverify.audit.recording.watching import parameters_of
 from gaverify.records.events import ControlSummary
@@ -48,7 +48,7 @@ class ControlListener:
         self.clearing: GradientClearing | None = None
         """Clears gradients before backward passes; None clears none."""
         self._entered: list[AbstractContextManager[None]] = []
-        self.state: RestoredState | None = None
+        self.state: StateRestorer | None = None
         """Restores values before micro-batches; None restores none."""
         self.values_differed: bool | None = None
         """Whether any replaced value had been different; None: nothing was replaced."""

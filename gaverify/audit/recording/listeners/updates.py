@@ -16,7 +16,7 @@ from gaverify.audit.recording.listeners.gradients import GradientListener
 from gaverify.audit.recording.listeners.other_calls import ClipCall
 from gaverify.audit.recording.storage import Update, addends_of, bytes_of, divisor_of
 from gaverify.audit.recording.values import out_of_sight, place_in_group, plain
-from gaverify.audit.recording.watching import StandIn, Watched
+from gaverify.audit.recording.watching import StandIn, WatchedOptimizer
 from gaverify.audit.same_data import ForwardInputs, StoredGradients
 from gaverify.passes.wrappers import is_sharded
 from gaverify.records.events import Ending, GradientCopies, Step
@@ -134,12 +134,12 @@ class WindowListener:
         self._recording.watch.look()
         self._updates.open.capture_after_step(call.entry, self._recording.names.buffers(), call.was_led)
 
-    def count_step(self, entry: Watched) -> None:
+    def count_step(self, entry: WatchedOptimizer) -> None:
         """Counts a step of an optimizer."""
         self.steps += 1
         entry.steps += 1
 
-    def store(self, entry: Watched, moved: torch.Tensor | None = None) -> None:
+    def store(self, entry: WatchedOptimizer, moved: torch.Tensor | None = None) -> None:
         """Stores what a step is made of, and opens the next window.
 
         Args:
@@ -160,13 +160,13 @@ class WindowListener:
         entry.pending, entry.increments, entry.forwards = 0, [], set()
         entry.summed, entry.used = None, {}
 
-    def _replicas(self, entry: Watched) -> list[int]:
+    def _replicas(self, entry: WatchedOptimizer) -> list[int]:
         """Returns the places of the parameters that another rank stores: of replicas, those of rank 0 are read."""
         if not self.rank or self._recording.job.is_reference:
             return []
         return [at for at, parameter in enumerate(entry.sample.parameters) if not is_sharded(parameter.data)]
 
-    def _write(self, entry: Watched, stored: dict[str, StoredGradients], updates_left: int) -> None:
+    def _write(self, entry: WatchedOptimizer, stored: dict[str, StoredGradients], updates_left: int) -> None:
         # Every rank writes its shards, on what may be the same disk.
         shared = self.ranks if any(map(is_sharded, entry.sample.parameters)) else 1
         storage = self._recording.storage
@@ -175,7 +175,7 @@ class WindowListener:
         for kind, members in stored.items():
             storage.tensors(f"{kind}-{entry.index}-{entry.steps}", members)
 
-    def _copy(self, entry: Watched) -> None:
+    def _copy(self, entry: WatchedOptimizer) -> None:
         """Copies the gradients of a step, so that later runs can make the same one.
 
         Small ones are copied of every update; of large ones those of the first update alone, if they fit twice.
@@ -302,7 +302,7 @@ class ChangeListener:
                 unannounced.moving_line = unannounced.moving_line or place
             return False
 
-    def _record_step(self, entry: Watched, before: torch.Tensor) -> None:
+    def _record_step(self, entry: WatchedOptimizer, before: torch.Tensor) -> None:
         journal, windows, updates = self._recording.journal, self._windows, self._updates
         self._gradients.count_waiting(entry)
         if not entry.increments:
