@@ -7,8 +7,9 @@ that moves or drops one of them is met here. Seen in torch 2.8.0, 2.13.0 and 2.1
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -239,6 +240,22 @@ def gather(tensor: Any) -> torch.Tensor:
 def set_default_group(group: Any) -> None:
     """Makes a group the one that collectives without a `group` use, and whose size `get_world_size` returns."""
     torch.distributed.distributed_c10d._update_default_pg(group)
+
+
+@contextmanager
+def group_timeouts(seconds: float) -> Iterator[None]:
+    """Lets collectives of all process groups end after so many seconds; those of NCCL end the process by their own."""
+    cpu = torch.device("cpu")
+    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if cpu in group._device_types]
+    backends = [backend for backend in (group._get_backend(cpu) for group in groups) if hasattr(backend, "options")]
+    before = [backend.options._timeout for backend in backends]
+    try:
+        for backend in backends:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        yield
+    finally:
+        for backend, timeout in zip(backends, before, strict=True):
+            backend._set_default_timeout(timeout)
 
 
 def rebuild_reducer(module: nn.parallel.DistributedDataParallel, *, with_hooks: bool) -> None:

@@ -31,7 +31,7 @@ from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.layouts import children, digest_of, leaves, with_children
 from gaverify.passes.precision import RANKED, resolve_device, unit_roundoff
 from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
-from gaverify.preparation import Progress, prepare_experiment, reporter
+from gaverify.preparation import Progress, prepare_experiment, reporter, settings_of
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
@@ -63,9 +63,7 @@ def judge_together(
     Raises:
         ProblemError: The problem cannot be verified by ranks.
     """
-    member = trained.member
-    begun = member.at("before its window")
-    with begun, dividing(experiment.modules) as factors:
+    with dividing(experiment.modules) as factors:
         trained = replace(trained, factors=factors)
         started = time.perf_counter()
         full = None
@@ -304,8 +302,7 @@ def _search_cause(trained: Trained, one: Measurement, decision: Decision, diagno
     """
     if trained.plain is None:
         return investigate(one, decision, diagnose=diagnose)
-    # How long a search takes says nothing about the ranks: the timeout is one of their windows.
-    with trained.member.unlimited(), trained.plain.alone(one.experiment):
+    with trained.plain.alone(one.experiment):
         if trained.member.rank:
             return collect_facts(one, decision)
         return investigate(one, decision, diagnose=diagnose)
@@ -354,12 +351,7 @@ def verify_together(
         weighting = _spread_numbers(settings.weighting, settings.steps, member.count, shared_batch=shared_batch)
         experiment = prepare_experiment(stack, problem, replace(settings, steps=len(sizes), weighting=weighting))
         report = reporter(progress if member.rank == 0 else None, len(sizes))
-
-        def report_progress(what: str) -> None:
-            member.further(f"at {what}")
-            report(what)
-
-        experiment = replace(experiment, sizes=sizes, progress=report_progress)
+        experiment = replace(experiment, sizes=sizes, progress=report)
         # Ranks that were seeded differently would compare the gradients of different models.
         described = member.everyones("model", (tuple(experiment.parameters), description(experiment), settings.seed))
         odd = next(
@@ -369,9 +361,9 @@ def verify_together(
         plain = PlainModel(experiment, member) if is_plain else None
         trained = Trained(member, engine, plain=plain, shared_batch=shared_batch)
         judged = judge_together(experiment, trained, diagnose=settings.diagnose, exact=settings.exact)
-        # The others wait for rank 0's answer, so that all ranks return the same verdict.
         rank_answer = answer(*judged) if member.rank == 0 else None
-    return member.answer_of_first(rank_answer)  # type: ignore[no-any-return]
+    # All ranks return the same verdict. How long rank 0 searches says nothing about the ranks: no limit.
+    return member.everyones("answer", rank_answer, within=math.inf)[0]  # type: ignore[no-any-return]
 
 
 def _spread_numbers(weighting: Any, steps: int, ranks: int, *, shared_batch: bool) -> Any:
@@ -387,13 +379,10 @@ def _spread_numbers(weighting: Any, steps: int, ranks: int, *, shared_batch: boo
 
 def explain_options(spec: Spec) -> str:
     """Returns why the ranks that a spec asks for cannot do what else it asks for; "" where they can."""
-    excluded = "--rtol and --atol" if spec.rtol is not None else f"--strategy {spec.strategy}"
-    if spec.rtol is not None or spec.strategy != "accumulate":
-        return f"{excluded} cannot be combined with ranks; leave out the one or the other (--ranks)"
     device = resolve_device(spec.device)
     if device is not None and device.type not in RANKED:
         return f"ranks run on CPUs and on CUDA devices, not on {device}; write device='cpu', where the same faults show"
-    return ""
+    return _explain_refusal(settings_of(vars(spec)), is_plain=True)
 
 
 _WRAP_IT = "`engine` fsdp2 would shard your model permanently: call `fully_shard` on it as your training does"
@@ -409,12 +398,13 @@ def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int
 
 def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
     """What ranks cannot do together; "" where they can. Of a plain model rank 0 alone searches for the cause."""
-    if settings.strategy != "accumulate":
-        return f"strategy {settings.strategy!r} cannot run on ranks; leave it out"
-    if settings.rtol is not None:
-        return "--rtol and --atol (rtol=, atol=) cannot be used with several ranks: leave them out"
-    if settings.trace:
-        return "--trace (trace=True) works with one process only: leave it out, or leave out --ranks or the launcher"
+    tried = {
+        f"--strategy {settings.strategy}": settings.strategy != "accumulate",
+        "--rtol and --atol": settings.rtol is not None,
+        "--trace": settings.trace,
+    }
+    for option in (option for option, is_asked in tried.items() if is_asked):
+        return f"{option} cannot be combined with ranks; leave it out, or the launcher or --ranks"
     if settings.time_limit is not None and not is_plain:
         return "--time-limit (time_limit=) would end the search on some ranks before others; leave it out"
     return ""

@@ -3,14 +3,13 @@
 Words go through the store of the process group, which outlives broken connections: each rank lays down what it has
 to say under its own number, so that a rank which is missing can be named. Where a rank fails, the others may be
 waiting for it in a collective that no exception ends. A thread on each rank watches the store, and ends the process
-with the sentence of the rank that failed where its main thread does not come back. It lays down how far this rank came,
-too: ranks that do not make the same passes wait for each other, and nothing else would end them or say why.
+with the sentence of the rank that failed where its main thread does not come back. A collective that a rank never joins
+ends by the timeout of its process group, which is that of the verification.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import pickle
 import signal
@@ -34,6 +33,7 @@ from gaverify.passes.calls import OperationMode
 from gaverify.passes.precision import RANKED, backend_of, devices_of_ranks, resolve_device, select_device, with_number
 from gaverify.records.ranks import Collective, Traffic
 from gaverify.remedies import all_gather
+from gaverify.torch_internals import group_timeouts
 from gaverify.tracebacks import is_own_fault
 
 # The collectives of `torch.distributed` that run in this process: counted, with the bytes of their tensors.
@@ -193,7 +193,7 @@ _POLL = 0.05
 _LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say what happened to them
 _LOST = ("Connection closed by peer", "Connection reset", "gloo/transport", "Timed out waiting", "NCCL", "Broken pipe")
 """What backends say where another rank has gone: whoever says so knows nothing about the reason."""
-_SAME_PASSES = "every rank has to run the same forward and backward passes"
+_SAME_PASSES = "every rank has to call this, and run the same forward and backward passes"
 _MOST_OF_TEXT = 400  # characters of a backend's error, which ends with a stack of C++
 _calls = 0
 
@@ -224,7 +224,6 @@ class Member:
     store: Any
     timeout: float
     tell_end: Callable[[str], None] | None = None
-    _at: tuple[str, float] = ("", math.inf)
     _windows: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _heard: dict[int, Said] = field(default_factory=dict)
@@ -243,44 +242,16 @@ class Member:
             Agreed: A rank failed, or did not arrive in time; the sentence names it.
         """
         self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
-        self.further(self._at[0])  # whom it waits for here is told by the limit below
-        limit = time.monotonic() + min(self.timeout, within or self.timeout)
-        received: dict[int, Any] = {}
-        while len(received) < self.count:
-            for rank in range(self.count):
-                if rank not in received and self.store.check([f"{stage}/{rank}"]):
-                    received[rank] = pickle.loads(self.store.get(f"{stage}/{rank}"))
-            if len(received) < self.count:
-                if self._failures_of_ranks():
-                    raise self.report_failure(Said("", about_itself=False))
-                if time.monotonic() > limit:
-                    missing = [rank for rank in range(self.count) if rank not in received]
-                    raise self.report_failure(Said(alone or self._late(missing), about_itself=bool(alone)))
-                time.sleep(_POLL)
-        return [received[rank] for rank in range(self.count)]
-
-    @contextmanager
-    def at(self, what: str) -> Iterator[None]:
-        """Says what this rank begins with; in here it has to get further within the timeout, or all are ended."""
-        self._at = what, time.monotonic()
-        try:
-            yield
-        finally:
-            self._at = "", math.inf
-
-    @contextmanager
-    def unlimited(self) -> Iterator[None]:
-        """Lets this rank take its time inside `at`."""
-        before, self._at = self._at, ("", math.inf)
-        try:
-            yield
-        finally:
-            self._at = before[0], time.monotonic()
-
-    def further(self, what: str) -> None:
-        """Notes how far this rank came."""
-        if self._at[0]:
-            self._at = what, time.monotonic()
+        keys = [f"{stage}/{rank}" for rank in range(self.count)]
+        limit = time.monotonic() + (self.timeout if within is None else within)
+        while not self.store.check(keys):
+            if self._failures_of_ranks():
+                raise self.report_failure(Said("", about_itself=False, error="waited for the others"))
+            if time.monotonic() > limit:
+                late = self._late([rank for rank, key in enumerate(keys) if not self.store.check([key])])
+                raise self.report_failure(Said(alone or late, about_itself=bool(alone)))
+            time.sleep(_POLL)
+        return [pickle.loads(self.store.get(key)) for key in keys]
 
     def window_ended(self) -> None:
         """Waits until every rank has ended its window: who still waits there must not meet a collective of gaverify's.
@@ -288,26 +259,11 @@ class Member:
         Raises:
             Agreed: A rank does not end it.
         """
-        self.further("at the end of the window")
         self._windows += 1
         self.everyones(f"window {self._windows}", None)
 
     def _late(self, missing: Sequence[int]) -> str:
-        if not self._at[0]:
-            return f"{_ranks(missing)} did not arrive within {self.timeout:g} s: every rank has to call this"
-        where = self._describe_places()
-        return (
-            f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s ({where}): {_SAME_PASSES}"
-        )
-
-    def _stuck(self) -> str:
-        return f"rank {self.rank} got no further in {self.timeout:g} s ({self._describe_places()}): {_SAME_PASSES}"
-
-    def _describe_places(self) -> str:
-        """How far the ranks came, as their watchers have said it."""
-        keys = [f"at/{rank}" for rank in range(self.count)]
-        places = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
-        return "; ".join(f"rank {rank}: {what or 'elsewhere'}" for rank, what in enumerate(places))
+        return f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s: {_SAME_PASSES}"
 
     @property
     def device(self) -> torch.device:
@@ -322,23 +278,6 @@ class Member:
         summed = numbers.to(self.device)
         dist.all_reduce(summed)
         return summed.to("cpu")
-
-    def answer_of_first(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank. It may take its time for it: a rank that gets stuck is ended elsewhere.
-
-        Args:
-            value: What rank 0 answers; picklable. Nobody else's is read.
-
-        Raises:
-            Agreed: A rank failed.
-        """
-        if self.rank == 0:
-            self.store.set("answer", pickle.dumps(value))
-        while not self.store.check(["answer"]):
-            if self._failures_of_ranks():
-                raise self.report_failure(Said("", about_itself=False))
-            time.sleep(_POLL)
-        return pickle.loads(self.store.get("answer"))
 
     def agree(self, stage: str, problem: str) -> None:
         """Raises on every rank what any of them found wrong; "" where nothing is.
@@ -389,11 +328,11 @@ class Member:
         missing = [rank for rank in range(self.count) if rank not in said]
         if missing:
             return f"{_ranks(missing)} ended before there was a verdict"
+        # Who waits for others hears of their end; a rank that hears of nothing computes, or hangs.
+        silent = [rank for rank, words in said.items() if not words.error]
+        lost = self._late(silent) if silent else f"the ranks lost their connection: {_SAME_PASSES}"
         errors = join_sentences({rank: words.error for rank, words in said.items()}, self.count)
-        return (
-            f"the ranks lost their connection ({self._describe_places()}): {_SAME_PASSES}, none longer than the timeout"
-            + (f"; {errors}" if errors else "")
-        )
+        return f"{lost}; {errors}" if errors else lost
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -425,20 +364,13 @@ class Member:
                 raise agreed_error from error
 
     def _watch(self) -> None:
-        """Ends the process where its main thread waits for ranks that have failed, or for ones that wait as well."""
-        last_place = ""
+        """Ends the process where others have failed and its main thread does not come back."""
         while not self._over.wait(_LINGER / 10):
             with suppress(Exception):
-                what, since = self._at
-                if what and what != last_place:
-                    self.store.set(f"at/{self.rank}", what)
-                    last_place = what
-                stuck = time.monotonic() - since > self.timeout + _LINGER
-                if (self._failures_of_ranks() or stuck) and not self._over.wait(_LINGER / 2):
+                if self._failures_of_ranks() and not self._over.wait(_LINGER / 2):
                     if self.store.check([f"failed/{self.rank}"]):
                         continue
-                    said = "" if self._failures_of_ranks() else self._stuck()
-                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said(said, about_itself=False)))
+                    self.store.set(f"failed/{self.rank}", pickle.dumps(Said("", about_itself=False)))
                     if self.tell_end is not None:
                         self.tell_end(self._reason())
                     elif self.rank == 0:
@@ -514,6 +446,9 @@ def membership(timeout: float | None, tell_end: Callable[[str], None] | None = N
         if not dist.is_initialized():
             _join(limit)
             stack.callback(_leave)
+        if timeout is not None:
+            # Longer than ranks wait in the store, where the one that is missing is known by its number.
+            stack.enter_context(group_timeouts(timeout + _LINGER))
         if dist.get_world_size() == 1:
             yield None
             return

@@ -162,6 +162,7 @@ def test_nothing_of_the_group_is_left_in_the_users_process() -> None:
     [
         ({"strategy": "summed-loss"}, "cannot be combined with ranks"),
         ({"rtol": 1e-3, "atol": 0.0}, "cannot be combined with ranks"),
+        ({"trace": True}, "cannot be combined with ranks"),
         ({"ranks": 9, "steps": 1}, "9 ranks need a batch of at least 18 samples, it has 16"),
         ({"ranks": 4, "steps": 8}, "4 ranks with 8 micro-batches each are 32 parts, which cannot be cut"),
         ({"ranks": 17, "steps": 1}, "17 ranks with 1 micro-batch each are 17 parts, which cannot be cut"),
