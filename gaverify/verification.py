@@ -300,15 +300,15 @@ def _decide_in_float32(measurement: Measurement, settings: Settings, stack: Exit
                 switches.enter_context(exact_products())
                 # The state from before the switch would put the rounding back after every pass.
                 experiment = measurement.experiment.with_current_state()
-            again = measure_again(first_runs, experiment)
+            repeated = measure_again(first_runs, experiment)
         except Exception as error:
             if is_own_fault(error):
                 raise
             return None
-        again, decision, first_samples = _decide(again, settings, switches)
-        again.seconds["control"] += seconds
+        repeated, decision, first_samples = _decide(repeated, settings, switches)
+        repeated.seconds["control"] += seconds
         stack.push(switches.pop_all())
-    return again, name_float32_runs(decision, again), first_samples
+    return repeated, name_float32_runs(decision, repeated), first_samples
 
 
 def _find_causes(

@@ -106,10 +106,10 @@ class ScriptBench:
         """
         in_both, number = self._changes_of(interventions, watch), updates or self.update.number
         changes = merge_changes(in_both, *(each.changes for each in interventions if not each.in_reference))
-        known, key = self._full_runs.get((in_both, number)), (in_both, changes, number)
+        full_run, key = self._full_runs.get((in_both, number)), (in_both, changes, number)
         if key in self._accumulated_runs:
-            return ControlledRuns(interventions, known or self.trial.full, self._accumulated_runs[key])
-        if in_both and known is None and self._can_run_side_by_side(interventions):
+            return ControlledRuns(interventions, full_run or self.trial.full, self._accumulated_runs[key])
+        if in_both and full_run is None and self._can_run_side_by_side(interventions):
             full, accumulated = self.trial.runner.record(
                 self._plan_full(in_both, number), self._plan_accumulated(self.trial.full, changes, number)
             )

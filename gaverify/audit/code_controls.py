@@ -340,8 +340,8 @@ def control_state(trial: Trial, record: Record) -> Record:
     weighing = bench.weigh(control.fit.multipliers) if control.fit is not None else None
     if not changes or not (control.rounding or weighing is not None):
         return record
-    beside = [] if weighing is None else [weighing]
-    blamed = _find_blamed(bench, changes, lambda names: [*_restore(names, evaluated), *beside])
+    weighing_too = [] if weighing is None else [weighing]
+    blamed = _find_blamed(bench, changes, lambda names: [*_restore(names, evaluated), *weighing_too])
     if not blamed:
         return record
     names = [change.name for change in blamed]
@@ -369,13 +369,13 @@ def _restore(
     names: Sequence[str], evaluated: ControlRun | None = None, *, is_repair: bool = False
 ) -> list[Intervention]:
     """Restores values before each micro-batch, beside the evaluation mode that removes a part of the difference."""
-    what, beside = "state restored before each micro-batch", list[Intervention]()
+    what, in_evaluation = "state restored before each micro-batch", list[Intervention]()
     if evaluated is not None:
         # Evaluation mode changes the full batch's gradient as well: in one run alone it would make a difference itself.
         what += f", and with {evaluated.what}"
-        beside = [each for each in evaluated.interventions if each.kind is ControlKind.EVALUATION_MODE]
+        in_evaluation = [each for each in evaluated.interventions if each.kind is ControlKind.EVALUATION_MODE]
     changes = DisableCompilation(), RestoreState(tuple(names), is_repair)
-    return [*beside, Intervention(what, ControlKind.STATE_RESTORED, in_reference=False, changes=changes)]
+    return [*in_evaluation, Intervention(what, ControlKind.STATE_RESTORED, in_reference=False, changes=changes)]
 
 
 def _repeat(bench: ScriptBench, names: Sequence[str]) -> NextUpdate | None:
@@ -385,8 +385,8 @@ def _repeat(bench: ScriptBench, names: Sequence[str]) -> NextUpdate | None:
         return None
     runs = bench.make_runs(*_restore(names, is_repair=True), updates=later[-1].number)
     differences = [(bench.difference_left(runs, update), bench.rounding_of(update)) for update in later]
-    left, rounding = max(differences, key=lambda each: each[0] / each[1])
-    return NextUpdate(rounding, left, math.nan)
+    difference_left, rounding = max(differences, key=lambda each: each[0] / each[1])
+    return NextUpdate(rounding, difference_left, math.nan)
 
 
 def _difference_of_state(update: UpdateComparison, evaluated: ControlRun | None) -> float:

@@ -494,8 +494,8 @@ def _mixes_rows(bench: ScriptBench, runs: WatchedRuns, suspect: Suspect) -> bool
         for full, moved in zip(outputs_of(runs.full), outputs_of(repeated), strict=False)
         if full["rows"] > 1
     ]
-    found = first_module(pairs, bench.record.unit)
-    return found is not None and found.operation.module == suspect.operation.module
+    interacting = first_module(pairs, bench.record.unit)
+    return interacting is not None and interacting.operation.module == suspect.operation.module
 
 
 def _causes(bench: ScriptBench, runs: WatchedRuns) -> Iterator[Cause]:

@@ -78,18 +78,18 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
         return record
     comparison = TraceComparison(traces[0], traces[1], parts, difference_allowed(record.unit))
     walk = Walk(comparison, after_passes=update.differs_after_passes)
-    found = walk.find()
-    if found is None:
+    first = walk.find()
+    if first is None:
         return record
-    pins, value = walk.pins_of(found), walk.value_of(found)
+    pins, value = walk.pins_of(first), walk.value_of(first)
     control = None
     if pins:  # other values may not fit there: then nothing is shown
-        pin = _replace_value(found.difference, value, PinArguments(tuple(pins), parts))
+        pin = _replace_value(first.difference, value, PinArguments(tuple(pins), parts))
         control = bench.attempt("its control", lambda: bench.run(pin, fit=value is not None))
     # A number that is the cause is the cause whatever is drawn; of values, other draws are seen first.
-    if record.unaligned and (found.difference.number is None or control is None or not control.proves):
+    if record.unaligned and (first.difference.number is None or control is None or not control.proves):
         return record
-    difference = replace(found.difference, control=control)
+    difference = replace(first.difference, control=control)
     record = replace(record, controls=replace(record.controls, first_difference=difference))
     if control is None or record.edit is not None:  # an edit is judged by what was found
         return record
@@ -97,7 +97,7 @@ def find_first_difference(trial: Trial, record: Record) -> Record:
     explained = explained_share(control, update.relative_difference)
     if not control.proves and (value is None or explained <= SMALL_PART):
         return record
-    return _with_cause(record, difference, value, explained, is_meeting=walk.acts_on_rows(found))
+    return _with_cause(record, difference, value, explained, is_meeting=walk.acts_on_rows(first))
 
 
 def _is_open(record: Record, update: UpdateComparison) -> bool:
@@ -309,9 +309,13 @@ class Walk:
     def _decision_before(self, node: Node) -> Found | None:
         """Returns the last decision before a call that is given what another line made than in the full-batch run."""
         full, part = self._places[node]
-        own, micro = self.comparison.call(full)["arguments"], self.comparison.call(node)["arguments"]
-        others = [path for path, at in micro.items() if self._places.get(-1 - at, (own.get(path),))[0] != own.get(path)]
-        if not others or self._state_behind(node) is not None:
+        full_args, micro = self.comparison.call(full)["arguments"], self.comparison.call(node)["arguments"]
+        paths = [
+            path
+            for path, at in micro.items()
+            if self._places.get(-1 - at, (full_args.get(path),))[0] != full_args.get(path)
+        ]
+        if not paths or self._state_behind(node) is not None:
             return None
         decisions = [
             (at, each)
@@ -366,7 +370,7 @@ class Walk:
         """Returns the branch that decides whether a call is made; None where no line does."""
         comparison = self.comparison
         call = comparison.call(node)
-        line = next((found for place in call["lines"] if (found := deciding_line(place, self._lines_of_runs))), None)
+        line = next((test for place in call["lines"] if (test := deciding_line(place, self._lines_of_runs))), None)
         if line is None:
             return None
         decision = next(self._decisions(line), None)
@@ -387,9 +391,9 @@ class Walk:
 
     def _decides_otherwise(self, node: Node) -> bool:
         value = self.comparison.call(node)["value"]
-        others = [each["value"] for each in self.comparison.micro_calls(node)]
+        values_of_parts = [each["value"] for each in self.comparison.micro_calls(node)]
         is_decision = self.comparison.call(node)["name"].endswith("__bool__")
-        return is_decision and value is not None and any(each != value for each in others)
+        return is_decision and value is not None and any(each != value for each in values_of_parts)
 
     def _decisions(self, line: Place) -> Iterator[Node]:
         """Yields the calls that read another number in some micro-batches, where a condition stands."""
@@ -428,7 +432,7 @@ class Walk:
         state = self._state_behind(node) if number is None else None
         reader, path, writer = state or (full, "", full)
         kind = kind if not path else DifferenceKind.STATE
-        found = FirstDifference(
+        difference_found = FirstDifference(
             kind,
             self._operation(writer),
             self._operation(reader) if path else None if rows else self._reader_of(full),
@@ -442,12 +446,12 @@ class Walk:
             number=number,
             assigned=assigned,
         )
-        handed = self._handed(full) if kind is DifferenceKind.VALUES and not _is_state(found) else []
-        made = comparison.rows_of(handed[0].maker) if handed else []
-        if made and not samples:  # it is made of several lines, and only in the last one it has rows
-            difference, samples = self._compare_rows(made)
-            found = replace(found, difference=difference, samples=samples)
-        return Found(found, full, next(iter(sources), None), tuple(handed))
+        handed = self._handed(full) if kind is DifferenceKind.VALUES and not _is_state(difference_found) else []
+        rows_of_maker = comparison.rows_of(handed[0].maker) if handed else []
+        if rows_of_maker and not samples:  # it is made of several lines, and only in the last one it has rows
+            difference, samples = self._compare_rows(rows_of_maker)
+            difference_found = replace(difference_found, difference=difference, samples=samples)
+        return Found(difference_found, full, next(iter(sources), None), tuple(handed))
 
     def _compare_rows(self, rows: Sequence[RowPair]) -> tuple[float, int]:
         """Returns the largest relative difference of rows, and how many differ."""
@@ -461,20 +465,20 @@ class Walk:
         partners = comparison.partners[full]
         for at, part in zip(partners.calls, partners.parts, strict=False):
             for path, maker in comparison.micro[at]["arguments"].items():
-                made, in_full = comparison.micro[maker], comparison.call(full)["arguments"].get(path)
-                other, other_part = self._places.get(-1 - maker, (None, made["passes"]))
+                making_call, in_full = comparison.micro[maker], comparison.call(full)["arguments"].get(path)
+                full_maker, other_part = self._places.get(-1 - maker, (None, making_call["passes"]))
                 # what is made once, before all micro-batches, is left by none of them
-                is_split = other is None or comparison.partners[other].is_split
-                is_earlier = is_split and other_part < part and made["name"] not in (INPUT, PARAMETER)
-                if is_earlier and other != in_full:
+                is_split = full_maker is None or comparison.partners[full_maker].is_split
+                is_earlier = is_split and other_part < part and making_call["name"] not in (INPUT, PARAMETER)
+                if is_earlier and full_maker != in_full:
                     yield path, -1 - maker
 
     def _state_behind(self, node: Node) -> tuple[Node, str, Node] | None:
         """Returns the call at or behind one that reads what an earlier micro-batch left, with argument and maker."""
         full, _ = self._places[node]
         calls = [full, *(self._places[at][0] for at in self.reached(self.inputs(node)) if at in self._places)]
-        found = ((each, *left) for each in dict.fromkeys(calls) for left in self._left_behind(each))
-        return next(found, None)
+        left_values = ((each, *left) for each in dict.fromkeys(calls) for left in self._left_behind(each))
+        return next(left_values, None)
 
     def _differs(self, full: Node, part: int) -> bool:
         return self.comparison.agreement_of_part(full, part) is Agreement.DIFFERS
@@ -496,20 +500,20 @@ class Walk:
     def _sources(self, node: Node) -> list[Node]:
         """Returns the calls behind one that read what agrees, and that return other shapes, or sums."""
         behind = self.reached(self.inputs(node))
-        found = []
+        origins = []
         for each in behind:
             inputs = self.inputs(each)
             is_first = bool(inputs) and all(self.agreement(at) is Agreement.AGREES for at in inputs)
             if is_first and self.agreement(each) is not Agreement.AGREES and each in self._places:
-                found.append(self._places[each][0])
-        return list(dict.fromkeys(found))
+                origins.append(self._places[each][0])
+        return list(dict.fromkeys(origins))
 
     def _reader_of(self, full: Node) -> Operation | None:
         """Returns the first call that reads a result without rows, at another line; None where there is none."""
         readers = (at for at, call in enumerate(self.comparison.full) if full in call["arguments"].values())
-        found = (self._operation(at) for at in readers)
+        reading_operations = (self._operation(at) for at in readers)
         place = self._operation(full).place[2:]
-        return next((operation for operation in found if operation.place[2:] != place), None)
+        return next((operation for operation in reading_operations if operation.place[2:] != place), None)
 
     def _number_of(self, full: Node) -> tuple[DifferingNumber | None, tuple[Operation, ...]]:
         """Returns the first number of a call that differs, and the lines that assign what it is computed from."""
@@ -529,8 +533,8 @@ class Walk:
             if not call["graded"] or partners is None or not partners.is_split:
                 continue
             for path, maker in call["arguments"].items():
-                given = [each["arguments"].get(path) for each in comparison.micro_calls(node)]
-                makers = [-1 - at for at in given if at is not None]
+                readings = [each["arguments"].get(path) for each in comparison.micro_calls(node)]
+                makers = [-1 - at for at in readings if at is not None]
                 is_plain = not any(comparison.call(each)["graded"] for each in (maker, *makers))
                 if is_plain and any(self._leads_to(each, origin) for each in makers):
                     found_values.append(HandedValue(node, path, maker))
@@ -647,8 +651,8 @@ class Walk:
             return ()
         where, module = call["place"], call["module"]
         paths = tuple(paths)
-        once = partners.in_full if is_once else partners.once
-        return (PinnedCall(call["name"], *where, partners.in_full, call["number"], paths, module, once),)
+        calls_before = partners.in_full if is_once else partners.once
+        return (PinnedCall(call["name"], *where, partners.in_full, call["number"], paths, module, calls_before),)
 
 
 def _source_of(place: Place) -> str:

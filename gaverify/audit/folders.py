@@ -121,8 +121,8 @@ def has_all_records(run: Path) -> bool:
         return (run / META).exists()
     ranks = ranks_of(run)
     # Ranks that join no process group each train alone, and know of no other.
-    known = sum((folder / RANK).exists() for folder in folders_of(run))
-    return bool(ranks) and len(ranks) >= max(known, closing_record_of(ranks[0]).ranks)
+    started_ranks = sum((folder / RANK).exists() for folder in folders_of(run))
+    return bool(ranks) and len(ranks) >= max(started_ranks, closing_record_of(ranks[0]).ranks)
 
 
 def failed_first(run: Path) -> Path | None:

@@ -35,14 +35,14 @@ def _available() -> int | None:
         amounts.append(int(limit) - int(used) if limit.strip() != "max" else None)
     except (OSError, ValueError):
         pass
-    known = [amount for amount in amounts if amount is not None]
-    return min(known) if known else None
+    known_amounts = [amount for amount in amounts if amount is not None]
+    return min(known_amounts) if known_amounts else None
 
 
 def _read_kilobytes(path: Path, name: str) -> int | None:
     """Returns the bytes of one line of a file of the kernel's; None where there is none."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+        match = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(match[1]) * 1024 if match else None

@@ -252,9 +252,9 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
     if open_:
         return Outcome.INCONCLUSIVE, open_
     if differing is not None:
-        others = _describe_other_updates(record)
+        beyond = _describe_other_updates(record)
         return Outcome.DIVERGENT, (
-            f"update {differing.number}: {_differing(differing)}{others}{record.left_out}{_describe_blind_spot(record)}"
+            f"update {differing.number}: {_differing(differing)}{beyond}{record.left_out}{_describe_blind_spot(record)}"
         )
     # No update differs here, so a suspicion is not enough; without gradients, calls alone have to decide.
     decisive = [finding for finding in faults if finding.proven or request.events_only]

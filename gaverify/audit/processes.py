@@ -289,9 +289,9 @@ def _name_runs(jobs: Iterable[Job]) -> str:
 
 def _tell_updates(children: Sequence[Child], progress: Callable[[str], None]) -> None:
     """Tells which update the slowest of the processes makes."""
-    made = min((updates_of(folder) for child in children for folder in folders_of(child.folder)), default=0)
+    updates_made = min((updates_of(folder) for child in children for folder in folders_of(child.folder)), default=0)
     wanted = children[0].job.updates
-    which = f"update {min(made + 1, wanted)} of {wanted}" if wanted else f"update {made + 1}"
+    which = f"update {min(updates_made + 1, wanted)} of {wanted}" if wanted else f"update {updates_made + 1}"
     # first, because a narrow terminal cuts the end off
     progress(f"{which}, {_name_runs(child.job for child in children)}")
 
@@ -319,11 +319,11 @@ def _environment(job: Job) -> dict[str, str]:
 
 def _wait(children: Sequence[Child], group: Group, timeout: float, tell: Callable[[], None]) -> Child | None:
     """Waits for all; one that fails ends the wait and is returned: nothing can be compared any more."""
-    open_children, told = list(children), time.monotonic()
+    open_children, last_told = list(children), time.monotonic()
     while open_children:
-        if time.monotonic() - told > _TELL:
+        if time.monotonic() - last_told > _TELL:
             tell()
-            told = time.monotonic()
+            last_told = time.monotonic()
         for child in list(open_children):
             child.seconds = time.monotonic() - child.started
             if child.is_done:

@@ -139,12 +139,12 @@ class RankedRun(RecordedRun):
 
     def _shares_of_sum(self, place: ParameterPlace) -> list[float]:
         """Returns the share with which what each rank holds of a sharded gradient enters the whole one."""
-        shares, seen = [], set[Any]()
+        shares, counted = [], set[Any]()
         for run in self.ranks:
             parameter = run.parameter(place)
             # As many ranks as `addends` says hold the same addend, and all with one shard the same values.
-            shares.append(1.0 / parameter.addends if parameter.addends else float(parameter.shard not in seen))
-            seen.add(parameter.shard)
+            shares.append(1.0 / parameter.addends if parameter.addends else float(parameter.shard not in counted))
+            counted.add(parameter.shard)
         return shares
 
     def samples(self, round_: Round) -> Samples:
@@ -388,15 +388,15 @@ def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[S
             for is_held in [_held(run, at)]
             for scale in [used.stretches[at][is_held].sqrt()]
         ]
-        own, whole = (
+        of_rank, of_all = (
             (torch.cat(side) for side in zip(*pairs, strict=True)) if pairs else torch.zeros(2, 0, device="cpu")
         )
-        size = float(whole.square().sum())
+        size = float(of_all.square().sum())
         # A control scales the losses of all ranks: one rank without a known share makes the other shares useless.
         if not size or not alone:
             return ()
-        factor = float(own @ whole) / size
-        shares.append(Share(factor, float((own - factor * whole).norm()) / math.sqrt(size), norm / alone))
+        factor = float(of_rank @ of_all) / size
+        shares.append(Share(factor, float((of_rank - factor * of_all).norm()) / math.sqrt(size), norm / alone))
     return tuple(shares)
 
 
@@ -415,10 +415,10 @@ def _held(run: RecordedRun, optimizer: int) -> torch.Tensor:
 
 def _norm(run: RecordedRun, round_: Round) -> float:
     """The norm of all gradients as the last backward pass left them."""
-    known = run.norms(round_, summed=True)
+    known_norms = run.norms(round_, summed=True)
     gradients = run.gradients(round_, summed=True)
     return math.hypot(
-        *(known.get(place, float(torch.linalg.vector_norm(each.double()))) for place, each in gradients.items())
+        *(known_norms.get(place, float(torch.linalg.vector_norm(each.double()))) for place, each in gradients.items())
     )
 
 

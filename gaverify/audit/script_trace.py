@@ -106,13 +106,13 @@ class TraceComparison:
         count = len(self.parts)
         for key, in_full in places[0].items():
             in_micro = places[1].get(key, [])
-            once = self._count_once(in_full, in_micro)
+            calls_before = self._count_once(in_full, in_micro)
             for position, at in enumerate(in_full):
-                if once is not None and position < once:
+                if calls_before is not None and position < calls_before:
                     yield at, Partners((in_micro[position],), (), False, len(in_full))
-                elif once is not None:
-                    split = in_micro[position:][:: len(in_full) - once]
-                    yield at, Partners(tuple(split), tuple(range(count)), True, len(in_full), once)
+                elif calls_before is not None:
+                    split = in_micro[position:][:: len(in_full) - calls_before]
+                    yield at, Partners(tuple(split), tuple(range(count)), True, len(in_full), calls_before)
                 elif self._passes == count:
                     by_pass = [[each for each in in_micro if self.micro[each]["passes"] == k] for k in range(count)]
                     parts = tuple(part for part, each in enumerate(by_pass) if len(each) == len(in_full))
@@ -127,10 +127,10 @@ class TraceComparison:
         count = len(self.parts)
         if count < 2:
             return len(in_full) if len(in_full) == len(in_micro) else None
-        once, rest = divmod(count * len(in_full) - len(in_micro), count - 1)
-        if rest or not 0 <= once <= len(in_full):
+        calls_before, remainder = divmod(count * len(in_full) - len(in_micro), count - 1)
+        if remainder or not 0 <= calls_before <= len(in_full):
             return None
-        is_seen = self._passes == count and once == len(in_full)
+        is_seen = self._passes == count and calls_before == len(in_full)
         # A call that one micro-batch makes is as frequent as one that is made for the whole batch.
         is_late = all(self.micro[each]["passes"] == count for each in in_micro)  # no micro-batch makes it
         if (
@@ -139,7 +139,7 @@ class TraceComparison:
             and not all(_has_as_many(self.full[a], self.micro[b]) for a, b in zip(in_full, in_micro, strict=True))
         ):
             return None
-        return once
+        return calls_before
 
     def call(self, node: Node) -> TracedCall:
         """Returns the call of a node."""
@@ -151,9 +151,9 @@ class TraceComparison:
 
     def inputs(self, node: Node) -> set[Node]:
         """Returns the calls that a call reads in either run."""
-        own = self.call(node)
-        makers = {*own["arguments"].values(), *own["read"]} if node >= 0 else set()
-        for call in self.micro_calls(node) if node >= 0 else [own]:
+        call_of_node = self.call(node)
+        makers = {*call_of_node["arguments"].values(), *call_of_node["read"]} if node >= 0 else set()
+        for call in self.micro_calls(node) if node >= 0 else [call_of_node]:
             makers |= {self._node_of(at) for at in (*call["arguments"].values(), *call["read"])}
         return makers - {node}
 
@@ -162,8 +162,8 @@ class TraceComparison:
 
     def name_of(self, node: Node, path: str) -> str:
         """Returns the script's variable that holds an argument in both runs; empty where there is none."""
-        first, *others = (call["names"].get(path, []) for call in (self.call(node), *self.micro_calls(node)))
-        return next((name for name in first if all(name in names for names in others)), "")
+        first, *other_names = (call["names"].get(path, []) for call in (self.call(node), *self.micro_calls(node)))
+        return next((name for name in first if all(name in names for names in other_names)), "")
 
     def acts_on_rows(self, node: Node) -> bool:
         """Whether a call differs because rows of a micro-batch act on each other: all that it reads agrees.
@@ -171,8 +171,8 @@ class TraceComparison:
         It reads rows of the micro-batch, and beside them nothing that holds the rows of others.
         """
         calls = self.micro_calls(node)
-        own = self.call(node)
-        if not calls or not self.partners[node].is_split or any(self._other_numbers(own, call) for call in calls):
+        full_call = self.call(node)
+        if not calls or not self.partners[node].is_split or any(self._other_numbers(full_call, call) for call in calls):
             return False
         sources = set(walk_from(self.inputs(node), lambda each: () if self._is_settled(each) else self.inputs(each)))
         settled = [each for each in sources if self._is_settled(each)]
@@ -204,9 +204,9 @@ class TraceComparison:
 
     def numbers(self, node: Node) -> list[tuple[str, float, list[float]]]:
         """Returns the Python numbers of a call that differ: their path, the full batch's, the micro-batches'."""
-        own, calls = self.call(node), self.micro_calls(node)
+        full_call, calls = self.call(node), self.micro_calls(node)
         differing = []
-        for path, number in own["numbers"].items():
+        for path, number in full_call["numbers"].items():
             numbers = [call["numbers"].get(path, number) for call in calls]
             if any(each != number for each in numbers):
                 differing.append((path, number, numbers))
@@ -214,9 +214,9 @@ class TraceComparison:
 
     def changing(self, node: Node) -> list[str]:
         """Returns the attributes and entries whose numbers change from one micro-batch to the next before a call."""
-        held = [call["held"] for call in self.micro_calls(node)]
-        names = [name for name in held[0] if all(name in each for each in held)] if held else []
-        return [name for name in names if len({each[name] for each in held}) > 1]
+        numbers_held = [call["held"] for call in self.micro_calls(node)]
+        names = [name for name in numbers_held[0] if all(name in each for each in numbers_held)] if numbers_held else []
+        return [name for name in names if len({each[name] for each in numbers_held}) > 1]
 
     def _other_numbers(self, own: TracedCall, call: TracedCall) -> bool:
         # A number that was read out of a tensor is an input of the call like any other.
@@ -227,8 +227,8 @@ class TraceComparison:
         calls = self.micro_calls(node)
         if not calls or not self.partners[node].is_split:
             sides = [call["results"] for call in (self.call(node), *calls)]
-            known = [[each for each in side if each is not None] for side in sides]
-            rows = _rows_of_lists(*known) if len(known) > 1 else None
+            described = [[each for each in side if each is not None] for side in sides]
+            rows = _rows_of_lists(*described) if len(described) > 1 else None
             return [rows] if rows else []
         parts = self._parts_of(node)
         for position, result in enumerate(self.full[node]["results"]):
@@ -252,13 +252,13 @@ class TraceComparison:
             partners = self.partners[node]
             call, places = self.micro[partners.calls[partners.parts.index(part)]], self.parts[part]
             full_value, value = self.full[node]["value"], call["value"]
-            found = {
+            agreements = {
                 self._compare_alone(result, _result(call, position), places)
                 for position, result in enumerate(self.full[node]["results"])
             }
             if full_value is not None and value is not None:
-                found = {Agreement.AGREES if _is_same_number(full_value, value) else Agreement.DIFFERS}
-            is_same = _worst(found) is Agreement.AGREES
+                agreements = {Agreement.AGREES if _is_same_number(full_value, value) else Agreement.DIFFERS}
+            is_same = _worst(agreements) is Agreement.AGREES
             self._parts_compared[node, part] = Agreement.AGREES if is_same else agreement
         return self._parts_compared[node, part]
 
@@ -284,11 +284,11 @@ class TraceComparison:
             return self._compare_values([value for value in values if value is not None], self._parts_of(node))
         if not self.partners[node].is_split:
             return self._compare_once(results, calls[0]["results"])
-        found = {
+        agreements = {
             self._compare_parts(result, [_result(call, position) for call in calls], self._parts_of(node))
             for position, result in enumerate(results)
         }
-        return _worst(found)
+        return _worst(agreements)
 
     def _parts_of(self, node: Node) -> list[PlacesOfPart]:
         return [self.parts[part] for part in self.partners[node].parts]
@@ -339,8 +339,8 @@ class TraceComparison:
             return Agreement.UNKNOWN
         if [each["shape"] for each in ours] == [each["shape"] for each in theirs]:
             pairs = zip(ours, theirs, strict=True)
-            found = {self._judge(a["whole"][None], b["whole"][None]) for a, b in pairs}
-            return next(each for each in (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.AGREES) if each in found)
+            agreements = {self._judge(a["whole"][None], b["whole"][None]) for a, b in pairs}
+            return next(each for each in (Agreement.DIFFERS, Agreement.UNKNOWN, Agreement.AGREES) if each in agreements)
         if rows := _rows_of_lists(ours, theirs):
             return self._judge(*rows)
         if len(ours) == len(theirs) == 1 and _count(ours[0]) == _count(theirs[0]):  # in another shape

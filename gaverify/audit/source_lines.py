@@ -115,8 +115,8 @@ def assignments_of(name: str, place: Place, files: Collection[str] = ()) -> list
 
 def assignment_of(name: str, place: Place) -> Place | None:
     """Returns the only line that assigns something, as `assignments_of` finds it; None where there are several."""
-    found = assignments_of(name, place)
-    return found[0] if len(found) == 1 else None
+    lines_found = assignments_of(name, place)
+    return lines_found[0] if len(lines_found) == 1 else None
 
 
 def _is_argument(function: ast.AST, name: str) -> bool:

@@ -171,5 +171,9 @@ def _marker(source: str) -> Path:
 
 def _cache_folder() -> Path:
     """The folder of gaverify's caches: `GAVERIFY_CACHE`, else where the system keeps those of the user."""
-    own = os.environ.get("GAVERIFY_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gaverify"
+    folder = os.environ.get("GAVERIFY_CACHE")
+    return (
+        Path(folder)
+        if folder
+        else Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gaverify"
+    )

@@ -144,8 +144,8 @@ class RunTrial(NamedTuple):
             for verdict in (self.verdict, patched)
         )
         return len(before) == len(after) and all(
-            math.isclose(one, other, rel_tol=SAME_NORM, abs_tol=SAME_NORM * max(before))
-            for one, other in zip(before, after, strict=True)
+            math.isclose(norm_before, norm_after, rel_tol=SAME_NORM, abs_tol=SAME_NORM * max(before))
+            for norm_before, norm_after in zip(before, after, strict=True)
         )
 
 

@@ -80,8 +80,8 @@ def batch_size_of(batch: Any, steps: int = 1, batch_size: int | None = None, spl
         candidates = []
     if candidates:
         # A reading with fewer samples than micro-batches cannot be meant, but fields of one sample are no samples.
-        others = candidates if _may_hold_samples(batch) else candidates[:1]
-        return next((size for size in others if size >= steps), candidates[0])
+        usable = candidates if _may_hold_samples(batch) else candidates[:1]
+        return next((size for size in usable if size >= steps), candidates[0])
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
         if isinstance(size, int):

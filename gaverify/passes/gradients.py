@@ -272,14 +272,14 @@ def _run_full_batch(experiment: Experiment, random_draws: DrawRecorder | Dealer,
     )
     with one_pass(experiment):
         # A lazy layer or a cache may register parameters in its first forward.
-        known = set(named_parameters(experiment.problem))
+        names_before = set(named_parameters(experiment.problem))
         with explain_user_errors("the full batch", experiment):
             batch = fresh(experiment.problem.batch)
         fit = fit_memory(experiment.fitting, experiment.modules, experiment.device)
         with mode, explain_user_errors("the full batch", experiment), probe.around(None), fit:
             loss = loss_of(experiment, batch, "the full batch")
             probe.backward(None, loss, 1.0)
-        _check_none_added(experiment, known)
+        _check_none_added(experiment, names_before)
         gradients = take_gradients(experiment)
         terms = _terms(mode.observed, gradients)
         buffers = _buffers(experiment)

@@ -155,8 +155,8 @@ def named_parameters(problem: Problem) -> dict[str, nn.Parameter]:
     """Returns the parameters of the model and, with `loss.` in front, those of a loss that is a module itself."""
     named = dict(problem.model.named_parameters())
     if isinstance(problem.loss, nn.Module):
-        known = {id(parameter) for parameter in named.values()}
-        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in known}
+        model_ids = {id(parameter) for parameter in named.values()}
+        named |= {f"loss.{name}": p for name, p in problem.loss.named_parameters() if id(p) not in model_ids}
     return named
 
 

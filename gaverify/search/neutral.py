@@ -98,14 +98,14 @@ class LeftState(PassProbe):
 
 def _shapes_in(values: list[Any]) -> list[torch.Size]:
     """Returns the shapes of all tensors in some values, in containers as well, which may hold themselves."""
-    shapes, seen, left = list[torch.Size](), set[int](), list(values)
-    while left:
-        value = left.pop()
+    shapes, visited, pending = list[torch.Size](), set[int](), list(values)
+    while pending:
+        value = pending.pop()
         if isinstance(value, torch.Tensor):
             shapes.append(value.shape)
-        elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
-            seen.add(id(value))
-            left += entries_of(value, sys.maxsize, values=True)
+        elif isinstance(value, dict | list | tuple | deque) and id(value) not in visited:
+            visited.add(id(value))
+            pending += entries_of(value, sys.maxsize, values=True)
     return shapes
 
 

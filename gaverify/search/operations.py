@@ -70,19 +70,19 @@ def ask_next_update(bench: Bench, facts: Facts) -> Facts:
     answer = bench.attempt("next update", partial(state.measure_next_update, bench, state_facts))
     if answer is None:
         return facts
-    next_update, left = answer
+    next_update, state_left = answer
     state_facts = replace(state_facts, next_update=next_update)
     facts = replace(facts, state=state_facts)
-    if left is None or next_update.from_full_batch <= bench.rounding:
+    if state_left is None or next_update.from_full_batch <= bench.rounding:
         return facts
-    with state.start_from(bench, left.put) as later:
+    with state.start_from(bench, state_left.put) as later:
         control = replace(control, left=next_update.from_full_batch, rounding=False)
         later_state = replace(state_facts, control=control)
-        found = ask(later, replace(facts, state=later_state, left=control.left, cleared=False))
-    if not found.cleared:
+        later_facts = ask(later, replace(facts, state=later_state, left=control.left, cleared=False))
+    if not later_facts.cleared:
         return facts
-    causes = tuple(_mark_second_update(cause) for cause in found.forward.causes)
-    return replace(facts, forward=replace(found.forward, causes=causes), left=found.left)
+    causes = tuple(_mark_second_update(cause) for cause in later_facts.forward.causes)
+    return replace(facts, forward=replace(later_facts.forward, causes=causes), left=later_facts.left)
 
 
 def _mark_second_update(cause: Cause) -> Cause:
@@ -435,11 +435,11 @@ def _release_causes(explanation: Explanation) -> Explanation:
         last = replace(last, cause=replace(last.cause, difference_alone=explanation.left_before))
         explanation = replace(explanation, trials=(*before, last))
     # A last cause without a probe cannot be released: the others are released beside its cached gradients.
-    kept = () if explanation.has_weights else explanation.trials[-1:]
-    released = [trial for trial in explanation.trials if trial not in kept]
+    neutral_trials = () if explanation.has_weights else explanation.trials[-1:]
+    released = [trial for trial in explanation.trials if trial not in neutral_trials]
 
     def control(neutralised: list[SuspectTrial]) -> ControlRun | None:
-        remaining = tuple(trial for trial in explanation.trials if trial in neutralised or trial in kept)
+        remaining = tuple(trial for trial in explanation.trials if trial in neutralised or trial in neutral_trials)
         bench, partial_explanation = explanation.bench, replace(explanation, trials=remaining)
         return bench.attempt("release of a cause", lambda: partial_explanation.run_again(bench))
 
@@ -451,7 +451,7 @@ def _release_causes(explanation: Explanation) -> Explanation:
         if differences.get(id(trial), 0.0) > 0
         else trial
         for trial in explanation.trials
-        if trial in kept or id(trial) in differences
+        if trial in neutral_trials or id(trial) in differences
     ]
     return replace(explanation, trials=tuple(trials))
 

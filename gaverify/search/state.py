@@ -249,13 +249,15 @@ def measure_next_update(bench: Bench, state_facts: State) -> tuple[NextUpdate, L
     full = experiment.full_batch(full_left)
     experiment.micro_batches(full, RestoredState(experiment, blamed), micro_left)
 
-    def repeat_update(left: LeftState) -> Gradients:
-        with start_from(bench, left.put) as later:
+    def repeat_update(state_left: LeftState) -> Gradients:
+        with start_from(bench, state_left.put) as later:
             return later.experiment.micro_batches(second, RestoredState(later.experiment, blamed)).gradients
 
     with start_from(bench, full_left.put) as later:
         second = later.experiment.full_batch()
-    first_left = (bench.relative_difference(repeat_update(left), second.gradients) for left in (micro_left, full_left))
+    first_left = (
+        bench.relative_difference(repeat_update(state_left), second.gradients) for state_left in (micro_left, full_left)
+    )
     next_update = NextUpdate(bench.rounding, *first_left)
     if next_update.from_full_batch <= bench.rounding < next_update.left:
         _without_gradients(experiment).forward(None, forward_left)

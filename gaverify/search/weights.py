@@ -210,9 +210,9 @@ def _fit(bench: Bench, facts: Facts, sketches: Sketches) -> WeightFit:
     """The weights that fit best; shares of samples or targets where these leave nothing and the fit is not unique."""
     fit = fit_runs([sketches])
     for shares in () if fit.determined else facts.window.shares:
-        left = sketches.left_by(torch.tensor(shares, dtype=sketches.columns.dtype, device=sketches.columns.device))
+        residual = sketches.left_by(torch.tensor(shares, dtype=sketches.columns.dtype, device=sketches.columns.device))
         # They were not fitted: where they leave nothing, that is no coincidence of a model with few parameters.
-        share_fit = replace(fit, weights=shares, residual=left, vacuous=False)
+        share_fit = replace(fit, weights=shares, residual=residual, vacuous=False)
         if is_explanation(bench, facts, share_fit):
             return share_fit
     return fit

@@ -214,7 +214,7 @@ def explain_spec(values: Mapping[str, Any], places: Mapping[str, str] | None = N
     places = places or {name: f"`{name}`" for name in OPTIONS}
     yield from explain_values(OPTIONS, values, places)
     wrong = {option.name for option, _ in find_wrong(OPTIONS, values)}
-    right = {name: values.get(name, known.default) for name, known in OPTIONS.items() if name not in wrong}
+    right = {name: values.get(name, each.default) for name, each in OPTIONS.items() if name not in wrong}
     yield from (f"{places[name]}: {text}" for name, text in _conflicts(right))
 
 

@@ -64,11 +64,11 @@ def options_of(record: type) -> dict[str, Option]:
     options = {}
     for entry in fields(record):
         if entry.metadata:
-            known = dict(entry.metadata)
-            key = known.pop("key") or entry.name.replace("_", "-")
-            flags = known.pop("flags")
+            metadata = dict(entry.metadata)
+            key = metadata.pop("key") or entry.name.replace("_", "-")
+            flags = metadata.pop("flags")
             options[entry.name] = Option(
-                entry.name, key, tuple(f"--{key}".split() if flags is None else flags.split()), **known
+                entry.name, key, tuple(f"--{key}".split() if flags is None else flags.split()), **metadata
             )
     return options
 
@@ -80,8 +80,8 @@ def read_words(options: Mapping[str, Option], words: Mapping[str, Any]) -> dict[
         options: The options, by their names.
         words: The words, by the same names; None and () for what was not given, true or false for a flag.
     """
-    given = {name: word for name, word in words.items() if word is not None and word != ()}
-    return {name: word if isinstance(word, bool) else options[name].kind.read(word) for name, word in given.items()}
+    typed = {name: word for name, word in words.items() if word is not None and word != ()}
+    return {name: word if isinstance(word, bool) else options[name].kind.read(word) for name, word in typed.items()}
 
 
 def pop_values(options: Mapping[str, Option], values: dict[str, Any], problems: list[str]) -> dict[str, Any]:

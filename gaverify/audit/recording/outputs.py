@@ -308,8 +308,10 @@ def _repeat_first_half(rows: int, leaf: Any) -> Any:
     if dim is None:
         return leaf
     half = leaf.narrow(dim, 0, rows // 2 * (leaf.shape[dim] // rows))
-    rest = leaf.shape[dim] - half.shape[dim]
-    return torch.cat([half, *[half] * (rest // half.shape[dim]), half.narrow(dim, 0, rest % half.shape[dim])], dim)
+    missing = leaf.shape[dim] - half.shape[dim]
+    return torch.cat(
+        [half, *[half] * (missing // half.shape[dim]), half.narrow(dim, 0, missing % half.shape[dim])], dim
+    )
 
 
 PinnedRows = Sequence[Sequence[tuple[int, Sequence[int]] | None]]
@@ -378,12 +380,12 @@ class PinnedModules:
 
     def describe(self, parameters_of_optimizers: Sequence[Sequence[torch.Tensor]]) -> PinnedCalls:
         """Returns what the pins changed, and what they cannot show."""
-        own = {
+        read_directly = {
             number: [at for at, parameter in enumerate(parameters) if id(parameter) in self._own_parameters]
             for number, parameters in enumerate(parameters_of_optimizers)
         }
         return {
-            "own": own,
+            "own": read_directly,
             "values": sorted(self._differing_values),
             "gradients": sorted(self._differing_gradients),
         }

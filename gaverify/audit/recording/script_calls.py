@@ -242,8 +242,8 @@ class TracedCalls(ScriptCalls):
     def _clear(self) -> None:
         super()._clear()
         self._calls, self._roots, self._is_full = [], [], False
-        for known in (self._makers, self._numbers, self._memory, self._gradients):
-            known.clear()
+        for memory in (self._makers, self._numbers, self._memory, self._gradients):
+            memory.clear()
 
     def _end_update(self) -> None:
         self._count_until_step = len(self._calls)
@@ -252,17 +252,19 @@ class TracedCalls(ScriptCalls):
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = tensors_in((args, kwargs)) if not self._is_full else []
-        versions = [_count_writes(tensor) for tensor in given]
+        tensors_given = tensors_in((args, kwargs)) if not self._is_full else []
+        versions = [_count_writes(tensor) for tensor in tensors_given]
         result = func(*args, **kwargs)
         if self._is_full:
             return result
         with self._guard.work():
             written = [
-                tensor for tensor, version in zip(given, versions, strict=True) if _count_writes(tensor) != version
+                tensor
+                for tensor, version in zip(tensors_given, versions, strict=True)
+                if _count_writes(tensor) != version
             ]
             if key.name.endswith("_norm") and _moves_statistics(args, kwargs):
-                written += [tensor for tensor in given if not tensor.requires_grad and tensor.dim() == 1]
+                written += [tensor for tensor in tensors_given if not tensor.requires_grad and tensor.dim() == 1]
             if key.name.endswith("grad.__set__"):
                 written += tensors_in(args[1:])
                 for tensor in tensors_in(args[1:]):
@@ -293,7 +295,7 @@ class TracedCalls(ScriptCalls):
         results = tensors_in(result)
         results += [tensor for tensor in written if not any(tensor is each for each in results)]
         value = float(result) if isinstance(result, float) or _reads_number(key) else None
-        names, held = _names_in(frame, tensors, numbers)
+        names, held_numbers = _names_in(frame, tensors, numbers)
         at = len(self._calls)
         self._calls.append(
             {
@@ -304,16 +306,16 @@ class TracedCalls(ScriptCalls):
                 "value": value,
                 "read": [self._numbers[number] for number in numbers.values() if number in self._numbers],
                 "names": names,
-                "held": held,
+                "held": held_numbers,
                 "graded": any(each.requires_grad for each in results),
                 "results": [_describe(each) for each in results],
             }
         )
-        own = [each for each in results if not _shares_memory(each, tensors.values())]
+        own_results = [each for each in results if not _shares_memory(each, tensors.values())]
         for each in results:
             self._makers[id(each)] = weakref.ref(each), at
         # a view is made by its own call, and has the memory of another one's result
-        for each in (*own, *written):
+        for each in (*own_results, *written):
             self._memory.note(each, at)
         if isinstance(result, float):
             self._numbers[result] = at
@@ -409,8 +411,8 @@ def _count_writes(tensor: torch.Tensor) -> int:
 
 def _shares_memory(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     with suppress(NotImplementedError, RuntimeError):
-        own = tensor.untyped_storage()._cdata
-        return any(own == other.untyped_storage()._cdata for other in others)
+        storage_id = tensor.untyped_storage()._cdata
+        return any(storage_id == each.untyped_storage()._cdata for each in others)
     return False
 
 
@@ -482,17 +484,17 @@ class PinnedArguments(ScriptCalls):
     def _run(
         self, key: CallKey, number: int, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        in_full, once = self._in_full.get(key, (0, 0))
+        in_full, calls_before = self._in_full.get(key, (0, 0))
         if in_full:
             part, position = 0, number
-            if number >= once < in_full and not self._is_full:
-                part, position = divmod(number - once, in_full - once)
-                position += once
-            found = self._pinned.get((key, position))
-            if found is not None and part < max(len(self._parts), 1):
-                args, kwargs = map_leaves((args, kwargs), lambda path, leaf: self._replace(*found, part, path, leaf))
+            if number >= calls_before < in_full and not self._is_full:
+                part, position = divmod(number - calls_before, in_full - calls_before)
+                position += calls_before
+            pinned = self._pinned.get((key, position))
+            if pinned is not None and part < max(len(self._parts), 1):
+                args, kwargs = map_leaves((args, kwargs), lambda path, leaf: self._replace(*pinned, part, path, leaf))
                 result = func(*args, **kwargs)
-                return result if isinstance(result, torch.Tensor) else self._replace(*found, part, RESULT, result)
+                return result if isinstance(result, torch.Tensor) else self._replace(*pinned, part, RESULT, result)
         return func(*args, **kwargs)
 
     def take(self, kept: dict[str, Any]) -> None:
@@ -542,12 +544,12 @@ def _join_rows(part: PlacesOfPart, count: int) -> PlacesOfPart | None:
     """Returns the samples of a part whose rows are `count` to each; None where they do not lie like that."""
     rows, places = part
     size, samples = len(places) // count, rows // count
-    beside = tuple(place // count for place in places[::count])  # all rows of a sample, then those of the next
-    behind = places[:size]  # one row of each sample, then the next of each
-    if places == tuple(sample * count + at for sample in beside for at in range(count)):
-        return samples, beside
-    if places == tuple(at * samples + sample for at in range(count) for sample in behind):
-        return samples, behind
+    in_blocks = tuple(place // count for place in places[::count])  # all rows of a sample, then those of the next
+    in_turns = places[:size]  # one row of each sample, then the next of each
+    if places == tuple(sample * count + at for sample in in_blocks for at in range(count)):
+        return samples, in_blocks
+    if places == tuple(at * samples + sample for at in range(count) for sample in in_turns):
+        return samples, in_turns
     return None
 
 
@@ -575,14 +577,16 @@ def _names_in(
     named = list(islice(variables.items(), _MOST_VARIABLES))
     names = {path: [name for name, value in named if value is tensor] for path, tensor in tensors.items()}
     names |= {path: [name for name, value in named if _is_number(value, each)] for path, each in numbers.items()}
-    without = [path for path, found in names.items() if not found and (path in numbers or not tensors[path].is_leaf)]
+    without = [
+        path for path, matches in names.items() if not matches and (path in numbers or not tensors[path].is_leaf)
+    ]
     without += [path for path, tensor in tensors.items() if not names[path] and not tensor.requires_grad]
-    held = dict(_held_values(named)) if without and owner_of(frame.f_code.co_filename) is Owner.USER else {}
+    by_name = dict(_held_values(named)) if without and owner_of(frame.f_code.co_filename) is Owner.USER else {}
     for path in without:
         wanted: Any = numbers[path] if path in numbers else tensors[path]
-        names[path] = [name for name, value in held.items() if value is wanted or _is_number(value, wanted)]
-    kept = {name: float(value) for name, value in held.items() if type(value) in (int, float)} if numbers else {}
-    return {path: found[:_MOST_NAMES] for path, found in names.items() if found}, kept
+        names[path] = [name for name, value in by_name.items() if value is wanted or _is_number(value, wanted)]
+    amounts = {name: float(value) for name, value in by_name.items() if type(value) in (int, float)} if numbers else {}
+    return {path: matches[:_MOST_NAMES] for path, matches in names.items() if matches}, amounts
 
 
 def _is_number(value: Any, number: Any) -> bool:
@@ -656,11 +660,11 @@ def _describe(tensor: torch.Tensor) -> Description | None:
         if values.shape[dimension] <= _MOST_ENTRIES
     ]
     along = along if len(along) == min(values.dim(), 2) else []
-    whole, is_integer = summaries(real.reshape(1, -1))[0], not (values.is_floating_point() or values.is_complex())
+    summary, is_integer = summaries(real.reshape(1, -1))[0], not (values.is_floating_point() or values.is_complex())
     return {
         "shape": tuple(values.shape),
         "along": along,
-        "whole": whole,
+        "whole": summary,
         "is_integer": is_integer and values.dtype is not torch.bool,
     }
 

@@ -62,18 +62,18 @@ class KeptGradients:
         if not same(self.sampled, later.sampled):
             return True
         for before, now in ((self._values, later._values), (self._sketches, later._sketches)):
-            if before.keys() != now.keys() or not all(same(kept, now[at]) for at, kept in before.items()):
+            if before.keys() != now.keys() or not all(same(element, now[at]) for at, element in before.items()):
                 return True
         return False
 
     def replaced_by(self, others: Mapping[int, KeptGradients]) -> KeptGradients:
         """Returns these gradients with those of some parameters, by their place, as they were kept alone."""
         replaced, pieces = copy(self), list(self.sampled.split(self._sizes))
-        for at, other in others.items():
-            replaced._values = replaced._values | other._values
-            replaced._sketches = replaced._sketches | other._sketches
-            replaced._norms = replaced._norms | other._norms
-            pieces[at] = other.sampled
+        for at, replacement in others.items():
+            replaced._values = replaced._values | replacement._values
+            replaced._sketches = replaced._sketches | replacement._sketches
+            replaced._norms = replaced._norms | replacement._norms
+            pieces[at] = replacement.sampled
         replaced.sampled = torch.cat(pieces)
         return replaced
 

@@ -77,8 +77,8 @@ class WatchedOptimizer:
         pairs = zip(self.weights.split(sizes), self.sample.weights().split(sizes), strict=True)
         moved = [at for at, pair in enumerate(pairs) if at not in self.used and not same(*pair)]
         gradients = {at: self.sample.parameters[at].grad for at in moved}
-        left = {at: gradient for at, gradient in gradients.items() if gradient is not None and bool(gradient.any())}
-        for at, gradient in left.items():
+        nonzero = {at: gradient for at, gradient in gradients.items() if gradient is not None and bool(gradient.any())}
+        for at, gradient in nonzero.items():
             self.used[at] = KeptGradients(self.index, self.sample, self.sample.elements(at, gradient), only=at)
         return bool(moved)
 
@@ -333,14 +333,14 @@ class IncomingGradients:
         change = seen.changed.get(entry.index, torch.zeros_like(incoming))
         pieces = [part.split(entry.sample.sizes) for part in (entry.gradients, change, incoming)]
         # A parameter that was given something and has a `.grad` of zero lost it to a hook inside the pass.
-        moved = [not bool(now.any()) and bool(given.any()) for now, _, given in zip(*pieces, strict=True)]
+        moved = [not bool(now.any()) and bool(arrived.any()) for now, _, arrived in zip(*pieces, strict=True)]
         if not any(moved):
             # A pass that gave nothing, of a micro-batch without targets, does not show where gradients go.
             if bool(incoming.any()):
                 self._stop(entry)
             return None
         rows = zip(moved, *pieces[1:], strict=True)
-        return torch.cat([given if is_moved else added for is_moved, added, given in rows])
+        return torch.cat([arrived if is_moved else added for is_moved, added, arrived in rows])
 
     def _stop(self, entry: WatchedOptimizer) -> None:
         """Ends listening to an optimizer whose `.grad` shows all that a pass gives, unless hooks may move it later."""

@@ -449,8 +449,8 @@ def places_of_module(root: nn.Module, prefix: str = "") -> Iterator[StatePlace]:
             # Its registries are views that can neither be iterated over directly nor asked with `get`.
             buffers = [name for name, _ in buffers_of(module).items()]
             inside = Scripted(module, scripted_attributes(module))
-            others = [name for name in inside.read() if name not in (*parameters, *buffers)]
-            holders = (("parameter", inside, parameters), ("buffer", inside, buffers), ("attribute", inside, others))
+            plain = [name for name in inside.read() if name not in (*parameters, *buffers)]
+            holders = (("parameter", inside, parameters), ("buffer", inside, buffers), ("attribute", inside, plain))
         else:
             registered, buffered, slots = ModuleParameters(parameters_of(module)), buffers_of(module), Slots(module)
             holders = (

@@ -240,9 +240,9 @@ class StateWalk:
                     continue
                 self._seen[id(holder.kind)] = holder.kind
             if isinstance(holder, Globals):
-                known = self._global_names.setdefault(id(holder.namespace), set())
-                holder = Globals(holder.namespace, holder.names - known)
-                known |= holder.names
+                visited_names = self._global_names.setdefault(id(holder.namespace), set())
+                holder = Globals(holder.namespace, holder.names - visited_names)
+                visited_names |= holder.names
             children += self._keep(holder)
         return children
 
@@ -261,8 +261,8 @@ class ValueWalk(StateWalk):
     """A search for what some values hold themselves: no modules, functions and classes, whose state has other names."""
 
     def _handler_for(self, kind: type) -> Callable[[Any], Children] | None:
-        others = (nn.Module, nn.Parameter, FunctionType, *WRAPPERS, type, torch.Generator, random.Random)
-        if issubclass(kind, (*others, *self._numpy_generators)):
+        handled_elsewhere = (nn.Module, nn.Parameter, FunctionType, *WRAPPERS, type, torch.Generator, random.Random)
+        if issubclass(kind, (*handled_elsewhere, *self._numpy_generators)):
             return None
         return super()._handler_for(kind)
 

@@ -498,11 +498,11 @@ class Dealer:
 def _is_any(doubts: Sequence[Doubt]) -> bool:
     """Whether any of some doubts remains; with two waits per device at most, not one per doubt."""
     for device in {doubt.differs.device for doubt in doubts}:
-        there = [doubt for doubt in doubts if doubt.differs.device == device]
-        flags = torch.stack([doubt.differs for doubt in there]).tolist()
-        answers = [doubt.is_rounding() for doubt, differs in zip(there, flags, strict=True) if differs]
-        told = [answer for answer in answers if answer is not None]
-        if len(told) < len(answers) or (told and not bool(torch.stack(told).all())):
+        doubts_on_device = [doubt for doubt in doubts if doubt.differs.device == device]
+        flags = torch.stack([doubt.differs for doubt in doubts_on_device]).tolist()
+        answers = [doubt.is_rounding() for doubt, differs in zip(doubts_on_device, flags, strict=True) if differs]
+        decided = [answer for answer in answers if answer is not None]
+        if len(decided) < len(answers) or (decided and not bool(torch.stack(decided).all())):
             return True
     return False
 

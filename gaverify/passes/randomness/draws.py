@@ -433,11 +433,11 @@ def are_rounded(draw: Draw, rows: Rows, selection: Selection) -> torch.Tensor | 
         return None
     ((dim, _),) = selection
     expected = take_selection(draw.prints, selection)
-    own = _row_norms(rows.prints - expected, dim)
-    apart = _row_norms(draw.prints - draw.prints.roll(1, dim), dim).median()
-    farthest = own.max()
-    is_rounded: torch.Tensor = (_APART * farthest < apart) & (
-        farthest <= torch.maximum(_ALIKE * own.median(), apart / _TINY_SHARE)
+    distances = _row_norms(rows.prints - expected, dim)
+    typical_distance = _row_norms(draw.prints - draw.prints.roll(1, dim), dim).median()
+    farthest = distances.max()
+    is_rounded: torch.Tensor = (_APART * farthest < typical_distance) & (
+        farthest <= torch.maximum(_ALIKE * distances.median(), typical_distance / _TINY_SHARE)
     )
     return is_rounded
 

@@ -182,9 +182,9 @@ def _list_state(experiment: Experiment) -> Iterator[list[tuple[str, StatePlace]]
         if not issubclass(type(value), nn.Module):
             reached.append((place.name, place))
         elif id(value) not in modules:  # a teacher, a moving average of the weights
-            held = places_of_module(value, f"{place.name}.")
+            places = places_of_module(value, f"{place.name}.")
             reached += [
-                (each.name, replace(each, kind="closure") if each.kind == "parameter" else each) for each in held
+                (each.name, replace(each, kind="closure") if each.kind == "parameter" else each) for each in places
             ]
     yield reached
 
@@ -227,8 +227,8 @@ class StateWatch(PassProbe):
         before = self._last[1] if follows and self._last is not None else self._take_digests()
         # The addresses are looked up anew in each pass, because a forward may replace a buffer by another tensor. The
         # replaced one is held: another tensor at its address would be taken for it.
-        held = {name: place.get() for name, place in self._named.items()}
-        names = {address(value): name for name, value in held.items() if issubclass(type(value), torch.Tensor)}
+        values = {name: place.get() for name, place in self._named.items()}
+        names = {address(value): name for name, value in values.items() if issubclass(type(value), torch.Tensor)}
         self._gradients = self._stamp_gradients()
         gradients = {address(g): _GRADIENT for g in self._read_gradients() if g is not None}
         with (

@@ -268,13 +268,13 @@ class GradientListener:
 
     def _incoming_gradients(self, look: Look) -> dict[int, torch.Tensor]:
         """The gradients that a pass gave each optimizer where `.grad` has others: reduced over ranks, or moved away."""
-        given = {
+        incoming = {
             entry.index: self._incoming.take(entry.index)
             if self._recording.job.has_ranks
             else self._incoming.take_moved(entry, look)
             for entry in self._recording.watch
         }
-        return {index: gradients for index, gradients in given.items() if gradients is not None}
+        return {index: gradients for index, gradients in incoming.items() if gradients is not None}
 
     def _touched_optimizers(self, look: Look) -> list[int]:
         """The optimizers whose gradients a pass changed."""

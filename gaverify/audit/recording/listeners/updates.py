@@ -152,10 +152,10 @@ class WindowListener:
         entry.increments = [part for part in entry.increments if not (part.cleared and part.backward in self._used)]
         self._used |= {part.backward for part in entry.increments if not part.cleared}
         self.addends[entry.index] = addends_of(entry.sample.parameters)
-        kept = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
+        captured = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
         if self.stores_gradients and update.number <= max(job.updates, 1):
             divisor, left_out = divisor_of(entry), self._replicas(entry)
-            stored = {kind: gradients.stored(divisor, left_out) for kind, gradients in kept.items()}
+            stored = {kind: gradients.stored(divisor, left_out) for kind, gradients in captured.items()}
             self._write(entry, stored, max(job.updates, 1) - update.number + 1)
         entry.pending, entry.increments, entry.forwards = 0, [], set()
         entry.summed, entry.used = None, {}
