@@ -23,7 +23,7 @@ from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import Names, Roundoff
 from gaverify.collective.membership import TrafficMeter
 from gaverify.passes.precision import coarsest_unit, unit_roundoff
-from gaverify.passes.randomness import Recorder as RecordedDraws
+from gaverify.passes.randomness import DrawRecorder as RecordedDraws
 from gaverify.preparation import place_experiment
 from gaverify.records.events import CarriedValue
 from gaverify.verdict.measurement import working_unit
