@@ -38,9 +38,9 @@ class StepsText:
         return [Edit(code.file, line, len(content), line, len(content), f"  # {self.text} = micro-batches per update")]
 
 
-def steps_at(model: LoopModel, code: Code, node: ast.AST, most: int = 2) -> Iterator[StepsText]:
+def write_steps(model: LoopModel, code: Code, node: ast.AST, most: int = 2) -> Iterator[StepsText]:
     """Yields how K can be written at a node: by the script's names, else as a number."""
-    texts = model.steps_texts(code, node)
+    texts = model.find_steps_texts(code, node)
     yield from (StepsText(text) for text in texts[:most])
     if not texts and model.steps > 1:
         yield StepsText(str(model.steps), is_number=True)
@@ -57,11 +57,11 @@ def divide(code: Code, node: ast.expr, divisor: str, operator: str = "/") -> Edi
     return code.replace(node, f"({text})")
 
 
-def without_factor(code: Code, operation: ast.BinOp, kept: ast.expr) -> Edit:
+def drop_factor(code: Code, operation: ast.BinOp, kept: ast.expr) -> Edit:
     """Returns the edit that leaves only one operand of a product or a quotient."""
     return code.replace(operation, code.operand(kept))
 
 
-def joined(*groups: Iterable[Edit]) -> tuple[Edit, ...]:
+def join_edits(*groups: Iterable[Edit]) -> tuple[Edit, ...]:
     """Returns all edits in one row."""
     return tuple(edit for group in groups for edit in group)

@@ -36,7 +36,7 @@ class Code:
         """The node around each node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
-    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+    def nodes_around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yields what surrounds a node, the innermost first."""
         while node in self.parents:
             node = self.parents[node]
@@ -44,23 +44,23 @@ class Code:
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that holds a node, or is it."""
-        return next(each for each in (node, *self.around(node)) if isinstance(each, ast.stmt))
+        return next(each for each in (node, *self.nodes_around(node)) if isinstance(each, ast.stmt))
 
     def scope_of(self, node: ast.AST) -> Function | ast.Module:
         """The function around a node, or the module."""
-        return next(each for each in self.around(node) if isinstance(each, Function | ast.Module))
+        return next(each for each in self.nodes_around(node) if isinstance(each, Function | ast.Module))
 
     def loops_around(self, node: ast.AST) -> list[Loop]:
         """The loops around a node in its function, the innermost first."""
         loops: list[Loop] = []
-        for each in self.around(node):
+        for each in self.nodes_around(node):
             if isinstance(each, Function | ast.ClassDef):
                 break
             if isinstance(each, Loop):
                 loops.append(each)
         return loops
 
-    def at(self, line: int) -> list[ast.expr | ast.stmt]:
+    def nodes_at(self, line: int) -> list[ast.expr | ast.stmt]:
         """The expressions and statements that span a line, the shortest first."""
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.expr | ast.stmt)]
         spanning = [node for node in nodes if node.lineno <= line <= (node.end_lineno or 0)]
@@ -129,10 +129,10 @@ class Code:
 
     def lines_of(self, statement: ast.stmt, indent: str) -> str:
         """The whole lines of a statement, moved to another indent."""
-        own = self.indent_of(statement)
+        old_indent = self.indent_of(statement)
         lines = self.lines[statement.lineno - 1 : statement.end_lineno]
-        moved = [indent + line[len(own) :] if line.startswith(own) else line for line in lines]
-        text = "".join(moved)
+        indented = [indent + line[len(old_indent) :] if line.startswith(old_indent) else line for line in lines]
+        text = "".join(indented)
         return text if text.endswith(("\n", "\r")) else text + self.line_end
 
     # -- edits --------------------------------------------------------------------------------------------------------

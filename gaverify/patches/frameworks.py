@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from gaverify.patches.candidates import Candidate, joined, steps_at
+from gaverify.patches.candidates import Candidate, join_edits, write_steps
 from gaverify.patches.code import Code, callee_name
 from gaverify.patches.loop import LoopModel, Site
-from gaverify.patches.placement import movable
+from gaverify.patches.placement import find_movable_statement
 from gaverify.records.events import Clipping, SchedulerStep, Step, ZeroGrad
 from gaverify.records.findings import Finding
 
@@ -27,12 +27,12 @@ def tell_steps(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             keyword = _KEYWORDS.get(callee_name(call))
             if keyword is None or not isinstance(call, ast.Call) or not _accumulates(code, call):
                 continue
-            given = next((each for each in call.keywords if each.arg == keyword), None)
-            if given is not None and not isinstance(given.value, ast.Constant):
+            present = next((each for each in call.keywords if each.arg == keyword), None)
+            if present is not None and not isinstance(present.value, ast.Constant):
                 continue
-            for steps in steps_at(model, code, call):
-                if given is not None:
-                    edits = (code.replace(given.value, steps.text),)
+            for steps in write_steps(model, code, call):
+                if present is not None:
+                    edits = (code.replace(present.value, steps.text),)
                 elif call.args or call.keywords:
                     last = [*call.args, *(each.value for each in call.keywords)][-1]
                     end = code.span(last)[1]
@@ -55,9 +55,9 @@ def guard_by_accelerator(model: LoopModel, finding: Finding) -> Iterator[Candida
     """Yields calls that are made only where Accelerate has all micro-batches of an update (GAV601 to GAV607)."""
     kinds = {"GAV606": Clipping, "GAV607": SchedulerStep, "GAV603": ZeroGrad, "GAV601": Step}
     kind = kinds.get(finding.code)
-    for site in model.sites(kind) if kind is not None else ():
+    for site in model.find_sites(kind) if kind is not None else ():
         accelerator = _accelerator_around(site)
-        statement = movable(model, site)
+        statement = find_movable_statement(model, site)
         if not accelerator or statement is None:
             continue
         code = site.code
@@ -66,13 +66,13 @@ def guard_by_accelerator(model: LoopModel, finding: Finding) -> Iterator[Candida
         unit = indent[len(code.indent_of(with_statement)) :] if isinstance(with_statement, ast.stmt) else "    "
         test = f"{indent}if {accelerator}.sync_gradients:{code.line_end}"
         text = test + code.lines_of(statement, indent + (unit or "    "))
-        edits = joined(code.delete(statement), [code.insert_before(statement, text)])
+        edits = join_edits(code.delete(statement), [code.insert_before(statement, text)])
         yield Candidate(f"Makes this call only where `{accelerator}.sync_gradients`.", edits)
 
 
 def _accelerator_around(site: Site) -> str:
     """The text of the accelerator whose `accumulate` surrounds a call; "" where none does."""
-    for node in site.code.around(site.call):
+    for node in site.code.nodes_around(site.call):
         for item in node.items if isinstance(node, ast.With) else ():
             func = item.context_expr.func if isinstance(item.context_expr, ast.Call) else None
             if isinstance(func, ast.Attribute) and func.attr == "accumulate":

@@ -26,22 +26,24 @@ def replace_layers(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         for node in ast.walk(code.tree)
         if callee_name(node) in _LAYERS and isinstance(node, ast.Call)
     ]
-    edits = [edit for code, call in layers for edit in _group_norm(code, call)]
+    edits = [edit for code, call in layers for edit in _replace_layer(code, call)]
     if layers and len(edits) == len(layers):
         yield Candidate("Replaces BatchNorm by GroupNorm.", tuple(edits), _UNSAFE)
 
 
-def _group_norm(code: Code, call: ast.Call) -> list[Edit]:
+def _replace_layer(code: Code, call: ast.Call) -> list[Edit]:
     """Returns the edit that makes a GroupNorm of a BatchNorm with its ε and its scale; none where that is not known."""
     if not isinstance(call.func, ast.Attribute) or any(isinstance(each, ast.Starred) for each in call.args):
         return []
-    given = dict(zip(("num_features", "eps", "momentum", "affine"), call.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    channels = given.get("num_features")
+    arguments_by_name = dict(zip(("num_features", "eps", "momentum", "affine"), call.args, strict=False))
+    arguments_by_name |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    channels = arguments_by_name.get("num_features")
     if channels is None or any(keyword.arg is None for keyword in call.keywords):
         return []
-    kept = [f", {name}={code.text_of(given[name])}" for name in ("eps", "affine") if name in given]
-    arguments = f"{_choose_groups(channels)}, {code.text_of(channels)}{''.join(kept)}"
+    settings = [
+        f", {name}={code.text_of(arguments_by_name[name])}" for name in ("eps", "affine") if name in arguments_by_name
+    ]
+    arguments = f"{_choose_groups(channels)}, {code.text_of(channels)}{''.join(settings)}"
     return [code.replace(call, f"{code.text_of(call.func.value)}.GroupNorm({arguments})")]
 
 
@@ -57,17 +59,17 @@ def _choose_groups(channels: ast.expr) -> int:
 def replace_batch_norm(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields a model whose BatchNorm layers are converted, where its parameters are handed to an optimizer."""
     for code in model.codes.values():
-        for text, node in _trained_models(code):
-            assigned = _assignment_of(code, text, node)
+        for text, node in _find_trained_models(code):
+            assigned = _find_assignment(code, text, node)
             if assigned is None:
                 continue
             line = f"{code.indent_of(assigned)}{text} = convert_batch_norm({text}){code.line_end}"
-            edits = (_import_line(code), code.insert_after(assigned, line))
+            edits = (_add_import(code), code.insert_after(assigned, line))
             title = f"Replaces the BatchNorm layers of `{text}` by GroupNorm."
             yield Candidate(title, edits, _UNSAFE)
 
 
-def _trained_models(code: Code) -> Iterator[tuple[str, ast.Call]]:
+def _find_trained_models(code: Code) -> Iterator[tuple[str, ast.Call]]:
     """Yields the models whose parameters a call is given."""
     for node in ast.walk(code.tree):
         if callee_name(node) in ("parameters", "named_parameters") and isinstance(node, ast.Call):
@@ -76,13 +78,13 @@ def _trained_models(code: Code) -> Iterator[tuple[str, ast.Call]]:
                 yield code.text_of(func.value), node
 
 
-def _assignment_of(code: Code, text: str, node: ast.AST) -> ast.stmt | None:
+def _find_assignment(code: Code, text: str, node: ast.AST) -> ast.stmt | None:
     """The last statement before a node that assigns a name, in the node's scope or the module."""
     line = getattr(node, "lineno", 0)
     scope = code.scope_of(node)
     scopes = [scope, code.tree] if isinstance(scope, Function) else [scope]
     for each in scopes:
-        found = [
+        assignments = [
             statement
             for statement in ast.walk(each)
             if isinstance(statement, ast.Assign)
@@ -90,12 +92,12 @@ def _assignment_of(code: Code, text: str, node: ast.AST) -> ast.stmt | None:
             and code.text_of(statement.targets[0]) == text
             and (statement.lineno < line or each is not scope)
         ]
-        if found:
-            return max(found, key=lambda statement: statement.lineno)
+        if assignments:
+            return max(assignments, key=lambda statement: statement.lineno)
     return None
 
 
-def _import_line(code: Code) -> Edit:
+def _add_import(code: Code) -> Edit:
     """Returns the edit that imports the conversion behind the source's own imports."""
     imports = [node for node in code.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     text = f"from gaverify.remedies import convert_batch_norm{code.line_end}"

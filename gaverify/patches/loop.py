@@ -100,7 +100,7 @@ class LoopModel:
         """The source of a file that an event or a finding names."""
         return self.codes.get(os.path.realpath(file)) if file else None
 
-    def sites(self, kind: type[Event]) -> list[Site]:
+    def find_sites(self, kind: type[Event]) -> list[Site]:
         """The calls of a kind in the accumulated run, each once, in the order of their first call."""
         places = dict.fromkeys(
             event.place
@@ -108,15 +108,15 @@ class LoopModel:
             for event in window.events
             if type(event) is kind and event.file is not None
         )
-        found: dict[ast.Call, Site] = {}
+        sites: dict[ast.Call, Site] = {}
         for file, line in places:
             code = self.code_of(file)
             if code is not None and line is not None:
-                for call in _calls_at(code, line, kind):
-                    found.setdefault(call, Site(code, call))
-        return list(found.values())
+                for call in _find_calls(code, line, kind):
+                    sites.setdefault(call, Site(code, call))
+        return list(sites.values())
 
-    def finding_node(self, finding: Finding) -> tuple[Code, int] | None:
+    def place_of_finding(self, finding: Finding) -> tuple[Code, int] | None:
         """The source and the line of a finding."""
         location = finding.location
         code = self.code_of(location.file) if location is not None else None
@@ -127,12 +127,12 @@ class LoopModel:
     @cached_property
     def step_site(self) -> Site | None:
         """The call that steps."""
-        return next(iter(self.sites(Step)), None)
+        return next(iter(self.find_sites(Step)), None)
 
     @cached_property
     def backward_site(self) -> Site | None:
         """The call that differentiates."""
-        return next(iter(self.sites(Backward)), None)
+        return next(iter(self.find_sites(Backward)), None)
 
     def micro_loop(self, site: Site) -> Loop | None:
         """The loop over micro-batches around a call."""
@@ -143,19 +143,19 @@ class LoopModel:
         if not isinstance(loop, ast.For | ast.AsyncFor):
             return None
         iterated = loop.iter
-        while callee_name(iterated) in ("tqdm", "trange", "progressbar", "track") and _arguments(iterated):
-            iterated = _arguments(iterated)[0]
+        while callee_name(iterated) in ("tqdm", "trange", "progressbar", "track") and _arguments_of(iterated):
+            iterated = _arguments_of(iterated)[0]
         if callee_name(iterated) == "enumerate" and isinstance(loop.target, ast.Tuple):
-            first, arguments = loop.target.elts[0], _arguments(iterated)
+            first, arguments = loop.target.elts[0], _arguments_of(iterated)
             start = _start_of(iterated)
             if isinstance(first, ast.Name) and arguments and start is not None:
                 inner = arguments[0]
-                while callee_name(inner) in ("tqdm", "track") and _arguments(inner):
-                    inner = _arguments(inner)[0]
+                while callee_name(inner) in ("tqdm", "track") and _arguments_of(inner):
+                    inner = _arguments_of(inner)[0]
                 length = f"len({code.text_of(inner)})" if isinstance(inner, ast.Name | ast.Attribute) else ""
                 return Index(first.id, start, length)
         if callee_name(iterated) == "range" and isinstance(loop.target, ast.Name):
-            arguments = _arguments(iterated)
+            arguments = _arguments_of(iterated)
             if len(arguments) == 1:
                 is_name = isinstance(arguments[0], ast.Name | ast.Attribute | ast.Call)
                 return Index(loop.target.id, 0, code.text_of(arguments[0]) if is_name else "")
@@ -163,23 +163,23 @@ class LoopModel:
                 return Index(loop.target.id, 1 if arguments[0].value else 0, "")
         return None
 
-    def boundaries(self, code: Code, around: ast.AST) -> list[ast.expr]:
+    def find_boundaries(self, code: Code, around: ast.AST) -> list[ast.expr]:
         """The tests below a node that ask whether a window ends: comparisons with a remainder of K."""
-        found: list[ast.expr] = []
+        tests: list[ast.expr] = []
         for node in ast.walk(around):
             is_test = isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             if is_test and isinstance(node, ast.expr) and any(map(_is_remainder, ast.iter_child_nodes(node))):
-                found.append(node)
+                tests.append(node)
             elif isinstance(node, ast.BinOp) and _is_remainder(node):  # `if i % K: continue`
                 parent = code.parents[node]
                 if isinstance(parent, ast.BoolOp) or (isinstance(parent, ast.If) and parent.test is node):
-                    found.append(node)
-        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+                    tests.append(node)
+        return sorted(tests, key=lambda node: (node.lineno, node.col_offset))
 
-    def guards(self, site: Site) -> list[ast.If]:
+    def find_guards(self, site: Site) -> list[ast.If]:
         """The `if`s around a call inside its loop, the innermost first."""
         guards = []
-        for node in site.code.around(site.call):
+        for node in site.code.nodes_around(site.call):
             if isinstance(node, Loop | Function | ast.ClassDef):
                 break
             if isinstance(node, ast.If):
@@ -188,30 +188,32 @@ class LoopModel:
 
     def is_boundary(self, code: Code, test: ast.expr) -> bool:
         """Whether a test asks for the end of a window: by a remainder, a count, or a variable that holds that."""
-        if self.boundaries(code, test) or self.count_test(code, test) is not None:
+        if self.find_boundaries(code, test) or self.count_test(code, test) is not None:
             return True
         if any(isinstance(node, ast.Attribute) and node.attr == "sync_gradients" for node in ast.walk(test)):
             return True
         names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
         scope = code.scope_of(test)
         assigned = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
-        caller = next(iter(_callers_of(code, test)), None)
-        given = _arguments_of(scope, caller.call) if caller is not None and isinstance(scope, Function) else []
-        if any(name in names and self.boundaries(code, value) for name, value in given):  # `train_step(…, sync=…)`
+        caller = next(iter(_find_callers(code, test)), None)
+        arguments = _match_arguments(scope, caller.call) if caller is not None and isinstance(scope, Function) else []
+        if any(
+            name in names and self.find_boundaries(code, value) for name, value in arguments
+        ):  # `train_step(…, sync=…)`
             return True
         return any(
-            isinstance(target, ast.Name) and target.id in names and bool(self.boundaries(code, node.value))
+            isinstance(target, ast.Name) and target.id in names and bool(self.find_boundaries(code, node.value))
             for node in assigned
             for target in node.targets
         )
 
     def count_test(self, code: Code, test: ast.expr) -> tuple[ast.Compare, str] | None:
         """The comparison of a count with K in a test, `count == K`, and the text of K; None without one."""
-        steps = [*self.steps_texts(code, test, by_remainders=False), str(self.steps)]
+        steps = [*self.find_steps_texts(code, test, by_remainders=False), str(self.steps)]
         for node in ast.walk(test):
             if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Name | ast.Attribute):
-                other = node.comparators[0]
-                without_one = other.left if isinstance(other, ast.BinOp) else other
+                bound = node.comparators[0]
+                without_one = bound.left if isinstance(bound, ast.BinOp) else bound
                 if code.text_of(without_one) in steps and isinstance(node.ops[0], ast.Eq | ast.GtE | ast.Gt):
                     return node, code.text_of(without_one)
         return None
@@ -221,24 +223,24 @@ class LoopModel:
         loops, scope = code.loops_around(node), code.scope_of(node)
         if loops:
             return self.index_of(code, loops[0])
-        caller = next(iter(_callers_of(code, node)), None)
+        caller = next(iter(_find_callers(code, node)), None)
         loop = self.micro_loop(caller) if caller is not None else None
         index = self.index_of(code, loop) if loop is not None else None
         if caller is None or index is None or not isinstance(scope, Function):
             return None
-        given = _arguments_of(scope, caller.call)
-        names = [name for name, value in given if isinstance(value, ast.Name) and value.id == index.name]
+        arguments = _match_arguments(scope, caller.call)
+        names = [name for name, value in arguments if isinstance(value, ast.Name) and value.id == index.name]
         return Index(names[0], index.start, "") if names else None
 
-    def callers(self, site: Site) -> list[Site]:
+    def find_callers(self, site: Site) -> list[Site]:
         """The calls of the function that holds a call, and of those around it, in the same file."""
-        return _callers_of(site.code, site.call)
+        return _find_callers(site.code, site.call)
 
     def is_once_per_window(self, site: Site) -> bool:
         """Whether a call is made once per window as its text tells: under a test, or outside of the inner loop."""
         backward = self.backward_site
-        for each in (site, *self.callers(site)):
-            if any(self.is_boundary(each.code, guard.test) for guard in self.guards(each)):
+        for each in (site, *self.find_callers(site)):
+            if any(self.is_boundary(each.code, guard.test) for guard in self.find_guards(each)):
                 return True
             if self._follows_skip(each):
                 return True
@@ -249,7 +251,7 @@ class LoopModel:
 
     def _loops(self, site: Site) -> list[Loop]:
         """The loops around a call and around the calls of its function, the innermost first."""
-        return [loop for each in (site, *self.callers(site)) for loop in each.code.loops_around(each.call)]
+        return [loop for each in (site, *self.find_callers(site)) for loop in each.code.loops_around(each.call)]
 
     def _follows_skip(self, site: Site) -> bool:
         """Whether a test before a call in its block goes on with the next round unless a window ends."""
@@ -263,29 +265,29 @@ class LoopModel:
 
     # -- K ------------------------------------------------------------------------------------------------------------
 
-    def steps_texts(self, code: Code, node: ast.AST, *, by_remainders: bool = True) -> list[str]:
+    def find_steps_texts(self, code: Code, node: ast.AST, *, by_remainders: bool = True) -> list[str]:
         """Expressions for K that can be written at a node, the likeliest first; the number itself is not among them."""
         texts: list[str] = []
         visible = _visible_names(code, node)
         scope = code.scope_of(node)
         for around in (scope, code.tree) if by_remainders else ():
-            for boundary in self.boundaries(code, around):
-                texts += [code.text_of(right) for right in _moduli(boundary) if self._is_usable(right, visible)]
+            for boundary in self.find_boundaries(code, around):
+                texts += [code.text_of(right) for right in _moduli_of(boundary) if self._is_usable(right, visible)]
         own_names = _visible_names(code, node, outer=False) if isinstance(scope, Function) else set()
         texts += sorted(name for name in own_names if _STEPS_NAME.search(name.lower()))
         texts += [
             code.text_of(value)
-            for value in _named_like_steps(code)
+            for value in _find_names_like_steps(code)
             if self._is_usable(value, visible) and not _is_assigned_at(code, value)
         ]
-        texts += _options_like_steps(code, visible)
-        texts += self._of_frameworks(code, node, visible)
+        texts += _find_options_like_steps(code, visible)
+        texts += self._steps_of_frameworks(code, node, visible)
         texts += sorted(name for name in visible if _STEPS_NAME.search(name.lower()))
-        texts += self._of_chunks(code, node)
+        texts += self._steps_of_chunks(code, node)
         numbers = {str(self.steps)}
         return [text for text in dict.fromkeys(texts) if text not in numbers and not text.isdigit()]
 
-    def _of_frameworks(self, code: Code, node: ast.AST, visible: set[str]) -> Iterator[str]:
+    def _steps_of_frameworks(self, code: Code, node: ast.AST, visible: set[str]) -> Iterator[str]:
         """Yields K as a framework's own objects hold it."""
         scope = code.scope_of(node)
         name = scope.name if isinstance(scope, Function) else ""
@@ -296,17 +298,17 @@ class LoopModel:
         if "accelerator" in visible:
             yield "accelerator.gradient_accumulation_steps"
 
-    def _of_chunks(self, code: Code, node: ast.AST) -> Iterator[str]:
+    def _steps_of_chunks(self, code: Code, node: ast.AST) -> Iterator[str]:
         """Yields K where the loop's own sequence of micro-batches tells it."""
         for loop in code.loops_around(node)[:1]:
             if not isinstance(loop, ast.For):
                 continue
             iterated = loop.iter
-            if callee_name(iterated) in ("zip", "enumerate", "tqdm") and _arguments(iterated):
-                iterated = _arguments(iterated)[0]
-                if callee_name(iterated) == "zip" and _arguments(iterated):
-                    iterated = _arguments(iterated)[0]
-            arguments = _arguments(iterated)
+            if callee_name(iterated) in ("zip", "enumerate", "tqdm") and _arguments_of(iterated):
+                iterated = _arguments_of(iterated)[0]
+                if callee_name(iterated) == "zip" and _arguments_of(iterated):
+                    iterated = _arguments_of(iterated)[0]
+            arguments = _arguments_of(iterated)
             if callee_name(iterated) == "range" and len(arguments) == 1 and not isinstance(arguments[0], ast.Constant):
                 yield code.text_of(arguments[0])
             if callee_name(iterated) == "islice" and len(arguments) == 2:
@@ -326,37 +328,37 @@ class LoopModel:
         return names <= visible
 
 
-def _callers_of(code: Code, node: ast.AST) -> list[Site]:
+def _find_callers(code: Code, node: ast.AST) -> list[Site]:
     """The calls of the function that holds a node, and of those around it."""
-    found: list[Site] = []
+    callers: list[Site] = []
     scope = code.scope_of(node)
-    while isinstance(scope, Function) and len(found) < _DEEPEST:
+    while isinstance(scope, Function) and len(callers) < _DEEPEST:
         calls = [each for each in ast.walk(code.tree) if isinstance(each, ast.Call) and callee_name(each) == scope.name]
         outside = [call for call in calls if code.scope_of(call) is not scope]
         if len(outside) != 1:
             break
-        found.append(Site(code, outside[0]))
+        callers.append(Site(code, outside[0]))
         scope = code.scope_of(outside[0])
-    return found
+    return callers
 
 
-def _arguments_of(function: Function, call: ast.Call) -> list[tuple[str, ast.expr]]:
+def _match_arguments(function: Function, call: ast.Call) -> list[tuple[str, ast.expr]]:
     """The parameters of a function with the expressions that a call gives for them."""
     parameters = [each.arg for each in function.args.args]
     parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
-    given = [*zip(parameters, call.args, strict=False)]
-    return given + [(each.arg, each.value) for each in call.keywords if each.arg is not None]
+    pairs = [*zip(parameters, call.args, strict=False)]
+    return pairs + [(each.arg, each.value) for each in call.keywords if each.arg is not None]
 
 
-def _calls_at(code: Code, line: int, kind: type[Event]) -> list[ast.Call]:
-    calls = [node for node in code.at(line) if isinstance(node, ast.Call) and callee_name(node) in _CALLS[kind]]
+def _find_calls(code: Code, line: int, kind: type[Event]) -> list[ast.Call]:
+    calls = [node for node in code.nodes_at(line) if isinstance(node, ast.Call) and callee_name(node) in _CALLS[kind]]
     if kind in (Step, SchedulerStep) and len(calls) > 1:
         is_wanted = {Step: False, SchedulerStep: True}[kind]
         calls = [call for call in calls if ("sched" in code.text_of(call.func).lower()) is is_wanted]
     return calls[:1]
 
 
-def _arguments(call: ast.AST) -> Sequence[ast.expr]:
+def _arguments_of(call: ast.AST) -> Sequence[ast.expr]:
     return call.args if isinstance(call, ast.Call) else ()
 
 
@@ -390,7 +392,7 @@ def remainder_of(test: ast.expr) -> ast.BinOp | None:
     )
 
 
-def _moduli(test: ast.expr) -> list[ast.expr]:
+def _moduli_of(test: ast.expr) -> list[ast.expr]:
     remainder = remainder_of(test)
     return [remainder.right] if remainder is not None else []
 
@@ -399,7 +401,7 @@ def _visible_names(code: Code, node: ast.AST, *, outer: bool = True) -> set[str]
     """The names that are known at a node: parameters, and what is assigned or imported before it or in the module."""
     names: set[str] = set()
     line = getattr(node, "lineno", 0)
-    scopes = [each for each in code.around(node) if isinstance(each, Function | ast.Module | ast.Lambda)]
+    scopes = [each for each in code.nodes_around(node) if isinstance(each, Function | ast.Module | ast.Lambda)]
     for scope in scopes if outer else scopes[:1]:
         if isinstance(scope, Function | ast.Lambda):
             arguments = scope.args
@@ -409,7 +411,7 @@ def _visible_names(code: Code, node: ast.AST, *, outer: bool = True) -> set[str]
         for each in _statements_of(scope):
             if is_inner and each.lineno >= line:
                 continue
-            names |= _bound_by(each)
+            names |= _names_bound_by(each)
     return names
 
 
@@ -422,7 +424,7 @@ def _statements_of(scope: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements_of(node)
 
 
-def _bound_by(statement: ast.stmt) -> set[str]:
+def _names_bound_by(statement: ast.stmt) -> set[str]:
     """The names that a statement binds itself."""
     if isinstance(statement, Function | ast.ClassDef):
         return {statement.name}
@@ -438,9 +440,9 @@ def _bound_by(statement: ast.stmt) -> set[str]:
     return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
-def _named_like_steps(code: Code) -> list[ast.expr]:
+def _find_names_like_steps(code: Code) -> list[ast.expr]:
     """Expressions of the source whose last name is one that people give K: `args.accum`, `config["accum"]`."""
-    found: list[ast.expr] = []
+    expressions: list[ast.expr] = []
     for node in ast.walk(code.tree):
         name = ""
         if isinstance(node, ast.Attribute):
@@ -448,11 +450,11 @@ def _named_like_steps(code: Code) -> list[ast.expr]:
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             name = str(node.slice.value)
         if name and _STEPS_NAME.search(name.lower()) and isinstance(node, ast.expr):
-            found.append(node)
-    return found
+            expressions.append(node)
+    return expressions
 
 
-def _options_like_steps(code: Code, visible: set[str]) -> Iterator[str]:
+def _find_options_like_steps(code: Code, visible: set[str]) -> Iterator[str]:
     """Yields the parsed options of the source whose name is one that people give K, used or not."""
     nodes = list(ast.walk(code.tree))
     parsed = [

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gaverify.patches.candidates import Candidate, joined, steps_at
+from gaverify.patches.candidates import Candidate, join_edits, write_steps
 from gaverify.patches.code import Code, Loop, callee_name
 from gaverify.patches.loop import Index, LoopModel, Site, remainder_of
 from gaverify.records.events import Backward, Clipping, ScalerCall, SchedulerStep, Step, ZeroGrad
@@ -18,14 +18,14 @@ from gaverify.records.patch import Edit
 
 def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source with another test of whether a window ends (GAV601 to GAV604)."""
-    for code, _, test in _tests_of_boundaries(model):
+    for code, _, test in _find_boundary_tests(model):
         index = model.index_around(code, test)
         remainder = remainder_of(test)
         if remainder is None:
             continue
-        for left in _counts_of_rounds(code, remainder, index):
-            for modulus in _moduli(model, code, test, remainder):
-                text = _boundary_text(code, test, left, modulus)
+        for rounds in _write_round_counts(code, remainder, index):
+            for modulus in _write_moduli(model, code, test, remainder):
+                text = _write_boundary(code, test, rounds, modulus)
                 if text == code.text_of(test):
                     continue
                 yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(test, text),))
@@ -37,54 +37,54 @@ def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 def _correct_counts(model: LoopModel) -> Iterator[Candidate]:
     """Yields tests of a count that is one off: `count > K` for `count == K`."""
-    for site in _sites_of_update(model):
-        for guard in model.guards(site):
-            found = model.count_test(site.code, guard.test)
-            if found is not None:
-                test, steps = found
+    for site in _find_update_sites(model):
+        for guard in model.find_guards(site):
+            compared = model.count_test(site.code, guard.test)
+            if compared is not None:
+                test, steps = compared
                 text = f"{site.code.text_of(test.left)} == {steps}"
                 yield Candidate(f"Ends the accumulation window where `{text}`.", (site.code.replace(test, text),))
 
 
-def _tests_of_boundaries(model: LoopModel) -> Iterator[tuple[Code, Loop | None, ast.expr]]:
+def _find_boundary_tests(model: LoopModel) -> Iterator[tuple[Code, Loop | None, ast.expr]]:
     """Yields the tests with remainders around steps and clearings, then those of the same functions."""
-    seen: set[ast.expr] = set()
-    for site in _sites_of_update(model):
+    yielded: set[ast.expr] = set()
+    for site in _find_update_sites(model):
         code = site.code
         loop = model.micro_loop(site)
-        guarding = [test for guard in model.guards(site) for test in model.boundaries(code, guard.test)]
-        for test in [*guarding, *model.boundaries(code, loop or code.scope_of(site.call))]:
-            if test not in seen:
-                seen.add(test)
+        guarding = [test for guard in model.find_guards(site) for test in model.find_boundaries(code, guard.test)]
+        for test in [*guarding, *model.find_boundaries(code, loop or code.scope_of(site.call))]:
+            if test not in yielded:
+                yielded.add(test)
                 yield code, next(iter(code.loops_around(test)), None), test
 
 
-def _sites_of_update(model: LoopModel) -> list[Site]:
+def _find_update_sites(model: LoopModel) -> list[Site]:
     """The calls whose loops and tests decide where a window ends, also those of functions that hold them."""
-    sites = [site for kind in (Step, ZeroGrad, Backward) for site in model.sites(kind)]
-    return [each for site in sites for each in (site, *model.callers(site))]
+    sites = [site for kind in (Step, ZeroGrad, Backward) for site in model.find_sites(kind)]
+    return [each for site in sites for each in (site, *model.find_callers(site))]
 
 
-def _counts_of_rounds(code: Code, remainder: ast.BinOp, index: Index | None) -> list[str]:
+def _write_round_counts(code: Code, remainder: ast.BinOp, index: Index | None) -> list[str]:
     """Texts of the number of rounds that are over at the end of one, the likelier first."""
-    left = remainder.left
-    text = code.text_of(left)
+    counter = remainder.left
+    text = code.text_of(counter)
     # A test may count in a variable of its own, whatever the loop counts.
-    if index is not None and any(isinstance(node, ast.Name) and node.id == index.name for node in ast.walk(left)):
+    if index is not None and any(isinstance(node, ast.Name) and node.id == index.name for node in ast.walk(counter)):
         return [index.rounds_done]
-    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Add) and isinstance(left.right, ast.Constant):
-        return [text, code.text_of(left.left)]
+    if isinstance(counter, ast.BinOp) and isinstance(counter.op, ast.Add) and isinstance(counter.right, ast.Constant):
+        return [text, code.text_of(counter.left)]
     return [text, f"{text} + 1"]
 
 
-def _moduli(model: LoopModel, code: Code, test: ast.expr, remainder: ast.BinOp) -> list[str]:
+def _write_moduli(model: LoopModel, code: Code, test: ast.expr, remainder: ast.BinOp) -> list[str]:
     """Texts of K for a test: its own, then other names for K."""
-    own = code.text_of(remainder.right)
-    others = [steps.text for steps in steps_at(model, code, test, most=3) if steps.text != own]
-    return [own, *others[:2]]
+    written = code.text_of(remainder.right)
+    further = [steps.text for steps in write_steps(model, code, test, most=3) if steps.text != written]
+    return [written, *further[:2]]
 
 
-def _boundary_text(code: Code, test: ast.expr, left: str, modulus: str) -> str:
+def _write_boundary(code: Code, test: ast.expr, left: str, modulus: str) -> str:
     """The test that a number of rounds is a multiple of K, or that it is none where the old test asks for that."""
     is_sum = any(sign in left for sign in "+-*/ ")
     count = f"({left})" if is_sum and not left.startswith("(") else left
@@ -103,18 +103,18 @@ def _boundary_text(code: Code, test: ast.expr, left: str, modulus: str) -> str:
 
 def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields a step at the end of the loop, with the loss divided by the window's own number (GAV602, 604, 605)."""
-    for code, loop, test in _tests_of_boundaries(model):
+    for code, loop, test in _find_boundary_tests(model):
         index = model.index_of(code, loop) if loop is not None else None
         remainder = remainder_of(test)
         if loop is None or index is None or not index.length or remainder is None:
             continue
-        own = _divisions_by_window_size(model, code, loop, index, remainder)
+        divisions = _divide_by_window_size(model, code, loop, index, remainder)
         last = f"{index.rounds_done} == {index.length}"
         is_open = isinstance(test, ast.BinOp) or (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq))
         ending = f" and {last.replace('==', '!=')}" if is_open else f" or {last}"
         if finding.code == "GAV605":
-            if own:
-                yield Candidate("Divides the loss by the number of micro-batches in its window.", own)
+            if divisions:
+                yield Candidate("Divides the loss by the number of micro-batches in its window.", divisions)
             continue
         if index.length in code.text_of(_whole_test(code, test)):
             continue
@@ -122,23 +122,23 @@ def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         needs = isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare)
         text = code.text_of(test) + ending
         edit = code.replace(test, f"({text})" if needs else text)
-        if own:
+        if divisions:
             title = "Steps after the last micro-batch as well, and divides each loss by the size of its window."
-            yield Candidate(title, (edit, *own))
+            yield Candidate(title, (edit, *divisions))
         yield Candidate("Steps after the last micro-batch as well.", (edit,))
 
 
 def _whole_test(code: Code, test: ast.expr) -> ast.expr:
     """The outermost expression that a test is part of."""
-    whole = test
-    for each in code.around(test):
+    outermost = test
+    for each in code.nodes_around(test):
         if not isinstance(each, ast.expr):
             break
-        whole = each
-    return whole
+        outermost = each
+    return outermost
 
 
-def _divisions_by_window_size(
+def _divide_by_window_size(
     model: LoopModel, code: Code, loop: Loop, index: Index, remainder: ast.BinOp
 ) -> tuple[Edit, ...]:
     """Returns the edits of losses that are divided by K into divided by the size of their window; none without any."""
@@ -180,50 +180,52 @@ class _Destination:
         return insert(self.statement, text)
 
 
-def behind_step(model: LoopModel, site: Site) -> _Destination:
+def place_behind_step(model: LoopModel, site: Site) -> _Destination:
     """The place behind a step, and behind the update of its scaler."""
     code, statement = site.code, site.statement
     block = code.block_of(statement)
     at = next(at for at, each in enumerate(block) if each is statement)
-    if at + 1 < len(block) and _calls(block[at + 1], "update"):
+    if at + 1 < len(block) and _makes_call(block[at + 1], "update"):
         statement = block[at + 1]
     return _Destination(code, statement, indent=code.indent_of(statement))
 
 
-def before_step(model: LoopModel, site: Site) -> _Destination:
+def place_before_step(model: LoopModel, site: Site) -> _Destination:
     """The place before a step."""
     return _Destination(site.code, site.statement, is_before=True, indent=site.code.indent_of(site.statement))
 
 
-def _calls(statement: ast.stmt, *names: str) -> bool:
+def _makes_call(statement: ast.stmt, *names: str) -> bool:
     """Whether a statement calls one of these names, and nothing else."""
     return any(callee_name(node) in names for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
-def movable(model: LoopModel, site: Site) -> ast.stmt | None:
+def find_movable_statement(model: LoopModel, site: Site) -> ast.stmt | None:
     """The statement of a call, with the tests that would be empty without it; None where it cannot be moved."""
     code, statement = site.code, site.statement
     while len(code.block_of(statement)) == 1:
         parent = code.parents[statement]
-        if not isinstance(parent, ast.If) or parent.orelse or model.boundaries(code, parent.test):
+        if not isinstance(parent, ast.If) or parent.orelse or model.find_boundaries(code, parent.test):
             break
         statement = parent
     is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
     return statement if is_simple and code.delete(statement) else None
 
 
-def _moved(model: LoopModel, site: Site, destination: _Destination, title: str) -> Iterator[Candidate]:
-    statement = movable(model, site)
+def _move_call(model: LoopModel, site: Site, destination: _Destination, title: str) -> Iterator[Candidate]:
+    statement = find_movable_statement(model, site)
     if statement is None or statement is destination.statement or site.code is not destination.code:
         return
-    edits = joined(site.code.delete(statement), [destination.put([statement], site.code)])
+    edits = join_edits(site.code.delete(statement), [destination.put([statement], site.code)])
     yield Candidate(title, edits)
 
 
-def _all_moved(model: LoopModel, sites: Sequence[Site], destination: _Destination, title: str) -> Iterator[Candidate]:
+def _move_all_calls(
+    model: LoopModel, sites: Sequence[Site], destination: _Destination, title: str
+) -> Iterator[Candidate]:
     """Yields several calls moved at once that are made in every micro-batch: one by one they repair nothing."""
     misplaced = [site for site in sites if not model.is_once_per_window(site) and site.code is destination.code]
-    statements = [statement for site in misplaced if (statement := movable(model, site)) is not None]
+    statements = [statement for site in misplaced if (statement := find_movable_statement(model, site)) is not None]
     if len(statements) > 1 and len(statements) == len(misplaced) and destination.statement not in statements:
         deleted = [edit for statement in statements for edit in destination.code.delete(statement)]
         yield Candidate(title, (*deleted, destination.put(statements, destination.code)))
@@ -231,35 +233,39 @@ def _all_moved(model: LoopModel, sites: Sequence[Site], destination: _Destinatio
 
 def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields gradients that are cleared once per update, behind the step (GAV602, GAV603, GAV601)."""
-    step, clearings = model.step_site, model.sites(ZeroGrad)
+    step, clearings = model.step_site, model.find_sites(ZeroGrad)
     if step is None:
         return
     is_step_in_place = model.is_once_per_window(step)
     if is_step_in_place:
-        yield from _all_moved(model, clearings, behind_step(model, step), "Clears the gradients behind the step.")
+        yield from _move_all_calls(
+            model, clearings, place_behind_step(model, step), "Clears the gradients behind the step."
+        )
     for clearing in clearings:
         if len(clearings) > 1:
-            others = [each for each in clearings if each is not clearing and model.is_once_per_window(each)]
-            statement = movable(model, clearing)
-            if others and statement is not None and not model.is_once_per_window(clearing):
+            well_placed = [each for each in clearings if each is not clearing and model.is_once_per_window(each)]
+            statement = find_movable_statement(model, clearing)
+            if well_placed and statement is not None and not model.is_once_per_window(clearing):
                 yield Candidate("Removes a `zero_grad` inside the window.", tuple(clearing.code.delete(statement)))
         if is_step_in_place and not model.is_once_per_window(clearing):
-            yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
-            yield from _before_inner_loop(model, clearing, "Clears the gradients before the first micro-batch.")
+            yield from _move_call(
+                model, clearing, place_behind_step(model, step), "Clears the gradients behind the step."
+            )
+            yield from _move_before_inner_loop(model, clearing, "Clears the gradients before the first micro-batch.")
     for clearing in clearings if is_step_in_place else ():
-        yield from _moved(model, clearing, behind_step(model, step), "Clears the gradients behind the step.")
-    text = _clearing_text(step)
+        yield from _move_call(model, clearing, place_behind_step(model, step), "Clears the gradients behind the step.")
+    text = _write_clearing(step)
     if text and finding.code == "GAV602" and not step.code.owns_lines(step.statement):
         end = step.code.span(step.statement)[1]  # `if …: optimizer.step()`
         edit = step.code.replace_between(end, end, f"; {text}")
         yield Candidate("Clears the gradients behind the step.", (edit,))
     elif text and finding.code == "GAV602":
-        destination = behind_step(model, step)
+        destination = place_behind_step(model, step)
         line = f"{destination.indent}{text}{step.code.line_end}"
         yield Candidate("Clears the gradients behind the step.", (destination.put_text(line),))
 
 
-def _clearing_text(step: Site) -> str:
+def _write_clearing(step: Site) -> str:
     """The call of `zero_grad` that belongs to a step; "" where the optimizer is not known."""
     call = step.call
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -269,12 +275,12 @@ def _clearing_text(step: Site) -> str:
     return f"{step.code.text_of(call.args[0] if is_scaler else receiver)}.zero_grad()"
 
 
-def _before_inner_loop(model: LoopModel, site: Site, title: str) -> Iterator[Candidate]:
+def _move_before_inner_loop(model: LoopModel, site: Site, title: str) -> Iterator[Candidate]:
     """Yields a statement moved before the loop over micro-batches, where another loop is around that."""
     loops = site.code.loops_around(site.call)
     if len(loops) > 1:
         destination = _Destination(site.code, loops[0], is_before=True, indent=site.code.indent_of(loops[0]))
-        yield from _moved(model, site, destination, title)
+        yield from _move_call(model, site, destination, title)
 
 
 def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
@@ -282,27 +288,27 @@ def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     step = model.step_site
     if step is None:
         return
-    clippings = model.sites(Clipping)
-    unscaling = [site for site in model.sites(ScalerCall) if callee_name(site.call) == "unscale_"]
+    clippings = model.find_sites(Clipping)
+    unscaling = [site for site in model.find_sites(ScalerCall) if callee_name(site.call) == "unscale_"]
     for clipping in clippings:
         early = [site for site in unscaling if not model.is_once_per_window(site)]
-        statements = [movable(model, site) for site in [*early, clipping]]
+        statements = [find_movable_statement(model, site) for site in [*early, clipping]]
         present = [each for each in statements if each is not None]
         if len(present) != len(statements) or step.statement in present:
             continue
         edits = [edit for each in present for edit in clipping.code.delete(each)]
-        destination = before_step(model, step)
-        text = _unscaling_text(step)
+        destination = place_before_step(model, step)
+        text = _write_unscaling(step)
         if destination.code is clipping.code and text and not unscaling and "unscale_" not in clipping.code.text:
             line = f"{destination.indent}{text}{step.code.line_end}"
             moved = [destination.put_text(line), destination.put(present, clipping.code)]
-            yield Candidate("Unscales and clips the gradients once per update.", joined(edits, moved))
+            yield Candidate("Unscales and clips the gradients once per update.", join_edits(edits, moved))
         if destination.code is clipping.code:
             edits.append(destination.put(present, clipping.code))
             yield Candidate("Clips once per update, before the step.", tuple(edits))
 
 
-def _unscaling_text(step: Site) -> str:
+def _write_unscaling(step: Site) -> str:
     """The call that unscales the gradients of a step through a scaler; "" for other steps."""
     func, arguments = step.call.func, step.call.args
     is_scaled = isinstance(func, ast.Attribute) and bool(arguments) and "scaler" in step.code.text_of(func).lower()
@@ -316,9 +322,9 @@ def repair_schedule(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     step = model.step_site
     if step is not None:
         title = "Steps the schedule once per update, behind the optimizer's step."
-        yield from _all_moved(model, model.sites(SchedulerStep), behind_step(model, step), title)
-        for site in model.sites(SchedulerStep):
-            yield from _moved(model, site, behind_step(model, step), title)
+        yield from _move_all_calls(model, model.find_sites(SchedulerStep), place_behind_step(model, step), title)
+        for site in model.find_sites(SchedulerStep):
+            yield from _move_call(model, site, place_behind_step(model, step), title)
 
 
 def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
@@ -327,13 +333,13 @@ def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     if step is None:
         return
     edits: list[Edit] = []
-    for site in model.sites(ScalerCall):
-        statement = movable(model, site)
+    for site in model.find_sites(ScalerCall):
+        statement = find_movable_statement(model, site)
         if model.is_once_per_window(site) or statement is None or site.code is not step.code:
             continue
-        destination = behind_step(model, step)
+        destination = place_behind_step(model, step)
         if callee_name(site.call) == "unscale_":
-            first = first_of_update(model, step) or step.statement
+            first = find_first_of_update(model, step) or step.statement
             destination = _Destination(step.code, first, is_before=True, indent=step.code.indent_of(first))
         edits += [*site.code.delete(statement), destination.put([statement], site.code)]
     if edits:
@@ -355,7 +361,7 @@ def repair_counter(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             removed = code.delete(node) if code.block_of(node) is not of_update else []
             if removed:
                 title = f"Counts updates instead of micro-batches in `{code.text_of(node.target)}`."
-                yield Candidate(title, joined(removed, [destination.put([node], code)]))
+                yield Candidate(title, join_edits(removed, [destination.put([node], code)]))
 
 
 _OF_UPDATE = ("step", "unscale_", "update", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_gradients")
@@ -369,17 +375,17 @@ def repair_step(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         return
     # An update in a function of its own is made where that is called.
     is_function = model.micro_loop(step) is None and model.index_around(step.code, step.call) is None
-    step = next(iter(model.callers(step)), step) if is_function else step
+    step = next(iter(model.find_callers(step)), step) if is_function else step
     code = step.code
-    group = _group_of_update(model, code, step.statement)
+    group = _find_update_group(model, code, step.statement)
     if not all(code.owns_lines(each) for each in group):
         return
-    yield from _into_existing_test(model, step, group)
-    yield from _behind_inner_loop(model, step, group)
-    yield from _into_new_test(model, step, group)
+    yield from _step_in_existing_test(model, step, group)
+    yield from _step_behind_inner_loop(model, step, group)
+    yield from _step_in_new_test(model, step, group)
 
 
-def _group_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> list[ast.stmt]:
+def _find_update_group(model: LoopModel, code: Code, statement: ast.stmt) -> list[ast.stmt]:
     """The statements beside a step that belong to the update as well."""
     block = code.block_of(statement)
     at = next(at for at, each in enumerate(block) if each is statement)
@@ -394,31 +400,31 @@ def _group_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> list[
 def _is_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> bool:
     is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
     is_test = isinstance(statement, ast.If) and model.is_boundary(code, statement.test)
-    return is_simple and not is_test and _calls(statement, *_OF_UPDATE) and not _calls(statement, "backward")
+    return is_simple and not is_test and _makes_call(statement, *_OF_UPDATE) and not _makes_call(statement, "backward")
 
 
-def first_of_update(model: LoopModel, step: Site) -> ast.stmt | None:
+def find_first_of_update(model: LoopModel, step: Site) -> ast.stmt | None:
     """The first statement of the update that a step belongs to, behind what unscales its gradients; None outside."""
-    group = _group_of_update(model, step.code, step.statement)
+    group = _find_update_group(model, step.code, step.statement)
     if not model.is_once_per_window(step):
         return None
-    return next((each for each in group if not _calls(each, "unscale_")), step.statement)
+    return next((each for each in group if not _makes_call(each, "unscale_")), step.statement)
 
 
-def _early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> list[ast.stmt]:
+def _find_early_clearings(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The clearings in the loop of a step that do not stand beside it: they have to go with it."""
     loop = model.micro_loop(step)
-    found = []
-    for site in model.sites(ZeroGrad):
-        statement = movable(model, site)
+    statements = []
+    for site in model.find_sites(ZeroGrad):
+        statement = find_movable_statement(model, site)
         in_loop = site.code is step.code and model.micro_loop(site) is loop
         in_loop = in_loop and site.code.scope_of(site.call) is step.code.scope_of(step.call)
         if in_loop and statement is not None and statement not in group and not model.is_once_per_window(site):
-            found.append(statement)
-    return found
+            statements.append(statement)
+    return statements
 
 
-def _into_existing_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+def _step_in_existing_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
     """Yields the update in a test for the end of a window that stands in the same loop."""
     code, loop = step.code, model.micro_loop(step)
     scope, block = code.scope_of(step.call), code.block_of(step.statement)
@@ -431,7 +437,7 @@ def _into_existing_test(model: LoopModel, step: Site, group: Sequence[ast.stmt])
         follows = at is not None and at + 1 < len(block) and block[at + 1] is group[0]
         last = node.body[-1]
         destination = _Destination(code, last, indent=code.indent_of(last)) if follows else _place_in_test(code, node)
-        edits = joined(*(code.delete(each) for each in group), [destination.put(group, code)])
+        edits = join_edits(*(code.delete(each) for each in group), [destination.put(group, code)])
         yield Candidate(f"Steps only where `{code.text_of(node.test)}`.", edits)
 
 
@@ -439,13 +445,13 @@ def _place_in_test(code: Code, test: ast.If) -> _Destination:
     """The place of a step among the statements of an update: behind clippings, before what follows a step."""
     indent = code.indent_of(test.body[0])
     for statement in test.body:
-        if _calls(statement, "clip_grad_norm_", "clip_grad_value_", "clip_gradients", "unscale_"):
+        if _makes_call(statement, "clip_grad_norm_", "clip_grad_value_", "clip_gradients", "unscale_"):
             continue
         return _Destination(code, statement, is_before=True, indent=indent)
     return _Destination(code, test.body[-1], indent=indent)
 
 
-def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+def _step_behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
     """Yields the update behind the loop over micro-batches, where another loop is around that."""
     code, loops = step.code, step.code.loops_around(step.call)
     if len(loops) < 2 or len(code.block_of(group[0])) == len(group):
@@ -455,7 +461,7 @@ def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) 
     is_over_loader = isinstance(inner, ast.For) and isinstance(inner.iter, ast.Name | ast.Attribute)
     if is_over_loader and isinstance(outer, ast.For) and callee_name(outer.iter) == "range":
         return
-    clearings = _early_clearings(model, step, group)
+    clearings = _find_early_clearings(model, step, group)
     indent = code.indent_of(inner)
     edits = [edit for each in [*group, *clearings] for edit in code.delete(each)]
     edits.append(_Destination(code, inner, indent=indent).put(group, code))
@@ -464,7 +470,7 @@ def _behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) 
     yield Candidate("Steps once behind the loop over the micro-batches.", tuple(edits))
 
 
-def _into_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
+def _step_in_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
     """Yields the update in a test for the end of a window, with a count of rounds where the loop has none."""
     code, loop = step.code, model.micro_loop(step)
     index, edits = model.index_around(code, step.call), list[Edit]()
@@ -475,8 +481,8 @@ def _into_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> I
         index, edits = counted
     indent, around = code.indent_of(group[0]), code.parents[group[0]]
     unit = indent[len(code.indent_of(around)) :] if isinstance(around, ast.stmt) else "    "
-    clearings = _early_clearings(model, step, group)
-    for steps in steps_at(model, code, step.call):
+    clearings = _find_early_clearings(model, step, group)
+    for steps in write_steps(model, code, step.call):
         done = f"({index.rounds_done})" if " " in index.rounds_done else index.rounds_done
         divisor = f"({steps.text})" if " " in steps.text else steps.text
         test = f"{done} % {divisor} == 0"
@@ -486,7 +492,7 @@ def _into_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> I
         text = f"{indent}if {test}:{note}{code.line_end}{body}"
         between = [Edit(code.file, first, 0, last + 1, 0, text)]
         removed = [edit for each in clearings for edit in code.delete(each)]
-        yield Candidate(f"Steps only where `{test}`.", joined(edits, removed, between))
+        yield Candidate(f"Steps only where `{test}`.", join_edits(edits, removed, between))
 
 
 def _count_rounds(code: Code, loop: Loop) -> tuple[Index, list[Edit]] | None:

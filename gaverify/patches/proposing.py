@@ -56,7 +56,7 @@ def propose(findings: Sequence[Finding], context: Context) -> Iterator[Patch]:
     model = LoopModel(context)
     texts = {file: source.text for file, source in context.sources.items()}
     faults = [finding for finding in findings if finding.severity == "fault" and not finding.accepted]
-    seen: set[tuple[tuple[str, str], ...]] = set()
+    proposed: set[tuple[tuple[str, str], ...]] = set()
     for finding in sorted(faults, key=lambda finding: not finding.proven):
         for recogniser in RECOGNISERS.get(finding.code, ()):
             for candidate in recogniser(model, finding):
@@ -64,8 +64,8 @@ def propose(findings: Sequence[Finding], context: Context) -> Iterator[Patch]:
                 if patch is None:
                     continue
                 changed = tuple(sorted(apply(patch, texts).items()))
-                if changed not in seen:
-                    seen.add(changed)
+                if changed not in proposed:
+                    proposed.add(changed)
                     yield patch
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gaverify.patches.candidates import Candidate, StepsText, divide, joined, steps_at, without_factor
+from gaverify.patches.candidates import Candidate, StepsText, divide, drop_factor, join_edits, write_steps
 from gaverify.patches.code import Code, Function, callee_name
 from gaverify.patches.loop import LoopModel
 from gaverify.records.events import Backward
@@ -33,35 +33,35 @@ def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 def _add_division(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the loss divided where it is differentiated, else where it is returned to a framework."""
-    losses = list(_losses(model, finding))
+    losses = list(_find_losses(model, finding))
     if len(losses) > 1 and all(code is losses[0][0] for code, _ in losses):
-        for steps in steps_at(model, *losses[0], most=1):
+        for steps in write_steps(model, *losses[0], most=1):
             edits = tuple(divide(code, node, steps.text) for code, node in losses)
             yield Candidate(f"Divides every loss by `{steps.text}`.", edits)
     for code, node in losses:
-        for steps in steps_at(model, code, node):
-            edits = joined([divide(code, node, steps.text)], steps.note(code, code.statement_of(node)))
+        for steps in write_steps(model, code, node):
+            edits = join_edits([divide(code, node, steps.text)], steps.note(code, code.statement_of(node)))
             yield Candidate(f"Divides the loss by `{steps.text}`.", edits)
 
 
 def _divide_terms(model: LoopModel) -> Iterator[Candidate]:
     """Yields sums of which one term is divided by K, with another term divided as well."""
-    for site in model.sites(Backward):
+    for site in model.find_sites(Backward):
         code = site.code
         for node in ast.walk(code.scope_of(site.call)):
             if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
                 continue
             pairs = ((node.left, node.right), (node.right, node.left))
-            for divided, other in pairs:
+            for divided, undivided in pairs:
                 division = division_by_steps(model, code, divided)
-                if division is not None and division_by_steps(model, code, other) is None:
-                    edit = code.replace(other, f"{code.operand(other, product=True)} / {division.text}")
+                if division is not None and division_by_steps(model, code, undivided) is None:
+                    edit = code.replace(undivided, f"{code.operand(undivided, product=True)} / {division.text}")
                     yield Candidate(f"Divides every term of the loss by `{division.text}`.", (edit,))
 
 
 def _divide_for_product(model: LoopModel) -> Iterator[Candidate]:
     """Yields a loss that is divided by K where it is multiplied by it."""
-    for site in model.sites(Backward):
+    for site in model.find_sites(Backward):
         code = site.code
         for node in ast.walk(code.scope_of(site.call)):
             if not (isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult)):
@@ -69,21 +69,21 @@ def _divide_for_product(model: LoopModel) -> Iterator[Candidate]:
             factor = node.right if isinstance(node, ast.BinOp) else node.value
             product = Division(code, node, factor)
             if _is_steps(model, product):
-                left = node.left if isinstance(node, ast.BinOp) else node.target
-                first, last = code.span(left)[1], code.span(factor)[0]
+                multiplicand = node.left if isinstance(node, ast.BinOp) else node.target
+                first, last = code.span(multiplicand)[1], code.span(factor)[0]
                 # Between both may stand parentheses and line breaks beside the operator.
                 edit = code.replace_between(first, last, code.text_between(first, last).replace("*", "/", 1))
                 yield Candidate(f"Divides the loss by `{product.text}`, by which it is multiplied.", (edit,))
 
 
-def _losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.expr]]:
+def _find_losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.expr]]:
     """Yields the expressions that are differentiated, or that a framework differentiates."""
-    for site in model.sites(Backward):
-        loss = differentiated(site.call)
+    for site in model.find_sites(Backward):
+        loss = find_loss(site.call)
         if loss is not None:
             yield site.code, loss
-    place = model.finding_node(finding)
-    if place is None or model.sites(Backward):
+    place = model.place_of_finding(finding)
+    if place is None or model.find_sites(Backward):
         return
     code, line = place
     function = next((node for node in _functions_at(code, line) if node.name in _LOSS_METHODS), None)
@@ -110,10 +110,10 @@ def _returned_loss(value: ast.expr) -> ast.expr:
 
 
 def _functions_at(code: Code, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in code.at(line) if isinstance(node, Function)]
+    return [node for node in code.nodes_at(line) if isinstance(node, Function)]
 
 
-def differentiated(call: ast.Call) -> ast.expr | None:
+def find_loss(call: ast.Call) -> ast.expr | None:
     """The loss in `loss.backward()`, `scaler.scale(loss).backward()` or `accelerator.backward(loss)`."""
     if call.args and callee_name(call) in ("backward", "manual_backward"):
         named = call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -145,24 +145,24 @@ class Division:
         return self.code.text_of(self.divisor)
 
 
-def divisions(model: LoopModel, finding: Finding) -> list[Division]:
+def find_divisions(model: LoopModel, finding: Finding) -> list[Division]:
     """The divisions in the functions that differentiate, step with or make the loss, in this order."""
-    found: dict[ast.AST, Division] = {}
+    by_node: dict[ast.AST, Division] = {}
     for code, scope in _scopes_of_loss(model, finding):
         for node in ast.walk(scope):
             if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
                 divisor = node.right if isinstance(node, ast.BinOp) else node.value
-                found.setdefault(node, Division(code, node, divisor))
+                by_node.setdefault(node, Division(code, node, divisor))
             elif callee_name(node) in ("div", "div_", "true_divide") and isinstance(node, ast.Call) and node.args:
-                found.setdefault(node, Division(code, node, node.args[-1]))
-    return list(found.values())
+                by_node.setdefault(node, Division(code, node, node.args[-1]))
+    return list(by_node.values())
 
 
 def _scopes_of_loss(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast.AST]]:
     """Yields the functions in which a loss may be divided, the likeliest first."""
-    for site in [*model.sites(Backward), *([model.step_site] if model.step_site is not None else [])]:
+    for site in [*model.find_sites(Backward), *([model.step_site] if model.step_site is not None else [])]:
         yield site.code, site.code.scope_of(site.call)
-    place = model.finding_node(finding)
+    place = model.place_of_finding(finding)
     if place is not None:
         yield from ((place[0], function) for function in _functions_at(*place)[:1])
     for code in model.codes.values():  # losses that are made in functions of their own
@@ -179,7 +179,7 @@ def division_by_steps(model: LoopModel, code: Code, node: ast.AST) -> Division |
     return None
 
 
-def multiplied(division: Division, factor: str) -> Edit:
+def replace_by_factor(division: Division, factor: str) -> Edit:
     """Returns the edit that puts a factor in the place of a division."""
     code, node = division.code, division.node
     if isinstance(node, ast.BinOp):
@@ -192,45 +192,49 @@ def _is_steps(model: LoopModel, division: Division) -> bool:
     """Whether a divisor is written as K is."""
     code, text = division.code, division.text
     number = str(model.steps)
-    return text in (number, f"{number}.0") or text in model.steps_texts(code, division.node) or "accum" in text.lower()
+    return (
+        text in (number, f"{number}.0")
+        or text in model.find_steps_texts(code, division.node)
+        or "accum" in text.lower()
+    )
 
 
 def _remove_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source without one of its divisions by K."""
-    every = divisions(model, finding)
+    every = find_divisions(model, finding)
     by_steps = [division for division in every if _is_steps(model, division)]
     # A name that is none of K's own may hold K all the same: the trial tells.
     for division in by_steps or [each for each in every if isinstance(each.divisor, ast.Name | ast.Attribute)]:
-        edits = without_division(division)
+        edits = remove_division(division)
         if edits:
             yield Candidate(f"Removes a second division by `{division.text}`.", tuple(edits))
 
 
-def without_division(division: Division) -> list[Edit]:
+def remove_division(division: Division) -> list[Edit]:
     """Returns the edits that remove a division; none where its shape is unknown."""
     code, node = division.code, division.node
     if isinstance(node, ast.BinOp):
         if isinstance(node.left, ast.Constant):  # `1 / K`, a factor: the product with it goes
             parent = code.parents[node]
             if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult):
-                return [without_factor(code, parent, parent.left if parent.right is node else parent.right)]
+                return [drop_factor(code, parent, parent.left if parent.right is node else parent.right)]
             return []
         statement = code.statement_of(node)
         target = code.text_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
         if target == code.text_of(node.left) and code.parents[node] is statement:  # `loss = loss / K`
             return code.delete(statement)
-        return [_unwrapped(code, node)]
+        return [_drop_division(code, node)]
     statement = code.statement_of(node)
     if isinstance(node, ast.AugAssign) or (isinstance(statement, ast.Expr) and statement.value is node):
-        return _deleted_with_loops(code, statement)
+        return _delete_with_loops(code, statement)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return [code.replace(node, code.text_of(node.func.value))]
     return []
 
 
-def _unwrapped(code: Code, node: ast.BinOp) -> Edit:
+def _drop_division(code: Code, node: ast.BinOp) -> Edit:
     """Returns the edit from `(loss / K)` to `loss`, without the parentheses that nothing needs any more."""
-    kept = code.operand(node.left, product=True)
+    operand = code.operand(node.left, product=True)
     parent = code.parents[node]
     first, last = code.span(node)
     is_receiver = isinstance(parent, ast.Attribute) and isinstance(node.left, ast.Name | ast.Call | ast.Subscript)
@@ -238,11 +242,11 @@ def _unwrapped(code: Code, node: ast.BinOp) -> Edit:
     line = code.lines[first[0] - 1]
     after = code.lines[last[0] - 1]
     if is_receiver and line[first[1] - 1 : first[1]] == "(" and after[last[1] : last[1] + 1] == ")":
-        return code.replace_between((first[0], first[1] - 1), (last[0], last[1] + 1), kept)
-    return code.replace(node, kept)
+        return code.replace_between((first[0], first[1] - 1), (last[0], last[1] + 1), operand)
+    return code.replace(node, operand)
 
 
-def _deleted_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
+def _delete_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
     """Returns the edits that remove a statement, and the loops and tests that would be empty without it."""
     while len(code.block_of(statement)) == 1:
         parent = code.parents[statement]
@@ -254,15 +258,15 @@ def _deleted_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
 
 def _correct_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source with K in the place of another divisor of the loss."""
-    passes = {site.code.scope_of(site.call) for site in model.sites(Backward)}
-    for division in divisions(model, finding):
+    passes = {site.code.scope_of(site.call) for site in model.find_sites(Backward)}
+    for division in find_divisions(model, finding):
         code, node = division.code, division.node
         if _is_steps(model, division) or code.scope_of(node) not in passes:
             continue
         # A divisor that is made of K, such as `K ** 2`, names it.
         parts = [StepsText(code.text_of(part)) for part in _names_in(division.divisor)]
-        for steps in [*parts, *steps_at(model, code, node, most=1)]:
-            edits = joined([code.replace(division.divisor, steps.text)], steps.note(code, code.statement_of(node)))
+        for steps in [*parts, *write_steps(model, code, node, most=1)]:
+            edits = join_edits([code.replace(division.divisor, steps.text)], steps.note(code, code.statement_of(node)))
             yield Candidate(f"Divides the loss by `{steps.text}` instead of `{division.text}`.", edits)
 
 

@@ -107,14 +107,14 @@ class _Search:
             if result is None:
                 continue
             if result.is_equivalent and (not safe or result.factor == 1):
-                return self._joined(patches, changed)
+                return self._join_patches(patches, changed)
             if result.is_equivalent:
-                self._note_rescaling(self._joined(patches, changed), result.factor)
-            elif result.record is not None and _faults(result.findings) != _faults(findings):
+                self._note_rescaling(self._join_patches(patches, changed), result.factor)
+            elif result.record is not None and _list_faults(result.findings) != _list_faults(findings):
                 sources = {file: Source(text, context.sources[file].digest) for file, text in patched.items()}
                 unfinished.append((patches, result, replace(context, record=result.record, sources=sources)))
-        left = unfinished if len(before) + 1 < _DEPTH else []
-        repaired = (self.repair(result.findings, sources, patches) for patches, result, sources in left)
+        branches = unfinished if len(before) + 1 < _DEPTH else []
+        repaired = (self.repair(result.findings, sources, patches) for patches, result, sources in branches)
         return next(filter(None, repaired), None)
 
     def _try(self, changed: Mapping[str, str], *, safe: bool) -> TrialResult | None:
@@ -133,7 +133,7 @@ class _Search:
         self.rescaling.append(replace(patch, unsafe=f"{_RESCALES} {factor:.4g} times as large"))
         self.unsafe_titles.append(patch.title)
 
-    def _joined(self, patches: tuple[Patch, ...], changed: Mapping[str, str]) -> Patch:
+    def _join_patches(self, patches: tuple[Patch, ...], changed: Mapping[str, str]) -> Patch:
         """Returns patches that were made one upon the other as one of the user's sources."""
         if len(patches) == 1:
             return patches[0]
@@ -148,7 +148,7 @@ class _Search:
         )
 
 
-def _faults(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+def _list_faults(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """The faults by code and sentence."""
     return sorted((finding.code, finding.summary) for finding in findings if finding.severity == "fault")
 

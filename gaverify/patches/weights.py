@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gaverify.patches.candidates import Candidate, divide, joined
+from gaverify.patches.candidates import Candidate, divide, join_edits
 from gaverify.patches.code import Code, Function, Loop, callee_name
 from gaverify.patches.loop import LoopModel, Site
-from gaverify.patches.placement import first_of_update
-from gaverify.patches.scale import differentiated, division_by_steps, multiplied, without_division
+from gaverify.patches.placement import find_first_of_update
+from gaverify.patches.scale import division_by_steps, find_loss, remove_division, replace_by_factor
 from gaverify.records.events import Backward, Step
 from gaverify.records.findings import Finding
 from gaverify.records.patch import Edit
@@ -22,13 +22,13 @@ _POINTWISE = (*_LOSSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "
 def repair_shares(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields losses that are weighted by their share of the window."""
     yield from _use_items_of_trainer(model, finding)
-    sites = model.sites(Backward)
+    sites = model.find_sites(Backward)
     if len(sites) != 1:
         return
     site = sites[0]
-    for amount in _amounts(model, site):
+    for amount in _list_amounts(model, site):
         yield from _weight_in_inner_loop(model, finding, site, amount)
-    for amount in _amounts(model, site):
+    for amount in _list_amounts(model, site):
         yield from _divide_at_step(model, finding, site, amount)
 
 
@@ -51,27 +51,29 @@ class _Amount:
         return self.text.replace("{}", tensor)
 
 
-def _amounts(model: LoopModel, site: Site) -> list[_Amount]:
+def _list_amounts(model: LoopModel, site: Site) -> list[_Amount]:
     """What the micro-batches of an update may count by, the likeliest first."""
     update, loop = model.update, model.micro_loop(site)
     scope: ast.AST = loop or site.code.scope_of(site.call)
     sizes = update.window.sizes if update is not None else ()
-    targets = list(_targets(site.code, scope))
+    targets = list(_find_targets(site.code, scope))
     counted = [_Amount("targets", text, tensor) for text, tensor in targets]
     counted += [_Amount("weights", code_text, "") for code_text in _counted_divisors(model, site, scope)]
-    rows = [_Amount("samples", "len({})", tensor) for tensor in _rows(site.code, loop, [each for _, each in targets])]
+    rows = [
+        _Amount("samples", "len({})", tensor) for tensor in _find_rows(site.code, loop, [each for _, each in targets])
+    ]
     return [*rows, *counted] if len(set(sizes)) > 1 else [*counted, *rows]
 
 
-def _targets(code: Code, scope: ast.AST) -> Iterator[tuple[str, str]]:
+def _find_targets(code: Code, scope: ast.AST) -> Iterator[tuple[str, str]]:
     """Yields how the valid targets of a loss are counted, and the tensor of these targets."""
     ignored = _ignored_index(code)
     for node in ast.walk(scope):
         if not isinstance(node, ast.Call) or callee_name(node).rpartition(".")[2] not in _LOSSES or len(node.args) < 2:
             continue
-        own = next((code.text_of(each.value) for each in node.keywords if each.arg == "ignore_index"), "")
+        of_loss = next((code.text_of(each.value) for each in node.keywords if each.arg == "ignore_index"), "")
         target = _without_shape(node.args[1])
-        yield f"({{}} != {own or ignored}).sum()", code.text_of(target)
+        yield f"({{}} != {of_loss or ignored}).sum()", code.text_of(target)
     for node in ast.walk(scope):
         is_labels = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
         if is_labels and isinstance(node, ast.Subscript) and code.text_of(node.slice).strip("'\"") == "labels":
@@ -106,7 +108,7 @@ def _counted_divisors(model: LoopModel, site: Site, scope: ast.AST) -> Iterator[
                 yield site.code.operand(node.right)
 
 
-def _rows(code: Code, loop: Loop | None, targets: list[str]) -> Iterator[str]:
+def _find_rows(code: Code, loop: Loop | None, targets: list[str]) -> Iterator[str]:
     """Yields tensors whose length is the number of samples of a micro-batch."""
     if loop is None:
         return
@@ -139,14 +141,14 @@ def _weight_in_inner_loop(model: LoopModel, finding: Finding, site: Site, amount
     code, loop = site.code, model.micro_loop(site)
     if not isinstance(loop, ast.For) or not amount.tensor:
         return
-    total = _total(code, loop, amount)
+    total = _write_total(code, loop, amount)
     if not total:
         return
     # A mean over no targets is NaN, and stays so times zero.
     if finding.code == "GAV203" or (model.update is not None and 0 in model.update.window.valid_targets):
         yield from _sum_in_inner_loop(model, site, total)
     share = f"{amount.of(amount.tensor)} / {total}"
-    edit = _weighted(model, site, share)
+    edit = _put_weight(model, site, share)
     if edit is not None:
         yield Candidate(f"Weights each micro-batch by its share of the {amount.noun}.", (edit,))
 
@@ -162,9 +164,9 @@ def _sum_in_inner_loop(model: LoopModel, site: Site, total: str) -> Iterator[Can
         yield Candidate("Sums the losses and divides by the targets of all micro-batches.", edits)
 
 
-def _total(code: Code, loop: ast.For, amount: _Amount) -> str:
+def _write_total(code: Code, loop: ast.For, amount: _Amount) -> str:
     """The amount over all micro-batches of an inner loop, as an expression; "" where it cannot be told."""
-    wholes = _wholes(code, loop)
+    wholes = _find_cut_tensors(code, loop)
     if amount.tensor in wholes:
         return amount.of(wholes[amount.tensor])
     iterated = loop.iter
@@ -182,7 +184,7 @@ def _total(code: Code, loop: ast.For, amount: _Amount) -> str:
     return text
 
 
-def _wholes(code: Code, loop: ast.For) -> dict[str, str]:
+def _find_cut_tensors(code: Code, loop: ast.For) -> dict[str, str]:
     """The whole tensor that each part in a loop is cut from: by `split`, `chunk`, or a slice in the loop's body."""
     wholes: dict[str, str] = {}
     iterated, target = loop.iter, loop.target
@@ -192,9 +194,9 @@ def _wholes(code: Code, loop: ast.For) -> dict[str, str]:
     parts = target.elts if isinstance(target, ast.Tuple) and len(cuts) > 1 else [target]
     for part, cut in zip(parts, cuts, strict=False):
         if isinstance(part, ast.Name) and callee_name(cut) in ("split", "chunk", "tensor_split"):
-            whole = _cut_tensor(cut)
-            if whole is not None:
-                wholes[part.id] = code.text_of(whole)
+            source = _cut_tensor(cut)
+            if source is not None:
+                wholes[part.id] = code.text_of(source)
     for node in loop.body:
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
@@ -215,18 +217,18 @@ def _cut_tensor(cut: ast.expr) -> ast.expr | None:
     return (cut.args[0] if cut.args else None) if is_function else cut.func.value
 
 
-def _weighted(model: LoopModel, site: Site, factor: str) -> Edit | None:
+def _put_weight(model: LoopModel, site: Site, factor: str) -> Edit | None:
     """Returns the edit that puts a factor in the place of the division by K, or beside the loss; None without one."""
     code, scope = site.code, model.micro_loop(site) or site.code.scope_of(site.call)
     for node in ast.walk(scope):
         division = division_by_steps(model, code, node)
         if division is not None:
-            return multiplied(division, factor)
-    loss = differentiated(site.call)
-    return multiplied_loss(code, loss, factor) if loss is not None else None
+            return replace_by_factor(division, factor)
+    loss = find_loss(site.call)
+    return multiply_loss(code, loss, factor) if loss is not None else None
 
 
-def multiplied_loss(code: Code, loss: ast.expr, factor: str) -> Edit:
+def multiply_loss(code: Code, loss: ast.expr, factor: str) -> Edit:
     """Returns the edit that multiplies what is differentiated."""
     return divide(code, loss, factor, "*")
 
@@ -237,13 +239,13 @@ def multiplied_loss(code: Code, loss: ast.expr, factor: str) -> Edit:
 def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amount) -> Iterator[Candidate]:
     """Yields losses times what they count by, whose gradient is divided by the window's total before it is used."""
     code, step, loop = site.code, model.step_site, model.micro_loop(site)
-    loss = differentiated(site.call)
+    loss = find_loss(site.call)
     if step is None or step.code is not code or loop is None or loss is None:
         return
-    if code.scope_of(step.call) is not code.scope_of(site.call) or len(model.sites(Step)) > 1:
+    if code.scope_of(step.call) is not code.scope_of(site.call) or len(model.find_sites(Step)) > 1:
         return
     optimizer = _optimizer_of(step)
-    first = first_of_update(model, step)
+    first = find_first_of_update(model, step)
     if not optimizer or first is None or not code.owns_lines(site.statement):
         return
     total = _unused_name(code, loop, f"window_{amount.noun}")
@@ -252,14 +254,14 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     for node in ast.walk(loop):
         division = division_by_steps(model, code, node)
         if division is not None and not removed:
-            removed = without_division(division)
+            removed = remove_division(division)
     if any(edit.span[0] <= code.span(loss)[0] and code.span(loss)[1] <= edit.span[1] for edit in removed):
         division_node = loss  # `(loss / K).backward()`: one edit does both
         assert isinstance(division_node, ast.BinOp)
         removed = []
         weighted = code.replace(division_node, f"{code.operand(division_node.left, product=True)} * {count}")
     else:
-        weighted = multiplied_loss(code, loss, count)
+        weighted = multiply_loss(code, loss, count)
     inner, outer = code.indent_of(site.statement), code.indent_of(loop)
     at_step = code.indent_of(first)
     unit = inner[len(outer) :] or "    "
@@ -278,7 +280,7 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
         code.insert_after(site.statement, f"{inner}{total} += {count}{end}"),
         code.insert_before(first, "".join(line + end for line in lines)),
     ]
-    yield Candidate(f"Divides the gradient by the number of {amount.noun} in the window.", joined(edits))
+    yield Candidate(f"Divides the gradient by the number of {amount.noun} in the window.", join_edits(edits))
 
 
 def _optimizer_of(step: Site) -> str:
@@ -306,15 +308,15 @@ def _use_items_of_trainer(model: LoopModel, finding: Finding) -> Iterator[Candid
         for function in ast.walk(code.tree):
             if not isinstance(function, Function) or function.name not in ("compute_loss", "forward"):
                 continue
-            items = _items_of(function)
+            items = _write_items(function)
             for node in ast.walk(function) if items else ():
                 if isinstance(node, ast.Call) and callee_name(node) in _POINTWISE and _is_mean(node):
                     yield Candidate(
-                        "Divides the sum of the losses by `num_items_in_batch`.", _summed(code, node, items)
+                        "Divides the sum of the losses by `num_items_in_batch`.", _divide_sum(code, node, items)
                     )
 
 
-def _items_of(function: Function) -> str:
+def _write_items(function: Function) -> str:
     """How a function reads the number of targets in the window; "" where it is not given it."""
     arguments = function.args
     if any(each.arg == "num_items_in_batch" for each in [*arguments.args, *arguments.kwonlyargs]):
@@ -327,7 +329,7 @@ def _is_mean(call: ast.Call) -> bool:
     return all(isinstance(each, ast.Constant) and each.value == "mean" for each in reductions)
 
 
-def _summed(code: Code, call: ast.Call, items: str) -> tuple[Edit, ...]:
+def _divide_sum(code: Code, call: ast.Call, items: str) -> tuple[Edit, ...]:
     """Returns the edits from the mean of a loss to its sum over a number."""
     end = code.span(call)[1]
     return _sum_reduction(code, call), code.replace_between(end, end, f" / {items}")
@@ -335,9 +337,9 @@ def _summed(code: Code, call: ast.Call, items: str) -> tuple[Edit, ...]:
 
 def _sum_reduction(code: Code, call: ast.Call) -> Edit:
     """Returns the edit that makes a loss the sum over its targets."""
-    given = next((each.value for each in call.keywords if each.arg == "reduction"), None)
-    if given is not None:
-        return code.replace(given, '"sum"')
+    reduction = next((each.value for each in call.keywords if each.arg == "reduction"), None)
+    if reduction is not None:
+        return code.replace(reduction, '"sum"')
     arguments = [*call.args, *(each.value for each in call.keywords)]
     end = max(code.span(each)[1] for each in arguments)
     return code.replace_between(end, end, ', reduction="sum"')
