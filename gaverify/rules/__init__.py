@@ -107,17 +107,17 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     findings: list[Finding] = []
     for rule in _rules_in_order(facts):
-        if rule in WEIGHTS and facts.loop is not None and facts.loop.controls.state is not None:
+        if rule in WEIGHTS and facts.record.controls.state is not None:
             # weights make up for state that moves as well: what counts is the fit with the state put back
             findings += _beside_coupling(rule, facts)
         elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, findings)):
             findings += rule.judge(facts)
-            findings += _beside_coupling(rule, facts) if rule in WEIGHTS and facts.loop is not None else ()
-        elif facts.loop is not None and facts.loop.controls.unclipped and changed == {clip_per_micro_batch.code}:
-            results = facts.loop.controls
-            without_clips = replace(facts.loop, updates=results.unclipped, controls=replace(results, unclipped=()))
+            findings += _beside_coupling(rule, facts) if rule in WEIGHTS else ()
+        elif facts.record.controls.unclipped and changed == {clip_per_micro_batch.code}:
+            results = facts.record.controls
+            without_clips = replace(facts.record, updates=results.unclipped, controls=replace(results, unclipped=()))
             findings += rule.judge(facts_of_loop(without_clips))
-    first = facts.loop.controls.first_difference if facts.loop is not None else None
+    first = facts.record.controls.first_difference
     if first is not None and first.control is not None and first.control.proves:
         # what is proven leaves nothing to those that were only suspected before
         findings = [finding for finding in findings if finding.proven or finding.severity != "fault"]
@@ -129,8 +129,8 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
 
 def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
     """All rules; of a wrong factor and wrong shares of one update the larger fault comes first."""
-    shares = find_wrong_shares(facts, facts.loop) if facts.loop is not None else None
-    if shares is None or facts.loop is None or shares.share_error <= abs(shares.total(facts.loop.tolerance) - 1):
+    shares = find_wrong_shares(facts, facts.record)
+    if shares is None or shares.share_error <= abs(shares.total(facts.tolerance) - 1):
         return RULES
     at = RULES.index(wrong_loss_scale)
     return (*RULES[:at], mean_of_means, wrong_loss_scale, *RULES[at + 2 :])
@@ -138,16 +138,15 @@ def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
 
 def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     """Yields what the rule finds in the weights that are left once what couples samples is held in a training loop."""
-    loop = facts.loop
-    run = loop.controls.coupling[-1].control if loop is not None and loop.controls.coupling else None
-    if loop is not None and loop.controls.state is not None:
-        run = loop.controls.state.control
-    update = loop.divergent if loop is not None else None
-    if loop is None or run is None or run.fit is None or update is None:
+    record, controls, update = facts.record, facts.record.controls, facts.record.divergent
+    run = controls.coupling[-1].control if controls.coupling else None
+    if controls.state is not None:
+        run = controls.state.control
+    if run is None or run.fit is None or update is None:
         return
     refitted = replace(update, window=update.window.refit(run.fit))
-    controls = replace(loop.controls, coupling=(), state=None)
-    without_coupling = replace(loop, updates=(refitted,), controls=controls)
+    controls = replace(controls, coupling=(), state=None)
+    without_coupling = replace(record, updates=(refitted,), controls=controls)
     for finding in rule.judge(facts_of_loop(without_coupling)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
@@ -156,11 +155,12 @@ def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
     """What has made of the first differing update's gradients no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
     changed = {clip_per_micro_batch.code, scaler_per_micro_batch.code}
-    if facts.loop is not None and facts.loop.controls.overwritten is not None:  # weights fit to passes that add nothing
+    if facts.record.controls.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
-    # weights of micro-batches say nothing where it is the ranks' that are wrong, and nobody has fitted any
-    alone = facts.ranks is not None and facts.ranks.at_fault and facts.window.fit is None
-    if facts.loop is not None or alone:
+    # Weights of micro-batches say nothing where it is the ranks' that are wrong: the fit of a script's passes holds
+    # those of all ranks, and of a model none may be fitted.
+    is_of_ranks = facts.ranks is not None and facts.ranks.at_fault and facts.window.fit is None
+    if facts.record.ranks > 1 or is_of_ranks:
         changed |= {rule.code for rule in RANKS}
     if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
         changed.add(gradients_not_cleared.code)
@@ -171,6 +171,6 @@ def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
         is_reported = finding.severity == "fault" or finding.code == unexplained.code
-        matters = facts.loop is None and position == 0 and bool(facts.compared.divergent) and is_reported
+        matters = position == 0 and bool(facts.compared.divergent) and is_reported
         extra = harm(facts) if matters else ()
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

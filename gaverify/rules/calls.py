@@ -50,51 +50,49 @@ _CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
 @rule_of_loops("GAV606")
-def clip_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
+def clip_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a fault where clipping inside a window changed gradients, a note where it did not.
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
-    update, inside = loop.divergent, loop.inside(Clipping)
+    update, inside = record.divergent, record.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
-    if update is not None and loop.edit is not None:
-        yield _finding_of_late_edit(update, loop.edit)
-    elif update is not None and loop.controls.transformed is not None:
-        yield _finding_of_transformed(loop, update, loop.controls.transformed)
+    if update is not None and record.edit is not None:
+        yield _finding_of_late_edit(update, record.edit)
+    elif update is not None and record.controls.transformed is not None:
+        yield _finding_of_transformed(record, update, record.controls.transformed)
     elif any(clipping.active for clipping in inside):
-        yield _finding_of_clips(loop, inside)
-    elif update is not None and (edits := _edits(loop, update)):
-        yield _finding_of_edits(loop, update, edits)
+        yield _finding_of_clips(record, inside)
+    elif update is not None and (edits := _edits(record, update)):
+        yield _finding_of_edits(record, update, edits)
     # of several ranks, clipping before the reduction is GAV706
     elif (
         update is not None
-        and loop.together is None
+        and record.together is None
         and any(stage.stage is Stage.UNCLIPPED and stage.outcome is Outcome.EQUIVALENT for stage in update.stages)
     ):
-        yield _finding_of_early_clips(loop, update)
+        yield _finding_of_early_clips(record, update)
     elif inside:
-        yield _finding_of_clips(loop, inside)
+        yield _finding_of_clips(record, inside)
 
 
 def clipped_inside(facts: Facts) -> bool:
     """Whether a difference may come of clipping inside a window."""
-    return (
-        facts.loop is not None
-        and facts.loop.divergent is not None
-        and any(finding.severity == "fault" for finding in clip_per_micro_batch.judge(facts))
+    return facts.record.divergent is not None and any(
+        finding.severity == "fault" for finding in clip_per_micro_batch.judge(facts)
     )
 
 
-def _finding_of_clips(loop: Record, inside: Sequence[Clipping]) -> Finding:
+def _finding_of_clips(record: Record, inside: Sequence[Clipping]) -> Finding:
     number = inside[0].update
     in_window = [event for event in inside if event.update == number]
     active = [clipping for clipping in inside if clipping.active]
-    window = loop.window_of(number)
+    window = record.window_of(number)
     # the window's own number includes the clipping after its last backward pass, which is right
     clippings = len(window.of(Clipping)) if window is not None else len(in_window)
     early = "" if clippings == len(in_window) else f"{len(in_window)} of them "
     effect = f"{len(active)} of {len(inside)} in all updates changed it" if active else "none of them was active"
-    control, proven = _without_clips(loop)
+    control, proven = _without_clips(record)
     return finding_of(
         f"gradients are clipped {times(clippings)} in update {number}, {early}before the last backward pass",
         measured_evidence(
@@ -113,9 +111,9 @@ def _finding_of_clips(loop: Record, inside: Sequence[Clipping]) -> Finding:
     )
 
 
-def _finding_of_transformed(loop: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
+def _finding_of_transformed(record: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
     """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
-    window = loop.window_of(update.number)
+    window = record.window_of(update.number)
     # a script that takes gradients out of `.grad` clears them there, next to the line that transforms them
     events = [] if window is None else [*window.of(ClearedByHand), *reversed(window.of(Backward))]
     # every parameter answers in its own way: the range is shown, in two digits so that equal answers show once
@@ -165,10 +163,10 @@ def _finding_of_late_edit(update: UpdateComparison, first: FirstDifference) -> F
     )
 
 
-def _finding_of_early_clips(loop: Record, update: UpdateComparison) -> Finding:
+def _finding_of_early_clips(record: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
-    window = loop.window_of(update.number)
-    control, proven = _without_clips(loop)
+    window = record.window_of(update.number)
+    control, proven = _without_clips(record)
     # clipping by hand leaves no event: then the last backward pass is the nearest known line
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
     return finding_of(
@@ -182,32 +180,32 @@ def _finding_of_early_clips(loop: Record, update: UpdateComparison) -> Finding:
     )
 
 
-def _without_clips(loop: Record) -> tuple[tuple[Evidence, ...], bool]:
+def _without_clips(record: Record) -> tuple[tuple[Evidence, ...], bool]:
     """What the control without clipping left, and whether clipping is proven by it; calls alone show what they do."""
-    update = loop.divergent
+    update = record.divergent
     number = update.number if update is not None else None
-    small = next((unclipped for unclipped in loop.controls.unclipped if unclipped.number == number), None)
+    small = next((unclipped for unclipped in record.controls.unclipped if unclipped.number == number), None)
     if small is None:
         # calls alone show that clipping comes too early; a difference needs the control
         return (), update is None
     proven = small.outcome is Outcome.EQUIVALENT
     # wrong weights next to the clipping leave a difference in the control as well
-    fitted = small.window.fit is not None and small.window.fit.residual <= loop.tolerance
+    fitted = small.window.fit is not None and small.window.fit.residual <= record.tolerance
     meaning = ("weights explain the rest",) if fitted else ()
     return (word_control("control", _SMALLER, small.relative_difference, proven, *meaning),), proven or fitted
 
 
-def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
+def _edits(record: Record, update: UpdateComparison) -> list[GradientsEdited]:
     """Where gradients shrink by hand, by a number of their own after each backward pass.
 
     One number that is the same every time is a division, which the weights of the micro-batches tell.
     """
-    edits = [event for event in loop.inside(GradientsEdited) if event.update == update.number]
+    edits = [event for event in record.inside(GradientsEdited) if event.update == update.number]
     factors = [factor for event in edits for factor in event.factors]
     # clipping never makes a gradient longer
     if not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
         return []
-    if loop.together is not None and None in factors:
+    if record.together is not None and None in factors:
         return []  # the gradient of several ranks, which the script reduces by hand, is no multiple of one rank's own
     # a single number of 1/K is a division as well
     usual = factors[0] if len(factors) > 1 else 1 / max(update.window.steps, 1)
@@ -217,7 +215,7 @@ def _edits(loop: Record, update: UpdateComparison) -> list[GradientsEdited]:
     return [] if is_division else edits
 
 
-def _finding_of_edits(loop: Record, update: UpdateComparison, edits: Sequence[GradientsEdited]) -> Finding:
+def _finding_of_edits(record: Record, update: UpdateComparison, edits: Sequence[GradientsEdited]) -> Finding:
     factors = [factor for event in edits for factor in event.factors]
     known_factors = [factor for factor in factors if factor is not None]
     by = (
@@ -225,7 +223,7 @@ def _finding_of_edits(loop: Record, update: UpdateComparison, edits: Sequence[Gr
         if len(known_factors) == len(factors)
         else "clipped element by element"
     )
-    control, proven = _without_clips(loop)
+    control, proven = _without_clips(record)
     return finding_of(
         f"gradients are clipped by hand {times(len(edits))} in update {update.number}, before the last backward pass",
         measured_evidence("events", f"a partly accumulated gradient is {by}", factors=known_factors),
@@ -238,16 +236,16 @@ def _finding_of_edits(loop: Record, update: UpdateComparison, edits: Sequence[Gr
 
 
 @rule_of_loops("GAV607")
-def scheduler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
+def scheduler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a scheduler steps inside a window."""
-    inside = loop.inside(SchedulerStep)
+    inside = record.inside(SchedulerStep)
     if not inside:
         return
     number = inside[0].update
-    window = loop.window_of(number)
+    window = record.window_of(number)
     # several schedulers may step in one update: each is counted on its own
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
-    rates = _word_rates(loop.update_of(number))
+    rates = _word_rates(record.update_of(number))
     yield finding_of(
         f"the learning-rate scheduler steps {times(len(calls))} in update {number}",
         measured_evidence(
@@ -275,9 +273,9 @@ def _word_rates(update: UpdateComparison | None) -> str:
 
 
 @rule_of_loops("GAV608")
-def scaler_per_micro_batch(facts: Facts, loop: Record) -> Iterator[Finding]:
+def scaler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
-    inside = [call for call in loop.inside(ScalerCall) if not call.skipped]
+    inside = [call for call in record.inside(ScalerCall) if not call.skipped]
     # `step` inside the window is GAV601, for scaled and unscaled training alike
     inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
@@ -303,27 +301,27 @@ _SHOWN = 4  # settings that are listed
 
 
 @rule_of_loops("GAV609")
-def step_settings_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
+def step_settings_differ(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
-    for update in loop.updates:
+    for update in record.updates:
         # the step cancels a factor of the gradient (Adam does) and the weights change alike: nothing is left to explain
         if not update.judged or update.step.takes_factor:
             continue
-        settings = _unexplained_settings(loop, update)
+        settings = _unexplained_settings(record, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
         # a scheduler that steps too often changes the weights as well, and GAV607 reports it
-        if settings or (changed and not loop.inside(SchedulerStep)):
-            yield _finding_of_settings(loop, update, settings)
+        if settings or (changed and not record.inside(SchedulerStep)):
+            yield _finding_of_settings(record, update, settings)
             return
 
 
-def _unexplained_settings(loop: Record, update: UpdateComparison) -> list[SettingDifference]:
+def _unexplained_settings(record: Record, update: UpdateComparison) -> list[SettingDifference]:
     """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
-    rates = bool(loop.inside(SchedulerStep))
+    rates = bool(record.inside(SchedulerStep))
     return [setting for setting in update.step.settings if not (rates and setting.name.endswith("lr"))]
 
 
-def _finding_of_settings(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
+def _finding_of_settings(record: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = (
         f"uses another {names} than the full-batch run"
@@ -348,19 +346,19 @@ def _finding_of_settings(loop: Record, update: UpdateComparison, settings: list[
             update=update.number,
             settings=[vars(setting) for setting in settings],
         ),
-        remedy=_repair_settings(loop, update, settings),
-        location=first_place(_writers(loop, update)),
+        remedy=_repair_settings(record, update, settings),
+        location=first_place(_writers(record, update)),
         proven=True,
     )
 
 
-def _repair_settings(loop: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+def _repair_settings(record: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
     """Returns the repair of settings that differ between ranks, or between the two runs."""
     if any(setting.rank for setting in settings):
         return "give every rank the same settings: replicas that step differently drift apart"
     taken = [
         sum(len(window.of(SchedulerStep)) for window in windows if window.number < update.number)
-        for windows in (loop.windows, loop.full_windows)
+        for windows in (record.windows, record.full_windows)
     ]
     rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
     # a schedule that took as many steps in both runs and gives another rate was made with another length
@@ -380,9 +378,9 @@ def _show_setting(setting: SettingDifference) -> tuple[str, str, str]:
     return accumulated, f" in rank {setting.rank}" if setting.rank else "", full
 
 
-def _writers(loop: Record, update: UpdateComparison) -> list[Event]:
+def _writers(record: Record, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
-    events = [event for window in loop.windows if window.number <= update.number for event in window.events]
+    events = [event for window in record.windows if window.number <= update.number for event in window.events]
     # a line that writes a setting is the cause; a step only uses it
-    setters = [event for window in loop.windows for event in window.of(SettingsChanged) if event.file is not None]
+    setters = [event for window in record.windows for event in window.of(SettingsChanged) if event.file is not None]
     return [*setters[:1], *(event for event in reversed(events) if isinstance(event, SchedulerStep | Step))]

@@ -207,7 +207,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
 
 
 @rule_of_loops("GAV610")
-def loss_inputs_differ(facts: Facts, loop: Record) -> Iterator[Finding]:
+def loss_inputs_differ(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding per value that a loop hands to the loss and that differs for the same samples."""
     for cause in facts.forward.causes:
         suspect, value = cause.suspect, cause.suspect.value
@@ -255,9 +255,8 @@ def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
 @rule("GAV104")
 def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
-    if facts.loop is not None:  # no forwards of a script were traced: its losses have to tell
-        yield from _judge_loop(facts.loop)
-        return
+    # no forwards of a script were traced: its losses have to tell
+    yield from _judge_losses(facts.record)
     # a gradient that does not repeat itself is GAV303, and every comparison differs then
     repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
     run = facts.backward.control
@@ -293,13 +292,13 @@ def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _judge_loop(loop: Record) -> Iterator[Finding]:
+def _judge_losses(record: Record) -> Iterator[Finding]:
     """Yields a finding where a loop's losses add up to the full batch's, and its gradients need other weights."""
-    update, cause, first = loop.divergent, loop.controls.backward, loop.controls.first_difference
+    update, cause, first = record.divergent, record.controls.backward, record.controls.first_difference
     if update is not None and first is not None and first.kind is DifferenceKind.BACKWARD:
         yield from _judge_traced_backward(update, first)
         return
-    if update is None or update.window.fit is None or not contradict_losses(loop, update):
+    if update is None or update.window.fit is None or not contradict_losses(record, update):
         return
     run, fit = cause.control if cause is not None else None, update.window.fit
     proven = run is not None and run.proves

@@ -69,9 +69,9 @@ class Skipped:
         return f"micro-batches {which} have" if len(self.positions) > 1 else f"micro-batch {which} has"
 
 
-def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
+def find_skipped(record: Record, update: UpdateComparison) -> Skipped | None:
     """Returns the micro-batches that an update leaves out; None where it leaves out none, or the full batch does."""
-    windows = (loop.full_windows, loop.windows)
+    windows = (record.full_windows, record.windows)
     full_window, window = (next((w for w in each if w.number == update.number), None) for each in windows)
     # forwards without a backward in the full batch as well are part of the training (validation, a teacher)
     if full_window is None or window is None or full_window.dropped_positions:
@@ -80,26 +80,26 @@ def find_skipped(loop: Record, update: UpdateComparison) -> Skipped | None:
     # a window without any backward pass is no accumulation at all
     if 0 < len(window.dropped_positions) < len(forwards):
         return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
-    count = loop.expected_passes(window)
+    count = record.expected_passes(window)
     missing = update.data.missing if update.data.adds_nothing else update.never_fed
     if not missing or count is None or not len(forwards) < count:
         return None
     return Skipped(window, count - len(forwards), count, samples=missing)
 
 
-def explains_skipped(loop: Record, update: UpdateComparison) -> bool:
+def explains_skipped(record: Record, update: UpdateComparison) -> bool:
     """Whether the micro-batches that an update leaves out are all that is wrong with its weights.
 
     Those that are left out have nothing to give, and the others are divided by the number of all.
     """
-    skipped = find_skipped(loop, update)
-    if skipped is None or update.window.fit is None or update.window.fit.residual > loop.tolerance:
+    skipped = find_skipped(record, update)
+    if skipped is None or update.window.fit is None or update.window.fit.residual > record.tolerance:
         return False
-    if math.isclose(update.norm_ratio, skipped.window.backwards / skipped.count, rel_tol=loop.tolerance):
+    if math.isclose(update.norm_ratio, skipped.window.backwards / skipped.count, rel_tol=record.tolerance):
         return True
     # Weights of 1 / count become shares of targets, which add up to 1: the factors that repair them add up to count.
     factors = sum(update.window.fit.multipliers)
-    return update.window.fit.determined and math.isclose(factors, skipped.count, rel_tol=loop.tolerance)
+    return update.window.fit.determined and math.isclose(factors, skipped.count, rel_tol=record.tolerance)
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class MissedBoundary:
     last: Event | None
 
 
-def missed_boundaries(loop: Record) -> list[MissedBoundary]:
+def missed_boundaries(record: Record) -> list[MissedBoundary]:
     """Returns the windows that go on behind a last micro-batch that is skipped."""
-    if any(window.dropped_positions for window in loop.full_windows):
+    if any(window.dropped_positions for window in record.full_windows):
         return []
     boundaries = []
-    for window in loop.complete:
-        forwards, update, steps = window.of(Forward), loop.update_of(window.number), _micro_batches_of(loop, window)
+    for window in record.complete:
+        forwards, update, steps = window.of(Forward), record.update_of(window.number), _micro_batches_of(record, window)
         if steps is None or not 1 < steps < len(forwards):
             continue
         last = forwards[steps - 1] if steps - 1 in window.dropped_positions else None
@@ -137,12 +137,12 @@ def missed_boundaries(loop: Record) -> list[MissedBoundary]:
     return boundaries
 
 
-def _micro_batches_of(loop: Record, window: Window) -> int | None:
+def _micro_batches_of(record: Record, window: Window) -> int | None:
     """K: as the user says, as the full batch's rows tell, or as most windows have; None where nothing shows it."""
-    counts = Counter(len(each.of(Forward)) for each in loop.complete if each.optimizers == window.optimizers)
-    if loop.steps is not None:
-        return loop.steps
-    full_window = next((full for full in loop.full_windows if full.number == window.number), None)
+    counts = Counter(len(each.of(Forward)) for each in record.complete if each.optimizers == window.optimizers)
+    if record.steps is not None:
+        return record.steps
+    full_window = next((full for full in record.full_windows if full.number == window.number), None)
     if full_window is None:
         # of equally frequent numbers the smallest: windows that were joined are longer
         steps = max(counts, key=lambda count: (counts[count], -count))
@@ -150,26 +150,26 @@ def _micro_batches_of(loop: Record, window: Window) -> int | None:
     rows = list(accumulate(forward.rows or 0 for forward in window.of(Forward)))
     steps = rows.index(full_window.rows) + 1 if full_window.rows in rows else 0
     # else the arguments may ask for another batch size, and nothing is wrong with the loop
-    return steps if steps in loop.numbers or steps in counts else None
+    return steps if steps in record.numbers or steps in counts else None
 
 
-def is_skipping(loop: Record, update: UpdateComparison) -> bool:
+def is_skipping(record: Record, update: UpdateComparison) -> bool:
     """Whether a micro-batch that is skipped is why an update holds other samples than the full batch's."""
-    joined = any(each.window.number == update.number for each in missed_boundaries(loop))
-    return joined or find_skipped(loop, update) is not None
+    joined = any(each.window.number == update.number for each in missed_boundaries(record))
+    return joined or find_skipped(record, update) is not None
 
 
 # Backward passes that never reach an update: GAV603 and GAV604.
 
 
-def cleared_inside(loop: Record) -> list[LostPasses]:
+def cleared_inside(record: Record) -> list[LostPasses]:
     """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
     # a pass that is thrown away beside one that counts belongs to the training: it finds a direction
-    ordinary = {loss.window for loss in loop.full_ledger.lost if loss.survivors}
-    inside = [loss for loss in loop.ledger.lost if loss.by is not None and not _is_tail(loop, loss)]
+    ordinary = {loss.window for loss in record.full_ledger.lost if loss.survivors}
+    inside = [loss for loss in record.ledger.lost if loss.by is not None and not _is_tail(record, loss)]
     # an update that both runs skip (a loss that is not finite) is part of the training
-    unlike = [loss for loss in inside if loss.window not in ordinary | loop.skipped_alike]
-    return [loss for loss in unlike if not _summed_elsewhere(loop, loss)]
+    unlike = [loss for loss in inside if loss.window not in ordinary | record.skipped_alike]
+    return [loss for loss in unlike if not _summed_elsewhere(record, loss)]
 
 
 def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
@@ -210,37 +210,37 @@ def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
     return any(at < places[0] for at in cleared), any(at > places[-1] for at in cleared)
 
 
-def cut_off(loop: Record) -> list[LostPasses]:
+def cut_off(record: Record) -> list[LostPasses]:
     """Returns the losses at the end of an epoch or of the script."""
     # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
-    full_lost = {(loss.window, len(loss.backwards)) for loss in loop.full_ledger.lost}
+    full_lost = {(loss.window, len(loss.backwards)) for loss in record.full_ledger.lost}
     tails = [
         loss
-        for loss in loop.ledger.lost
-        if loss.window not in loop.skipped_alike
-        and _is_tail(loop, loss)
+        for loss in record.ledger.lost
+        if loss.window not in record.skipped_alike
+        and _is_tail(record, loss)
         and (loss.window, len(loss.backwards)) not in full_lost
     ]
     # with survivors some passes were used and the rest is lost, whatever the script sums elsewhere
-    return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(loop, loss)]
+    return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(record, loss)]
 
 
-def _is_tail(loop: Record, loss: LostPasses) -> bool:
+def _is_tail(record: Record, loss: LostPasses) -> bool:
     """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
-    if loss.by is None or (loss.survivors == 0 and not cleared_before_step(loop, loss)):
+    if loss.by is None or (loss.survivors == 0 and not cleared_before_step(record, loss)):
         return True
-    lost = {lost_pass.window for lost_pass in loop.ledger.lost}
-    pass_counts = Counter(window.backwards for window in loop.complete if window.number not in lost)
-    if loop.steps is not None:
+    lost = {lost_pass.window for lost_pass in record.ledger.lost}
+    pass_counts = Counter(window.backwards for window in record.complete if window.number not in lost)
+    if record.steps is not None:
         # K as the user gave it outvotes what the windows show
-        pass_counts[loop.steps] += len(loop.windows) + 1
-    wanted = pass_counts.most_common(1)[0][0] if pass_counts else loop.expected_passes(loop.window_of(loss.window))
+        pass_counts[record.steps] += len(record.windows) + 1
+    wanted = pass_counts.most_common(1)[0][0] if pass_counts else record.expected_passes(record.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
 
 
-def cleared_before_step(loop: Record, loss: LostPasses) -> bool:
+def cleared_before_step(record: Record, loss: LostPasses) -> bool:
     """Whether a step follows the clearing with no backward pass between them: it is given no gradient at all."""
-    window = loop.window_of(loss.window)
+    window = record.window_of(loss.window)
     if window is None or loss.by is None or loss.survivors:
         return False
     # a clearing before the last backward pass lost some passes only; after it, it loses all of them
@@ -249,9 +249,9 @@ def cleared_before_step(loop: Record, loss: LostPasses) -> bool:
     return loss.by in after and any(isinstance(event, Step) for event in after[after.index(loss.by) :])
 
 
-def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
+def _summed_elsewhere(record: Record, loss: LostPasses) -> bool:
     """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
-    window, update = loop.window_of(loss.window), loop.update_of(loss.window)
+    window, update = record.window_of(loss.window), record.update_of(loss.window)
     if window is None:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
@@ -259,7 +259,7 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
     if update.judged and update.outcome is Outcome.EQUIVALENT:
         return True
     backwards, fit = window.of(Backward), update.window.fit
-    if fit is None or fit.used_residual > loop.tolerance or len(fit.used) != len(backwards):
+    if fit is None or fit.used_residual > record.tolerance or len(fit.used) != len(backwards):
         # a script that puts gradients in place may have transformed what each pass gave: nothing shows which are lost
         return any(step.by_hand for step in window.steps)
     largest = max(map(abs, fit.used))
@@ -271,15 +271,13 @@ def _summed_elsewhere(loop: Record, loss: LostPasses) -> bool:
 @rule("GAV603")
 def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where gradients vanish inside a window."""
-    loop = facts.loop
-    if loop is None:
-        yield from _by_the_forward(facts)
-        return
-    setting, update = loop.controls.overwritten, loop.divergent
+    yield from _by_the_forward(facts)
+    record = facts.record
+    setting, update = record.controls.overwritten, record.divergent
     if setting is not None and update is not None:
         yield _finding_of_overwritten(update, setting)
         return
-    losses = cleared_inside(loop)
+    losses = cleared_inside(record)
     if not losses:
         return
     first = losses[0]
@@ -289,12 +287,12 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         "gradients of the others were cleared"
     )
     remedy = "clear the gradients once per update, after the step"
-    if cleared_before_step(loop, first):
+    if cleared_before_step(record, first):
         summary = f"update {first.window} steps without a gradient: it was cleared just before the step"
         remedy += ", never before it"
     yield finding_of(
         summary,
-        count_calls(loop.windows),
+        count_calls(record.windows),
         Evidence("events", "cleared", f"gradients lost in {updates(numbers)}", {"updates": numbers}),
         remedy=remedy,
         location=place(first.by),
@@ -340,9 +338,9 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
 
 
 @rule_of_loops("GAV604")
-def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
+def trailing_window_lost(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
-    tails = cut_off(loop)
+    tails = cut_off(record)
     if not tails:
         return
     first = tails[0]
@@ -350,7 +348,7 @@ def trailing_window_lost(facts: Facts, loop: Record) -> Iterator[Finding]:
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
     yield finding_of(
         f"{passes(len(first.backwards))} {after} {how}",
-        count_calls(loop.windows),
+        count_calls(record.windows),
         remedy="also step after the last micro-batch of an epoch, and divide by the number of micro-batches in that "
         "update",
         location=first_place(filter(None, (first.by, first.backwards[-1]))),

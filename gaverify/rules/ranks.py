@@ -156,7 +156,7 @@ def _reducing(ranks: RankFacts) -> str:
 @rule_of_ranks("GAV707")
 def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where buffers of the ranks are apart and holding their layers still repairs the gradient."""
-    if facts.loop is None or not ranks.at_fault or not ranks.replicas.buffers:
+    if not ranks.at_fault or not ranks.replicas.buffers:
         return
     difference_left, proven = ranks.evaluation_mode_control, ranks.is_rounding(ranks.evaluation_mode_control)
     # buffers differ in harmless loops as well: only a control that helps makes them a cause
@@ -267,7 +267,7 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if abs(factor - 1) <= ranks.rounding:
         return
     counting_rank = _rank_that_counts(ranks, factor)
-    if facts.loop is not None and not _of_ranks(factor, ranks.ranks, facts.window.steps) and counting_rank is None:
+    if not facts.window.has_recipe and not _of_ranks(factor, ranks.ranks, facts.window.steps) and counting_rank is None:
         return
     strategy_meaning = (
         (float(ranks.ranks), "R): gradients are summed over the ranks instead of averaged"),
@@ -353,7 +353,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
 
 def _place(facts: Facts) -> Location | None:
     """Where the first window of a loop gathers a trained tensor; None for a run of a model."""
-    window = facts.loop.first if facts.loop is not None else None
+    window = facts.record.first
     places = [place for backward in (window.of(Backward) if window else ()) for place in backward.gathers]
     file, line = next(filter(None, places), (None, None))
     return Location(file=display_path(file), line=line) if file else None
@@ -405,6 +405,7 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 def _clip_place(facts: Facts) -> Location | None:
     """Where the first window of a loop clips; None where no clipping was seen."""
-    clips = facts.loop.first.of(Clipping) if facts.loop is not None and facts.loop.first is not None else ()
+    window = facts.record.first
+    clips = window.of(Clipping) if window is not None else ()
     file, line = clips[0].place if clips else (None, None)
     return Location(file=display_path(file), line=line) if file else None

@@ -12,6 +12,7 @@ from gaverify.records.experiment import DifferenceKind, FirstDifference
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
+from gaverify.records.windows import SCRIPT
 from gaverify.rules.rule import (
     difference,
     finding_of,
@@ -30,17 +31,16 @@ from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     """Yields a note where a divergence was looked into and nothing of severity fault came out, or something is left."""
     faults = [finding for finding in findings if finding.severity == "fault"]
-    first = facts.loop.controls.first_difference if facts.loop is not None else None
+    first, update = facts.record.controls.first_difference, facts.record.divergent
     # what is suspected may be innocent: beside it stands what was seen
     explained = any(fault.proven for fault in faults) if first is not None else bool(faults)
-    # a search that ran out of time may have found one cause of several
-    if facts.loop is not None and facts.loop.edit is not None:
+    if facts.record.edit is not None:
         return  # all of it is a finding of its own
-    if not facts.compared.divergent or (explained and facts.stopped_after is None) or not _was_searched(facts):
+    # a search that ran out of time may have found one cause of several
+    if not facts.compared.divergent or (explained and facts.stopped_after is None) or not facts.diagnosed:
         return
     if facts.undecided:
         return  # with constant draws nothing is left to explain
-    update = facts.loop.divergent if facts.loop is not None else None
     evidence = [Evidence("all", "ruled out", "; ".join(_list_ruled_out(facts)) or "nothing")]
     summary = "the divergence is real; no rule explains it"
     remedy = f"{_advice(facts)}; please report a small example"
@@ -92,29 +92,19 @@ def _remedy_of(first: FirstDifference) -> str:
     return "let this line compute the same for a sample in every micro-batch: what else it reads must not depend on it"
 
 
-def _was_searched(facts: Facts) -> bool:
-    """Whether a cause was looked for; in an audit also whether its gradients can show that one is left."""
-    if facts.loop is None:
-        # an audit has no search: its controls have to be conclusive about the samples and draws
-        return facts.diagnosed
-    update, is_altered = facts.loop.divergent, facts.ranks is not None and facts.ranks.is_altered
-    return update is not None and update.data.checked and not facts.draws.unaligned and not is_altered
-
-
 def _list_ruled_out(facts: Facts) -> Iterator[str]:
     """Yields what the search or the controls of an audit ruled out."""
-    fit, loop = facts.window.fit, facts.loop
-    if loop is not None and fit is not None and fit.used_residual > loop.tolerance:
+    fit, windows = facts.window.fit, facts.record.windows
+    if fit is not None and not facts.window.has_recipe and fit.used_residual > facts.tolerance:
         # the weights of a recipe are given; those of a script are fitted, and may not fit at all
         yield "no weighting of the micro-batches' gradients yields what the optimizer sees"
-    elif fit is not None and (loop is None or fit.residual > loop.tolerance):
+    elif fit is not None and (facts.window.has_recipe or fit.residual > facts.tolerance):
         # Weights of a script that leave nothing are not ruled out: as many gradients as weights are fitted by anything.
-        weights = "weights: the best ones" if loop is None else "the best weights of the micro-batches"
-        yield f"{weights} leave a difference of {fit.residual:.1e}"
-    if loop is not None:
+        yield f"weights: the best ones leave a difference of {fit.residual:.1e}"
+    if windows:
         yield "all calls are in the right order"
-        terms = max((backward.terms for window in loop.windows for backward in window.of(Backward)), default=0)
-        if loop.ranks > 1 and terms > 1:
+        terms = max((backward.terms for window in windows for backward in window.of(Backward)), default=0)
+        if facts.record.ranks > 1 and terms > 1:
             yield f"the {terms} terms of the loss were not tested one by one, which is not possible with several ranks"
     # atomic additions in another order leave less than this in float64
     if facts.repeatability is not None and facts.repeatability.backward < AGREE_FLOAT64:
@@ -160,7 +150,7 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     reasons = list(_list_reasons(facts))
     counts = facts.window.valid_targets
     # weights by tokens are right for any counts, so equal counts hide nothing
-    averaged = facts.loop is not None or facts.window.weighting == "uniform"
+    averaged = facts.window.weighting in ("uniform", SCRIPT)
     equal = len(counts) > 1 and len(set(counts)) == 1
     if facts.window.ignored_targets and equal and averaged and not facts.compared.divergent:
         reasons.append(
@@ -171,7 +161,7 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
     if reasons:
         text = "; ".join(reasons)
         remedies = ["use a batch of different samples with different numbers of valid targets"]
-        if _is_one_micro_batch(facts):
+        if facts.same_split and facts.window.steps == 1:
             remedies = ["compare at least two micro-batches (`--steps 2`)", *remedies[: len(reasons) - 1]]
         yield finding_of(
             text,
@@ -182,26 +172,20 @@ def uninformative_batch(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_one_micro_batch(facts: Facts) -> bool:
-    return facts.loop is None and facts.window.steps == 1 and facts.ranks is None
-
-
 def _list_reasons(facts: Facts) -> Iterator[str]:
-    """Yields why a fault may not show; in an audit only while the first update does not differ."""
-    loop, rows = facts.loop, facts.compared.rows
-    if loop is not None:
-        if not loop.updates or loop.updates[0].outcome is Outcome.DIVERGENT:
-            return
+    """Yields why a fault may not show; of several updates only while the first one does not differ."""
+    rows = facts.compared.rows
+    if facts.record.updates:
         # those of `facts.compared` are of the first update that differs, if any does
-        rows = loop.updates[0].parameters
-        if loop.same_pieces:
-            yield "both runs split the first update in the same way: the full batch was compared with itself"
-    elif _is_one_micro_batch(facts):
-        yield "K = 1: the full batch was compared with itself"
+        rows = facts.record.updates[0].parameters
+        if facts.record.updates[0].outcome is Outcome.DIVERGENT:
+            return
+    if facts.same_split:
+        yield f"{facts.same_split}: the full batch was compared with itself"
     if facts.identical:
         unseen = "" if facts.blind else "; only their random draws differ"
         yield f"all samples are identical, so interactions between samples cannot be seen{unseen}"
-    known_rows = [row for row in rows if loop is not None or not math.isnan(row.difference_norm)]
+    known_rows = [row for row in rows if not math.isnan(row.difference_norm)]
     if known_rows and all(row.reference_norm == row.accumulated_norm == 0 for row in known_rows):
         yield "every gradient is zero"
     hooked = facts.backward.hooked
@@ -245,7 +229,7 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
     named = join_texts([f"`{name}`" for name in parameters], 1)
-    if facts.loop is not None and _have_other_optimizers(facts.loop, number):
+    if _have_other_optimizers(facts.record, number):
         yield finding_of(
             f"different optimizers step in update {number} of the two runs",
             measured_evidence("events", f"{named} is stepped in one run only", parameters=parameters),
@@ -253,7 +237,7 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
             proven=True,
         )
         return
-    where = "" if facts.loop is None else f" (update {number})"
+    where = f" (update {number})" if number is not None else ""
     only = f"; {branch} runs in one run only" if branch is not None else ""
     yield finding_of(
         f"{named} {'has' if len(rows) == 1 else 'have'} {rows[0].reason}{where}",
@@ -269,9 +253,9 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _have_other_optimizers(loop: Record, number: int | None) -> bool:
-    full_window = next((window for window in loop.full_windows if window.number == number), None)
-    window = loop.window_of(number) if number is not None else None
+def _have_other_optimizers(record: Record, number: int | None) -> bool:
+    full_window = next((window for window in record.full_windows if window.number == number), None)
+    window = record.window_of(number)
     return full_window is not None and window is not None and set(full_window.optimizers) != set(window.optimizers)
 
 
@@ -288,7 +272,8 @@ def non_finite_gradient(facts: Facts) -> Iterator[Finding]:
         if rows:
             yield _finding_of_rows(rows, update)
             return
-    losses = facts.window.losses if facts.loop is None and not facts.compared.divergent else ()
+    # a script's losses are NaN where nothing showed them
+    losses = facts.window.losses if facts.window.has_recipe and not facts.compared.divergent else ()
     broken = [str(k + 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
     if broken:
         which = f"losses of micro-batches {join_texts(broken)} are" if len(broken) > 1 else ""

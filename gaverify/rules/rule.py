@@ -52,12 +52,12 @@ def rule(code: str) -> Callable[[Callable[Asked, Iterable[Finding]]], Rule[Asked
 
 
 def rule_of_loops(code: str) -> Callable[[Callable[[Facts, Record], Iterable[Finding]]], Rule[[Facts]]]:
-    """The same for a judgement that needs the windows of a training loop: in a run it finds nothing."""
+    """The same for a judgement of a script's calls: of a run, which has none, it finds nothing."""
 
     def make_rule(judgement: Callable[[Facts, Record], Iterable[Finding]]) -> Rule[[Facts]]:
         @wraps(judgement)
         def judge(facts: Facts) -> Iterable[Finding]:
-            return () if facts.loop is None else judgement(facts, facts.loop)
+            return judgement(facts, facts.record)
 
         return rule(code)(judge)
 
@@ -199,10 +199,9 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
         facts: What was measured.
         number: The update; None: the one that was compared.
     """
-    if facts.loop is not None and facts.loop.controls.loss_line is not None:
-        return line_of(*facts.loop.controls.loss_line)
-    number = facts.compared.update if number is None else number
-    window = facts.loop.window_of(number) if facts.loop is not None and number is not None else None
+    if facts.record.controls.loss_line is not None:
+        return line_of(*facts.record.controls.loss_line)
+    window = facts.record.window_of(facts.compared.update if number is None else number)
     return first_place(reversed(window.of(Backward))) if window is not None else None
 
 
@@ -281,7 +280,7 @@ def share_texts(amounts: Sequence[float]) -> str:
 
 def largest(facts: Facts) -> str:
     """Returns the largest relative difference, with the parameter that shows it."""
-    update = facts.loop.divergent if facts.loop is not None else None
+    update = facts.record.divergent
     return difference(update) if update is not None else facts.compared.largest
 
 
@@ -437,10 +436,8 @@ def explain_no_power(run: ControlRun) -> str:
 def explain_rest(facts: Facts, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
     # a term with a wrong factor is another cause, whatever the control of this one leaves
-    fits = [term.fit for term in facts.loop.controls.terms] if facts.loop is not None else []
-    is_term_wrong = any(
-        fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits
-    )  # a term that counts wrongly
+    fits = [term.fit for term in facts.record.controls.terms]
+    is_term_wrong = any(fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits)
     if has_several_causes(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
         return "another cause remains"
     return f"the control is not exact, because {_INEXACT[run.kind]}"

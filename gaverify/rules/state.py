@@ -228,16 +228,15 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             severity="note",
             proven=True,
         )
-    if facts.loop is not None:
-        yield from _judge_average(facts.loop)
+    yield from _judge_average(facts.record)
 
 
-def _judge_average(loop: Record) -> Iterator[Finding]:
-    inside = loop.inside(AverageUpdate)
+def _judge_average(record: Record) -> Iterator[Finding]:
+    inside = record.inside(AverageUpdate)
     if not inside:
         return
     number = inside[0].update
-    window = loop.window_of(number)
+    window = record.window_of(number)
     often = len(window.of(AverageUpdate)) if window is not None else len(inside)
     yield finding_of(
         f"the moving average of the weights is updated {times(often)} in update {number}",
@@ -277,8 +276,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
 
 def _word_split_draws(facts: Facts) -> str:
     draws = facts.draws
-    # an audit does not count how often each was reused
-    how_often = "" if facts.loop is not None else f" {times(draws.dealt)}"
+    how_often = f" {times(draws.dealt)}" if draws.is_counted else ""
     text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
     if not draws.uneven:
         return f"{text}: each got the rows of its own samples"
@@ -309,7 +307,7 @@ def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] |
 def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where a draw that cannot be dealt out decides the result, a note where something else does."""
     decisive = next((cause for cause in facts.forward.causes if cause.suspect.kind == "random"), None)
-    if facts.loop is not None and facts.loop.agrees:
+    if facts.record.agrees:
         return  # what was drawn made no difference that could be seen
     reasons = dict(facts.draws.unaligned)
     if facts.draws.foreign_differ:
@@ -332,8 +330,8 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
             text += f". With the other causes removed, the draws alone make a difference of {difference}: proven"
         evidence.append(control_evidence("random-draws", text, left=still.left))
     decides = decisive is not None or (still is not None and still.rounding) or facts.draws.difference_alone > 0
-    # An audit cannot hold a script's draws constant, so that it proves nothing by them: it leaves the question open.
-    fault = facts.loop is None and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
+    # Draws that no control can keep constant prove nothing: the question stays open.
+    fault = facts.draws.can_be_constant and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
     # rows that look alike may have got each other's draws, which gaverify did and the user's code did not
     unmatched = facts.draws.are_unmatched
     summary = "random draws could not be aligned sample by sample between the two runs"
@@ -341,7 +339,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     if unmatched:
         summary += ", and may be all that differs" if facts.undecided else ""
         remedy = "verify without these draws: in evaluation mode (`--mode eval`), or with a probability of 0"
-    elif facts.loop is not None:
+    elif not facts.draws.can_be_constant:
         remedy += ", or switch the randomness off for the audit"
     yield finding_of(
         summary,
@@ -374,8 +372,7 @@ def has_other_cause(facts: Facts) -> bool:
 def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where two runs of one batch agree in the loss alone, a note where a script does not repeat."""
     # nothing is proven about accumulation where equal runs of a script differ: it may only want a seed
-    updates = facts.loop.updates if facts.loop is not None else ()
-    for update in [update for update in updates if update.unrepeatable][:1]:
+    for update in [update for update in facts.record.updates if update.unrepeatable][:1]:
         yield finding_of(
             f"two full-batch runs differ from each other: {update.unrepeatable}",
             measured_evidence("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),

@@ -28,32 +28,32 @@ _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is t
 
 
 @rule_of_loops("GAV601")
-def step_inside_window(facts: Facts, loop: Record) -> Iterator[Finding]:
+def step_inside_window(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a step comes too early, and one where parameters move without a step."""
-    early = early_windows(loop)
-    if early and is_ramp(loop):
-        yield _finding_of_ramp(loop)
+    early = early_windows(record)
+    if early and is_ramp(record):
+        yield _finding_of_ramp(record)
     elif early:
-        yield _finding_of_early_step(loop, early)
-    moved = _find_moves(loop)
+        yield _finding_of_early_step(record, early)
+    moved = _find_moves(record)
     if moved:
-        yield _finding_of_moves(loop, moved)
+        yield _finding_of_moves(record, moved)
 
 
-def is_ramp(loop: Record) -> bool:
+def is_ramp(record: Record) -> bool:
     """Whether windows grow step by step and never shrink: accumulation that is warmed up on purpose."""
-    counts = [window.backwards for window in loop.complete]
+    counts = [window.backwards for window in record.complete]
     # a loop with a wrong first window grows once: a ramp has at least three sizes
     grows = all(before <= after for before, after in pairwise(counts))
-    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (loop.steps or counts[-1])
+    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (record.steps or counts[-1])
 
 
-def _finding_of_ramp(loop: Record) -> Finding:
-    first, last = loop.complete[0], loop.complete[-1]
+def _finding_of_ramp(record: Record) -> Finding:
+    first, last = record.complete[0], record.complete[-1]
     return finding_of(
         f"updates grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
         "intended",
-        count_calls(loop.complete),
+        count_calls(record.complete),
         remedy="compare updates after the warm-up, or switch it off for the audit",
         severity="note",
         location=place(first.steps[0]),
@@ -61,46 +61,46 @@ def _finding_of_ramp(loop: Record) -> Finding:
     )
 
 
-def early_windows(loop: Record) -> list[tuple[Window, int]]:
+def early_windows(record: Record) -> list[tuple[Window, int]]:
     """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
-    steps = [step for window in loop.complete for step in window.steps]
-    if not any(window.backwards for window in loop.windows) and all(step.by_hand for step in steps):
+    steps = [step for window in record.complete for step in window.steps]
+    if not any(window.backwards for window in record.windows) and all(step.by_hand for step in steps):
         return []  # `torch.func.grad` leaves no backward pass to be counted
     # clearings show where windows end even where nothing tells K
-    shared = steps_before_clearing(loop)
+    shared = steps_before_clearing(record)
     if shared:
         return shared
     # a step is not early that is not fed a micro-batch because the loop skips it
-    skipping = {update.number for update in loop.updates if update.never_fed or update.data.adds_nothing}
+    skipping = {update.number for update in record.updates if update.never_fed or update.data.adds_nothing}
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
-        skipping |= {update.number for update in loop.updates[-1:] if update.data.is_part}
+        skipping |= {update.number for update in record.updates[-1:] if update.data.is_part}
     expected_passes = [
-        (window, loop.expected_passes(window)) for window in loop.complete if window.number not in skipping
+        (window, record.expected_passes(window)) for window in record.complete if window.number not in skipping
     ]
     # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
-    fed = {window.number: window.backwards + len(window.dropped_positions) for window in loop.complete}
+    fed = {window.number: window.backwards + len(window.dropped_positions) for window in record.complete}
     early = [
         (window, wanted) for window, wanted in expected_passes if wanted is not None and fed[window.number] < wanted
     ]
-    if early and is_meant(loop, early):
-        return _without_tails(loop, early)
-    first, usual = loop.first, loop.usual(loop.first)
-    if first is not None and loop.expected_passes(first) is None and first.backwards == 1 < usual:
+    if early and is_meant(record, early):
+        return _without_tails(record, early)
+    first, usual = record.first, record.usual(record.first)
+    if first is not None and record.expected_passes(first) is None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
 
 
-def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
+def steps_before_clearing(record: Record) -> list[tuple[Window, int]]:
     """Returns the windows whose step is followed by more backward passes and steps before the gradients are cleared.
 
     Each comes with the backward passes up to the clearing: the script clears where its window ends and steps inside it.
     A clearing that is forgotten looks alike where nothing tells how long a window is meant to be: then there are none.
     """
-    if any(len(group) > 1 for group in clearing_groups(loop.full_windows)):
+    if any(len(group) > 1 for group in clearing_groups(record.full_windows)):
         return []
     steps = []
-    wanted = next(filter(None, map(loop.expected_passes, loop.complete)), None)
-    for group in clearing_groups(loop.complete):
+    wanted = next(filter(None, map(record.expected_passes, record.complete)), None)
+    for group in clearing_groups(record.complete):
         total = sum(window.backwards for window in group)
         ones = wanted is None and all(window.backwards == 1 for window in group)
         if len(group) > 1 and (wanted == total or ones):
@@ -108,37 +108,37 @@ def steps_before_clearing(loop: Record) -> list[tuple[Window, int]]:
     return steps
 
 
-def is_meant(loop: Record, early: list[tuple[Window, int]]) -> bool:
+def is_meant(record: Record, early: list[tuple[Window, int]]) -> bool:
     """Whether K is what the script was to do: said so, shown by the other windows, or by the losses' own division.
 
     Else the arguments may ask for another batch size, and nothing is wrong with the loop.
     """
-    if loop.steps is not None or len({window.backwards for window in loop.complete}) > 1:
+    if record.steps is not None or len({window.backwards for window in record.complete}) > 1:
         return True
     if any(step.inside for window, _ in early for step in window.steps):
         return True
     # micro-batches that add up to the full batch's gradient were scaled for K of them
-    undone = loop.controls.steps_undone
-    if undone is not None and abs(undone.factor - 1) < loop.tolerance:
-        return undone.residual < loop.tolerance
-    return any(wanted in loop.numbers for _, wanted in early)
+    undone = record.controls.steps_undone
+    if undone is not None and abs(undone.factor - 1) < record.tolerance:
+        return undone.residual < record.tolerance
+    return any(wanted in record.numbers for _, wanted in early)
 
 
-def _without_tails(loop: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
+def _without_tails(record: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
     """Leaves out short windows at the end of an epoch: the ones before them were whole."""
-    first = loop.first
+    first = record.first
     # next to a full-batch run the passes that each window should have are known, so a short one is no tail
-    if loop.full_windows or first is None or first.backwards < (loop.expected_passes(first) or 0):
+    if record.full_windows or first is None or first.backwards < (record.expected_passes(first) or 0):
         return early
     return [(window, wanted) for window, wanted in early if wanted == 1]
 
 
-def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Finding:
+def _finding_of_early_step(record: Record, early: list[tuple[Window, int]]) -> Finding:
     window, wanted = early[0]
     step = window.steps[0] if window.steps else None
     inside = step is not None and step.inside
-    undone = loop.controls.steps_undone
-    evidence = () if undone is None else (_with_steps_undone(loop, undone),)
+    undone = record.controls.steps_undone
+    evidence = () if undone is None else (_with_steps_undone(record, undone),)
     other_updates = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
     what = f"update {window.number} steps after {window.backwards} of {passes(wanted)}"
     if inside:
@@ -150,25 +150,25 @@ def _finding_of_early_step(loop: Record, early: list[tuple[Window, int]]) -> Fin
         )
     return finding_of(
         what + other_updates,
-        count_calls(loop.complete),
+        count_calls(record.complete),
         *evidence,
         remedy=remedy,
         location=place(step),
-        proven=undone is not None and undone.residual < loop.tolerance,
+        proven=undone is not None and undone.residual < record.tolerance,
     )
 
 
-def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
+def _with_steps_undone(record: Record, undone: WeightFit) -> Evidence:
     """What all micro-batches give at the same weights."""
     text = f"with the weights put back after each step, a difference of {undone.residual:.1e} remains"
-    if undone.residual < loop.tolerance:
+    if undone.residual < record.tolerance:
         summed = f"with the weights put back after each step, {passes(len(undone.weights))} sum to"
-        is_one = abs(undone.factor - 1) < loop.tolerance
+        is_one = abs(undone.factor - 1) < record.tolerance
         times_full = "the full batch's gradient" if is_one else f"{undone.factor:.4g} times the full batch's gradient"
         difference_left = max(undone.residual, undone.factor_residual)
         text = f"{summed} {times_full}, up to a relative difference of {difference_left:.0e}: proven"
         # Micro-batches of wrong shares have no one factor: then only the right weights give the full batch's gradient.
-        if undone.factor_residual >= loop.tolerance:
+        if undone.factor_residual >= record.tolerance:
             text = (
                 f"{summed} the full batch's gradient if each has the right loss weight, up to a "
                 f"relative difference of {undone.residual:.0e}: proven"
@@ -176,17 +176,17 @@ def _with_steps_undone(loop: Record, undone: WeightFit) -> Evidence:
     return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 
 
-def _find_moves(loop: Record) -> list[tuple[Window, Event]]:
+def _find_moves(record: Record) -> list[tuple[Window, Event]]:
     """Parameters that change between backward passes without a step, in windows with more of it than the full batch's.
 
     A method may move weights on purpose (an average, a climb to where the loss is sharp): then it does so as often in
     the full-batch run.
     """
-    meant = {window.number: len(_moves_in(window)) for window in loop.full_windows}
-    moves = {window.number: _moves_in(window) for window in loop.windows}
+    meant = {window.number: len(_moves_in(window)) for window in record.full_windows}
+    moves = {window.number: _moves_in(window) for window in record.windows}
     return [
         (window, event)
-        for window in loop.windows
+        for window in record.windows
         if window.of(Backward) and len(moves[window.number]) > meant.get(window.number, 0)
         for event in moves[window.number]
     ]
@@ -200,11 +200,11 @@ def _by_hand(event: Event) -> bool:
     return isinstance(event, WeightsMoved) and event.where == "between"
 
 
-def _finding_of_moves(loop: Record, moved: list[tuple[Window, Event]]) -> Finding:
+def _finding_of_moves(record: Record, moved: list[tuple[Window, Event]]) -> Finding:
     number = moved[0][0].number
     in_window = sum(moved_window.number == number for moved_window, _ in moved)
     numbers = sorted({moved_window.number for moved_window, _ in moved})
-    in_full = sum(len(_moves_in(window)) for window in loop.full_windows if window.number == number)
+    in_full = sum(len(_moves_in(window)) for window in record.full_windows if window.number == number)
     remedy = "change parameters (weight decay, clipping, averaging) once per update, next to the step"
     if in_full:
         remedy = (
@@ -214,7 +214,7 @@ def _finding_of_moves(loop: Record, moved: list[tuple[Window, Event]]) -> Findin
     return finding_of(
         f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step"
         + (f"; in the full-batch run {times(in_full)}" if in_full else ""),
-        count_calls(loop.complete),
+        count_calls(record.complete),
         Evidence(
             "events", "weights", f"changed between two backward passes {times(len(moved))} in all", {"updates": numbers}
         ),
@@ -225,23 +225,23 @@ def _finding_of_moves(loop: Record, moved: list[tuple[Window, Event]]) -> Findin
 
 
 @rule_of_loops("GAV602")
-def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
+def gradients_not_cleared(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
-    joined = missed_boundaries(loop)
+    joined = missed_boundaries(record)
     if joined:
-        yield _finding_of_joined(loop, joined)
+        yield _finding_of_joined(record, joined)
         return
     # steps inside a window use gradients twice as well, and GAV601 reports them
-    inside = {number for window, _ in steps_before_clearing(loop) for number in (window.number, window.number + 1)}
-    stale = [entry for entry in loop.ledger.stale if entry.step.update not in inside]
+    inside = {number for window, _ in steps_before_clearing(record) for number in (window.number, window.number + 1)}
+    stale = [entry for entry in record.ledger.stale if entry.step.update not in inside]
     if stale:
-        yield _finding_of_stale(loop, stale)
+        yield _finding_of_stale(record, stale)
         return
-    for window, wanted in _overfull(loop):
+    for window, wanted in _overfull(record):
         yield finding_of(
             f"update {window.number} uses {passes(window.backwards)} instead of {wanted}: gradients left over from the "
             "previous update are still in `.grad`",
-            count_calls(loop.complete),
+            count_calls(record.complete),
             remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; also step if "
             "the last micro-batch is skipped",
             location=place(window.steps[0]),
@@ -250,11 +250,11 @@ def gradients_not_cleared(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
 
 
-def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
+def _finding_of_stale(record: Record, stale: Sequence[Stale]) -> Finding:
     numbers = [entry.step.update for entry in stale]
     return finding_of(
         f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier updates again",
-        count_calls(loop.complete),
+        count_calls(record.complete),
         Evidence(
             "events",
             "reused",
@@ -267,7 +267,7 @@ def _finding_of_stale(loop: Record, stale: Sequence[Stale]) -> Finding:
     )
 
 
-def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
+def _finding_of_joined(record: Record, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
     other_updates = f" (and {updates(later)})" if later else ""
     if first.last is not None:
@@ -281,7 +281,7 @@ def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     return finding_of(
         f"update {first.window.number}{other_updates} continues past its last micro-batch, because that one is skipped "
         f"and the step with it: {passes(first.window.backwards)}",
-        count_calls(loop.complete),
+        count_calls(record.complete),
         Evidence("events", "fed", fed),
         remedy=f"skip {what} only, and not the step: no `continue` before `if (i + 1) % K == 0:`",
         location=place(first.last or first.window.steps[0]),
@@ -289,24 +289,24 @@ def _finding_of_joined(loop: Record, joined: list[MissedBoundary]) -> Finding:
     )
 
 
-def _overfull(loop: Record) -> list[tuple[Window, int]]:
+def _overfull(record: Record) -> list[tuple[Window, int]]:
     """Windows with more backward passes than K after a whole first one."""
-    first = loop.first
+    first = record.first
     if (
         first is None or first.backwards == 0 or first.dropped_positions
     ):  # a pass that the first window left out is no K
         return []
-    update = loop.update_of(first.number)
-    if update is not None and find_skipped(loop, update) is not None:  # nor is one that is not fed a micro-batch
+    update = record.update_of(first.number)
+    if update is not None and find_skipped(record, update) is not None:  # nor is one that is not fed a micro-batch
         return []
-    if any(window is first for window, _ in early_windows(loop)):  # GAV601 says that it is short: no K
+    if any(window is first for window, _ in early_windows(record)):  # GAV601 says that it is short: no K
         return []
-    wanted = loop.steps if loop.steps is not None else first.backwards
-    lost = {loss.window for loss in loop.ledger.lost}
-    full = {window.number: window.backwards for window in loop.full_windows}
+    wanted = record.steps if record.steps is not None else first.backwards
+    lost = {loss.window for loss in record.ledger.lost}
+    full = {window.number: window.backwards for window in record.full_windows}
     ordinary = full.get(first.number, 1)
     overfull = []
-    for window in loop.complete:
+    for window in record.complete:
         alike = window.optimizers == first.optimizers and full.get(window.number, ordinary) == ordinary
         if alike and window.number not in lost and window.backwards > wanted > 1 and first.backwards == wanted:
             overfull.append((window, wanted))

@@ -147,7 +147,7 @@ def test_what_makes_means_over_valid_targets_one(targets: tuple[tuple[int, ...],
 
 
 def judged(facts: RankFacts) -> dict[str, Any]:
-    whole = replace(record(), ranks=facts, loop=Record((), Ledger((), ())))
+    whole = replace(facts_of_loop(Record((), Ledger((), ()))), ranks=facts)
     return {finding.code: finding for rule in LOOP_RULES for finding in rule.judge(whole)}
 
 
@@ -155,7 +155,7 @@ def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
     clip = Clipping(1, "train.py", 8, call="clip_grad_norm_")
     step = Step(1, "train.py", 10, optimizer=0)
     measured = ranks(fit(), shards=SHARES, summed_apart=1.4)
-    whole = replace(record(), ranks=measured, loop=Record(windows_of((clip, step)), Ledger((), ())))
+    whole = replace(facts_of_loop(Record(windows_of((clip, step)), Ledger((), ()))), ranks=measured)
     (finding,) = shard_local_norm.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 8)
     assert "before they are reduced" in finding.summary and "reduce the gradients first" in finding.remedy
@@ -167,7 +167,7 @@ def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
     step = Step(1, "train.py", 10, optimizer=0)
     windows = windows_of((event, step))
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)
-    whole = replace(record(), ranks=measured, loop=Record(windows, Ledger((), ())))
+    whole = replace(facts_of_loop(Record(windows, Ledger((), ()))), ranks=measured)
     (finding,) = gather_without_gradient.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 7)
 
