@@ -84,7 +84,7 @@ def control_backward(trial: Trial, record: Record) -> Record:
 
 def full_batch_weight(record: Record, update: UpdateComparison) -> float:
     """Returns the factor between the full batch's loss and the losses that its run differentiates."""
-    windows = [window for window in record.full_windows if window.number == update.number]
+    windows = [window for window in record.calls.full_windows if window.number == update.number]
     losses = sum(backward.loss for window in windows for backward in window.of(Backward))
     return update.window.full_loss / losses if losses else math.nan
 

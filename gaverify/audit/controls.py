@@ -102,9 +102,9 @@ def control_clipping(trial: Trial, record: Record) -> Record:
         return record
     control = trial.repeat_with(ScaleLosses(TOO_SMALL_TO_CLIP), shown_as="unclipped")
     unclipped = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))
-    windows = windows_of(control.accumulated.events, control.numbers)
+    calls = replace(record.calls, windows=windows_of(control.accumulated.events, control.numbers))
     # weights that fit are tried on the small losses, too: clipping would hide what they do
-    with_weights = control_weights(control, replace(record, updates=unclipped, windows=windows))
+    with_weights = control_weights(control, replace(record, updates=unclipped, calls=calls))
     trial.runner.drop_copies(control.full)
     judged_updates = {update.number: update for update in unclipped if update.judged}
     updates = tuple(
@@ -143,7 +143,9 @@ def control_terms(trial: Trial, record: Record) -> Record:
     update = record.divergent
     if update is None or is_explained(record):
         return record
-    windows = [window for window in (*record.full_windows, *record.windows) if window.number == update.number]
+    windows = [
+        window for window in (*record.calls.full_windows, *record.calls.windows) if window.number == update.number
+    ]
     counts = {backward.terms for window in windows for backward in window.of(Backward)}
     count = counts.pop() if len(windows) == 2 and len(counts) == 1 else 0  # 0: the runs differ in their terms
     if count < 2:
@@ -213,8 +215,8 @@ def control_weights(trial: Trial, record: Record) -> Record:
 
 def control_inner_steps(trial: Trial, record: Record) -> Record:
     """Undoes every step, if the accumulated run steps inside the window, and fits the gradients of micro-batches."""
-    first = record.first
-    steps = record.expected_passes(first) if first is not None else None
+    first = record.calls.first
+    steps = record.calls.expected_passes(first) if first is not None else None
     # A window that has all its backward passes was not cut by an early step.
     if first is None or steps is None or not 0 < first.backwards < steps <= _MOST_UNDONE:
         return record
@@ -334,7 +336,7 @@ def add_rank_facts(trial: Trial, record: Record) -> Record:
         return record
     facts = rank_facts(trial.full, accumulated, record.updates[0], record.unit)
     windows = tuple(windows_of(run.events, trial.numbers) for run in accumulated.ranks[1:])
-    return replace(record, together=facts, rank_windows=windows)
+    return replace(record, together=facts, calls=replace(record.calls, rank_windows=windows))
 
 
 def control_ranks(trial: Trial, record: Record) -> Record:

@@ -37,7 +37,7 @@ from gaverify.children.launching import ended_as_interrupted
 from gaverify.errors import ProblemError, Uncompared
 from gaverify.patches import read_context
 from gaverify.patches.searching import Patches, TrialResult, explain_no_trial, search_patch
-from gaverify.records.audit import Record, Stage
+from gaverify.records.audit import Calls, Record, Stage
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, ClosingRecord, Forward, GradientCopies, ledger_of
@@ -89,17 +89,19 @@ def is_hidden_below_float32(record: Record) -> bool:
 
 def micro_batches_per_batch(record: Record) -> int:
     """Returns how many micro-batches have the samples of one batch of the full-batch run; 0 if that is not known."""
-    first = record.first
+    first = record.calls.first
     if first is not None and any(set(backward.optimizers) - set(first.optimizers) for backward in first.of(Backward)):
         # The window has backward passes of another optimizer's loss (a generator's, through its critic), which are not
         # those of its micro-batches: the rows of the first forwards tell.
-        forwards = [windows[0].of(Forward) if windows else () for windows in (record.full_windows, record.windows)]
+        forwards = [
+            windows[0].of(Forward) if windows else () for windows in (record.calls.full_windows, record.calls.windows)
+        ]
         full_rows, micro_rows = ((calls[0].rows or 0) if calls else 0 for calls in forwards)
         return full_rows // micro_rows if micro_rows and full_rows % micro_rows == 0 else 0
     full_backwards = next(
-        (window.backwards for window in record.full_windows if first and window.number == first.number), 0
+        (window.backwards for window in record.calls.full_windows if first and window.number == first.number), 0
     )
-    steps = (record.expected_passes(first) or 0) if first is not None else 0
+    steps = (record.calls.expected_passes(first) or 0) if first is not None else 0
     return steps // full_backwards if full_backwards and steps % full_backwards == 0 else 0
 
 
@@ -310,7 +312,7 @@ class Comparer:
     def record_events(self) -> _Comparison:
         """Makes one run, and looks only at the order of its calls."""
         run, changes = self._runner.make_first("events")
-        record = Record(windows_of(run.events), ledger_of(run.events), steps=self._request.steps)
+        record = Record(Calls(windows_of(run.events), ledger_of(run.events), steps=self._request.steps))
         return _Comparison(record, run, run, changes)
 
     def compare(self) -> _Comparison:
@@ -403,23 +405,24 @@ class Comparer:
 
         started = time.monotonic()
         full, accumulated, numbers = trial.full, trial.accumulated, trial.numbers
+        arguments = self._request.accumulated or ()
         record = Record(
-            windows_of(accumulated.events, numbers),
-            ledger_of(accumulated.events),
-            windows_of(full.events, numbers),
+            Calls(
+                windows_of(accumulated.events, numbers),
+                ledger_of(accumulated.events),
+                windows_of(full.events, numbers),
+                ledger_of(full.events),
+                steps=self._request.steps,
+                numbers=tuple(int(word) for argument in arguments for word in _NUMBER.findall(argument)),
+                skipped_alike=windows_skipped_alike(full, accumulated),
+            ),
             trial.compare(),
-            steps=self._request.steps,
             unit=working_unit(full),
-            full_ledger=ledger_of(full.events),
-            skipped_alike=windows_skipped_alike(full, accumulated),
             ranks=max(full.closing.ranks, accumulated.closing.ranks),
             full_ranks=full.closing.ranks if self._request.has_ranks else 1,
             dealt=full.closing.draws.count if accumulated.closing.draws.dealt else 0,
             unaligned=accumulated.closing.draws.unaligned,
             left_out=left_out_text(full.closing.copies, self._request.updates),
-            numbers=tuple(
-                int(word) for argument in self._request.accumulated or () for word in _NUMBER.findall(argument)
-            ),
         )
         self._runner.timings["comparison"] = time.monotonic() - started
         return record

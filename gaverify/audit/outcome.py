@@ -96,7 +96,7 @@ def _start_advice(record: Record) -> str:
     """The advice for initial weights that differ: one run resumed from a checkpoint, or a seed is missing."""
     loads = [
         {(event.path, event.place) for window in windows for event in window.of(FileLoaded)}
-        for windows in (record.full_windows, record.windows)
+        for windows in (record.calls.full_windows, record.calls.windows)
     ]
     alone = sorted(
         (path, place, run)
@@ -149,7 +149,7 @@ _SAME_ROWS = "all ranks were fed the same rows: use a `DistributedSampler`, or s
 
 def _explain_shuffled(record: Record, update: UpdateComparison) -> str:
     """The advice for shuffled samples, with the line of the forward that is given them."""
-    window = record.window_of(update.number)
+    window = record.calls.window_of(update.number)
     forwards = window.of(Forward) if window is not None else ()
     file, line = forwards[0].place if forwards else (None, None)
     where = f" (see the inputs of the forward pass at {Path(file).name}:{line})" if file else ""
@@ -186,8 +186,8 @@ def report_of(
         findings=findings,
         updates=record.updates,
         calls=RecordedCalls(
-            counts_of(record.windows),
-            timeline_of((record.windows, *record.rank_windows)),
+            counts_of(record.calls.windows),
+            timeline_of((record.calls.windows, *record.calls.rank_windows)),
             dict(closing.unseen.left_out),
         ),
         runs=tuple(summaries),
@@ -263,7 +263,7 @@ def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> 
         blind_spot = _describe_blind_spot(record)
         return Outcome.DIVERGENT, f"the loop is at fault ({codes}){_describe_right_passes(record)}{blind_spot}"
     if request.events_only:
-        complete_count = len(record.complete)
+        complete_count = len(record.calls.complete)
         calls = f"the calls of {count_text(complete_count, 'update')} are in the right order{_short(record)}"
         return Outcome.INCONCLUSIVE, f"{calls}; gradients were not compared (--events-only)"
     # an update that both runs skip by zero gradients agrees, but it cannot be all that was compared
@@ -299,7 +299,7 @@ def _is_one_of_several(record: Record) -> bool:
 
 def _calls_are_in_order(request: Request, record: Record) -> bool:
     """Whether calls alone were checked and enough of them were seen; asked where no rule finds a fault in them."""
-    return request.events_only and bool(record.complete) and not _is_one_of_several(record)
+    return request.events_only and bool(record.calls.complete) and not _is_one_of_several(record)
 
 
 def _list_findings(findings: Sequence[Finding]) -> str:
@@ -362,11 +362,12 @@ def _in_both_runs(record: Record) -> str:
 
 def _short(record: Record) -> str:
     """The remark that calls alone do not show how a shorter window is weighted; empty if no window is shorter."""
-    short = next((window for window in record.complete if 0 < window.backwards < record.usual(window)), None)
+    calls = record.calls
+    short = next((window for window in calls.complete if 0 < window.backwards < calls.usual(window)), None)
     if short is None:
         return ""
     return (
-        f", but update {short.number} has {short.backwards} backward passes where others have {record.usual(short)}: "
+        f", but update {short.number} has {short.backwards} backward passes where others have {calls.usual(short)}: "
         "only gradients can show whether its losses are divided by as many (`--tail`)"
     )
 

@@ -283,7 +283,7 @@ class Trial:
 
         Empty if the update has another number of passes.
         """
-        window = record.window_of(record.divergent.number) if record.divergent is not None else None
+        window = record.calls.window_of(record.divergent.number) if record.divergent is not None else None
         # By identity: two passes of a window may be equal as events.
         passes = [id(event) for event in self.accumulated.events if isinstance(event, Backward)]
         passes_of_update = [id(event) for event in window.of(Backward)] if window is not None else []

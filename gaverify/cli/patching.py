@@ -107,9 +107,8 @@ def _read_sources(verdict: Verdict, spec: Spec) -> Context:
     from gaverify.loading.importing import NameKind, kind_of
     from gaverify.patches import Context, read_context
     from gaverify.records.audit import Record
-    from gaverify.records.events import Ledger
 
-    record = Record((), Ledger((), ()))
+    record = Record()
     place = spec.model.rpartition(":")[0] if kind_of(spec.model) is NameKind.FACTORY else ""
     files = [place] if place.endswith(".py") else []
     files += [where.file for finding in verdict.findings for where in finding.places if where and where.file]

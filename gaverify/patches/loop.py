@@ -92,9 +92,9 @@ class LoopModel:
     def steps(self) -> int:
         """K: as the user says, else as many backward passes as the full batch's samples take."""
         record = self.context.record
-        window = record.window_of(self.update.number) if self.update is not None else record.first
-        expected = record.expected_passes(window)
-        return expected or record.usual(record.first) or 0
+        window = record.calls.window_of(self.update.number) if self.update is not None else record.calls.first
+        expected = record.calls.expected_passes(window)
+        return expected or record.calls.usual(record.calls.first) or 0
 
     def code_of(self, file: str | None) -> Code | None:
         """The source of a file that an event or a finding names."""
@@ -104,7 +104,7 @@ class LoopModel:
         """The calls of a kind in the accumulated run, each once, in the order of their first call."""
         places = dict.fromkeys(
             event.place
-            for window in self.context.record.windows
+            for window in self.context.record.calls.windows
             for event in window.events
             if type(event) is kind and event.file is not None
         )

@@ -47,7 +47,7 @@ class Context:
 
 def read_context(script: str, record: Record) -> Context:
     """Reads the script and the user's files in which the record's calls lie; leaves out what Python cannot read."""
-    windows = (*record.windows, *record.full_windows)
+    windows = (*record.calls.windows, *record.calls.full_windows)
     files = {event.file for window in windows for event in window.events if event.file is not None}
     files |= {line[0] for window in windows for event in window.of(Backward) if (line := event.origin.made)}
     if record.controls.loss_line is not None:

@@ -303,39 +303,105 @@ class ControlResults:
 
 
 @dataclass(frozen=True)
-class Record:
-    """Everything that the rules read: calls of the audited runs, their comparison and the results of controls."""
+class Calls:
+    """The calls of a script, window by window, and K as far as it is told; a run of a model has none."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[Window, ...] = ()
     """Accumulation windows of the accumulated run, or of the only run."""
-    ledger: Ledger
+    ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
     """What became of each backward pass of that run."""
     full_windows: tuple[Window, ...] = ()
     """Windows of the full-batch run; empty if only calls were checked."""
+    full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
+    """What became of each backward pass of the full-batch run."""
+    rank_windows: tuple[tuple[Window, ...], ...] = ()
+    """Windows of ranks 1, 2, … of the accumulated run; empty unless the audit saw all ranks."""
+    steps: int | None = None
+    """K, the number of micro-batches per update, as the user gave it; None where not given."""
+    numbers: tuple[int, ...] = ()
+    """Integers among the arguments of the accumulated run; usually one of them is K."""
+    skipped_alike: frozenset[int] = frozenset()
+    """Numbers of windows in which both runs discard the gradients of the same samples: skipped updates."""
+
+    @property
+    def complete(self) -> tuple[Window, ...]:
+        """The windows that ended with a step."""
+        return tuple(window for window in self.windows if window.complete)
+
+    @property
+    def first(self) -> Window | None:
+        """The first window."""
+        return self.complete[0] if self.complete else None
+
+    def expected_passes(self, window: Window | None) -> int | None:
+        """How many backward passes the window should have, as far as it is known.
+
+        The user's K; else as many as feed the rows that the full-batch run used for this update.
+        """
+        if self.steps is not None:
+            return self.steps
+        full_window = next((full for full in self.full_windows if window and full.number == window.number), None)
+        if full_window is None or window is None or not full_window.backwards or not window.backwards:
+            return None
+        rows, window_rows = full_window.rows, window.rows
+        if full_window.reached_rows is not None and full_window.reached_rows < rows:
+            rows, window_rows = full_window.reached_rows, window.reached_rows or 0  # other forwards beside the training
+        if not rows or not window_rows:
+            return None
+        if full_window.backwards > min(
+            full.backwards for full in self.full_windows if full.optimizers == full_window.optimizers
+        ):
+            return None  # the full batch's own window is longer than its others: it tells nothing about K
+        # Rounded, because the last micro-batch may be shorter than the others.
+        return max(1, round(window.backwards * rows / window_rows))
+
+    def window_of(self, number: int | None) -> Window | None:
+        """The window of an update."""
+        return next((window for window in self.windows if window.number == number), None)
+
+    def usual(self, window: Window | None) -> int:
+        """The backward passes that most windows of the same optimizers have; of equally frequent counts the largest."""
+        alike = (similar for similar in self.complete if window is not None and similar.optimizers == window.optimizers)
+        counts = Counter(similar.backwards for similar in alike)
+        return max(counts, key=lambda count: (counts[count], count), default=0)
+
+    def inside(self, kind: type[E]) -> list[E]:
+        """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
+        # What the full-batch run does inside its window as well is no fault of accumulation.
+        ordinary = {
+            full.number
+            for full in self.full_windows
+            if any(isinstance(event, kind) for event in full.before_last_backward)
+        }
+        return [
+            event
+            for window in self.windows
+            if window.number not in ordinary
+            for event in window.before_last_backward
+            if isinstance(event, kind)
+        ]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that the rules read: calls of the audited runs, their comparison and the results of controls."""
+
+    calls: Calls = field(default_factory=Calls)
+    """What the accumulated run called, or the only run, and what the full-batch run called."""
     updates: tuple[UpdateComparison, ...] = ()
     """Comparison of each update; empty if only calls were checked."""
     controls: ControlResults = field(default_factory=ControlResults)
     """What the controls showed."""
-    steps: int | None = None
-    """K, the number of micro-batches per update, as the user gave it; None where not given."""
     unit: float = U32
     """Unit roundoff of the coarsest arithmetic of the full-batch run."""
     dealt: int = 0
     """Number of the full batch's random draws that the accumulated run reused sample by sample; 0 for none."""
     unaligned: Mapping[str, str] = field(default_factory=dict)
     """Random draws that could not be reused, with the reason."""
-    numbers: tuple[int, ...] = ()
-    """Integers among the arguments of the accumulated run; usually one of them is K."""
-    full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
-    """What became of each backward pass of the full-batch run."""
-    skipped_alike: frozenset[int] = frozenset()
-    """Numbers of windows in which both runs discard the gradients of the same samples: skipped updates."""
     ranks: int = 1
     """Number of processes that train together, the larger of both runs."""
     together: RankFacts | None = None
     """Measurements over all ranks; None unless the audit saw all of several ranks."""
-    rank_windows: tuple[tuple[Window, ...], ...] = ()
-    """Windows of ranks 1, 2, … of the accumulated run; empty unless the audit saw all ranks."""
     full_ranks: int = 1
     """Number of processes that trained together in the full-batch run, as far as the audit saw them."""
     epochs: str = ""
@@ -365,81 +431,24 @@ class Record:
         )
 
     @property
-    def complete(self) -> tuple[Window, ...]:
-        """The windows that ended with a step."""
-        return tuple(window for window in self.windows if window.complete)
-
-    @property
-    def first(self) -> Window | None:
-        """The first window."""
-        return self.complete[0] if self.complete else None
-
-    @property
     def edit(self) -> FirstDifference | None:
         """Where the runs differ first in what changes equal gradients after the last backward pass; None elsewhere."""
         first = self.controls.first_difference
         return first if first is not None and first.kind is DifferenceKind.AFTER_PASSES else None
 
-    def expected_passes(self, window: Window | None) -> int | None:
-        """How many backward passes the window should have, as far as it is known.
-
-        The user's K; else as many as feed the rows that the full-batch run used for this update.
-        """
-        if self.steps is not None:
-            return self.steps
-        full_window = next((full for full in self.full_windows if window and full.number == window.number), None)
-        if full_window is None or window is None or not full_window.backwards or not window.backwards:
-            return None
-        rows, window_rows = full_window.rows, window.rows
-        if full_window.reached_rows is not None and full_window.reached_rows < rows:
-            rows, window_rows = full_window.reached_rows, window.reached_rows or 0  # other forwards beside the training
-        if not rows or not window_rows:
-            return None
-        if full_window.backwards > min(
-            full.backwards for full in self.full_windows if full.optimizers == full_window.optimizers
-        ):
-            return None  # the full batch's own window is longer than its others: it tells nothing about K
-        # Rounded, because the last micro-batch may be shorter than the others.
-        return max(1, round(window.backwards * rows / window_rows))
-
     def update_of(self, number: int | None) -> UpdateComparison | None:
         """The comparison of an update."""
         return next((update for update in self.updates if update.number == number), None)
-
-    def window_of(self, number: int | None) -> Window | None:
-        """The window of an update."""
-        return next((window for window in self.windows if window.number == number), None)
-
-    def usual(self, window: Window | None) -> int:
-        """The backward passes that most windows of the same optimizers have; of equally frequent counts the largest."""
-        alike = (similar for similar in self.complete if window is not None and similar.optimizers == window.optimizers)
-        counts = Counter(similar.backwards for similar in alike)
-        return max(counts, key=lambda count: (counts[count], count), default=0)
-
-    def inside(self, kind: type[E]) -> list[E]:
-        """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
-        # What the full-batch run does inside its window as well is no fault of accumulation.
-        ordinary = {
-            full.number
-            for full in self.full_windows
-            if any(isinstance(event, kind) for event in full.before_last_backward)
-        }
-        return [
-            event
-            for window in self.windows
-            if window.number not in ordinary
-            for event in window.before_last_backward
-            if isinstance(event, kind)
-        ]
 
     @property
     def same_pieces(self) -> bool:
         """Whether the first update was fed in the same pieces in both runs."""
         # On several ranks the pieces of a window are spread over the ranks.
-        if not self.full_windows or self.first is None or self.together is not None:
+        full, first = self.calls.full_windows[:1], self.calls.first
+        if not full or first is None or self.together is not None:
             return False
-        pieces = [[forward.rows for forward in window.of(Forward)] for window in (self.full_windows[0], self.first)]
-        return bool(pieces[0]) and pieces[0] == pieces[1] and self.full_windows[0].backwards == self.first.backwards
+        pieces = [[forward.rows for forward in window.of(Forward)] for window in (full[0], first)]
+        return bool(pieces[0]) and pieces[0] == pieces[1] and full[0].backwards == first.backwards
 
     @property
     def divergent(self) -> UpdateComparison | None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Calls, Record
 from gaverify.records.comparison import Compared, Method, ParameterComparison
-from gaverify.records.events import Ledger
 from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow
@@ -231,7 +230,12 @@ class Facts:
     @property
     def record(self) -> Record:
         """Windows, ledgers, compared updates and controls of a training script; those of a run are empty."""
-        return self.loop if self.loop is not None else Record((), Ledger((), ()))
+        return self.loop if self.loop is not None else Record()
+
+    @property
+    def calls(self) -> Calls:
+        """Windows and ledgers of a training script; a run has none."""
+        return self.record.calls
 
     @property
     def tolerance(self) -> float:

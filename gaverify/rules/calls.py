@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gaverify.records.audit import (
+    Calls,
     Record,
     SettingDifference,
     Stage,
@@ -55,12 +56,12 @@ def clip_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
-    update, inside = record.divergent, record.inside(Clipping)
+    update, inside = record.divergent, record.calls.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and record.edit is not None:
         yield _finding_of_late_edit(update, record.edit)
     elif update is not None and record.controls.transformed is not None:
-        yield _finding_of_transformed(record, update, record.controls.transformed)
+        yield _finding_of_transformed(record.calls, update, record.controls.transformed)
     elif any(clipping.active for clipping in inside):
         yield _finding_of_clips(record, inside)
     elif update is not None and (edits := _edits(record, update)):
@@ -87,7 +88,7 @@ def _finding_of_clips(record: Record, inside: Sequence[Clipping]) -> Finding:
     number = inside[0].update
     in_window = [event for event in inside if event.update == number]
     active = [clipping for clipping in inside if clipping.active]
-    window = record.window_of(number)
+    window = record.calls.window_of(number)
     # the window's own number includes the clipping after its last backward pass, which is right
     clippings = len(window.of(Clipping)) if window is not None else len(in_window)
     early = "" if clippings == len(in_window) else f"{len(in_window)} of them "
@@ -111,9 +112,9 @@ def _finding_of_clips(record: Record, inside: Sequence[Clipping]) -> Finding:
     )
 
 
-def _finding_of_transformed(record: Record, update: UpdateComparison, control: TransformedGradients) -> Finding:
+def _finding_of_transformed(calls: Calls, update: UpdateComparison, control: TransformedGradients) -> Finding:
     """Gradients of which a script makes something else in each micro-batch: no weights stand for that."""
-    window = record.window_of(update.number)
+    window = calls.window_of(update.number)
     # a script that takes gradients out of `.grad` clears them there, next to the line that transforms them
     events = [] if window is None else [*window.of(ClearedByHand), *reversed(window.of(Backward))]
     # every parameter answers in its own way: the range is shown, in two digits so that equal answers show once
@@ -165,7 +166,7 @@ def _finding_of_late_edit(update: UpdateComparison, first: FirstDifference) -> F
 
 def _finding_of_early_clips(record: Record, update: UpdateComparison) -> Finding:
     """The same where a script clips, and makes of the clipped gradients only then what its step uses."""
-    window = record.window_of(update.number)
+    window = record.calls.window_of(update.number)
     control, proven = _without_clips(record)
     # clipping by hand leaves no event: then the last backward pass is the nearest known line
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
@@ -200,7 +201,7 @@ def _edits(record: Record, update: UpdateComparison) -> list[GradientsEdited]:
 
     One number that is the same every time is a division, which the weights of the micro-batches tell.
     """
-    edits = [event for event in record.inside(GradientsEdited) if event.update == update.number]
+    edits = [event for event in record.calls.inside(GradientsEdited) if event.update == update.number]
     factors = [factor for event in edits for factor in event.factors]
     # clipping never makes a gradient longer
     if not edits or any(factor is not None and abs(factor) >= 1.0 for factor in factors):
@@ -238,11 +239,11 @@ def _finding_of_edits(record: Record, update: UpdateComparison, edits: Sequence[
 @rule_of_loops("GAV607")
 def scheduler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a scheduler steps inside a window."""
-    inside = record.inside(SchedulerStep)
+    inside = record.calls.inside(SchedulerStep)
     if not inside:
         return
     number = inside[0].update
-    window = record.window_of(number)
+    window = record.calls.window_of(number)
     # several schedulers may step in one update: each is counted on its own
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
     rates = _word_rates(record.update_of(number))
@@ -275,7 +276,7 @@ def _word_rates(update: UpdateComparison | None) -> str:
 @rule_of_loops("GAV608")
 def scaler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
-    inside = [call for call in record.inside(ScalerCall) if not call.skipped]
+    inside = [call for call in record.calls.inside(ScalerCall) if not call.skipped]
     # `step` inside the window is GAV601, for scaled and unscaled training alike
     inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
@@ -303,25 +304,26 @@ _SHOWN = 4  # settings that are listed
 @rule_of_loops("GAV609")
 def step_settings_differ(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
+    calls = record.calls
     for update in record.updates:
         # the step cancels a factor of the gradient (Adam does) and the weights change alike: nothing is left to explain
         if not update.judged or update.step.takes_factor:
             continue
-        settings = _unexplained_settings(record, update)
+        settings = _unexplained_settings(calls, update)
         changed = any(stage.stage is Stage.CHANGE and stage.outcome is Outcome.DIVERGENT for stage in update.stages)
         # a scheduler that steps too often changes the weights as well, and GAV607 reports it
-        if settings or (changed and not record.inside(SchedulerStep)):
-            yield _finding_of_settings(record, update, settings)
+        if settings or (changed and not calls.inside(SchedulerStep)):
+            yield _finding_of_settings(calls, update, settings)
             return
 
 
-def _unexplained_settings(record: Record, update: UpdateComparison) -> list[SettingDifference]:
+def _unexplained_settings(calls: Calls, update: UpdateComparison) -> list[SettingDifference]:
     """The settings that differ, without rates where a scheduler that steps inside windows is found as such."""
-    rates = bool(record.inside(SchedulerStep))
+    rates = bool(calls.inside(SchedulerStep))
     return [setting for setting in update.step.settings if not (rates and setting.name.endswith("lr"))]
 
 
-def _finding_of_settings(record: Record, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
+def _finding_of_settings(calls: Calls, update: UpdateComparison, settings: list[SettingDifference]) -> Finding:
     names = ", ".join(dict.fromkeys(f"`{setting.name}`" for setting in settings[:_SHOWN]))
     what = (
         f"uses another {names} than the full-batch run"
@@ -346,19 +348,19 @@ def _finding_of_settings(record: Record, update: UpdateComparison, settings: lis
             update=update.number,
             settings=[vars(setting) for setting in settings],
         ),
-        remedy=_repair_settings(record, update, settings),
-        location=first_place(_writers(record, update)),
+        remedy=_repair_settings(calls, update, settings),
+        location=first_place(_writers(calls, update)),
         proven=True,
     )
 
 
-def _repair_settings(record: Record, update: UpdateComparison, settings: list[SettingDifference]) -> str:
+def _repair_settings(calls: Calls, update: UpdateComparison, settings: list[SettingDifference]) -> str:
     """Returns the repair of settings that differ between ranks, or between the two runs."""
     if any(setting.rank for setting in settings):
         return "give every rank the same settings: replicas that step differently drift apart"
     taken = [
         sum(len(window.of(SchedulerStep)) for window in windows if window.number < update.number)
-        for windows in (record.windows, record.full_windows)
+        for windows in (calls.windows, calls.full_windows)
     ]
     rates = bool(settings) and all(setting.name.endswith("lr") for setting in settings)
     # a schedule that took as many steps in both runs and gives another rate was made with another length
@@ -378,9 +380,9 @@ def _show_setting(setting: SettingDifference) -> tuple[str, str, str]:
     return accumulated, f" in rank {setting.rank}" if setting.rank else "", full
 
 
-def _writers(record: Record, update: UpdateComparison) -> list[Event]:
+def _writers(calls: Calls, update: UpdateComparison) -> list[Event]:
     """The last events that set something before the update's step, latest first; then the step itself."""
-    events = [event for window in record.windows if window.number <= update.number for event in window.events]
+    events = [event for window in calls.windows if window.number <= update.number for event in window.events]
     # a line that writes a setting is the cause; a step only uses it
-    setters = [event for window in record.windows for event in window.of(SettingsChanged) if event.file is not None]
+    setters = [event for window in calls.windows for event in window.of(SettingsChanged) if event.file is not None]
     return [*setters[:1], *(event for event in reversed(events) if isinstance(event, SchedulerStep | Step))]

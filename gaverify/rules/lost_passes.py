@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gaverify.records.audit import Overwritten, Record, UpdateComparison
+from gaverify.records.audit import Calls, Overwritten, Record, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, Event, Forward, GradientsRemoved, LostPasses, Step
 from gaverify.records.facts import Facts
@@ -71,7 +71,8 @@ class Skipped:
 
 def find_skipped(record: Record, update: UpdateComparison) -> Skipped | None:
     """Returns the micro-batches that an update leaves out; None where it leaves out none, or the full batch does."""
-    windows = (record.full_windows, record.windows)
+    calls = record.calls
+    windows = (calls.full_windows, calls.windows)
     full_window, window = (next((w for w in each if w.number == update.number), None) for each in windows)
     # forwards without a backward in the full batch as well are part of the training (validation, a teacher)
     if full_window is None or window is None or full_window.dropped_positions:
@@ -80,7 +81,7 @@ def find_skipped(record: Record, update: UpdateComparison) -> Skipped | None:
     # a window without any backward pass is no accumulation at all
     if 0 < len(window.dropped_positions) < len(forwards):
         return Skipped(window, len(window.dropped_positions), len(forwards), window.dropped_positions)
-    count = record.expected_passes(window)
+    count = calls.expected_passes(window)
     missing = update.data.missing if update.data.adds_nothing else update.never_fed
     if not missing or count is None or not len(forwards) < count:
         return None
@@ -116,11 +117,12 @@ class MissedBoundary:
 
 def missed_boundaries(record: Record) -> list[MissedBoundary]:
     """Returns the windows that go on behind a last micro-batch that is skipped."""
-    if any(window.dropped_positions for window in record.full_windows):
+    if any(window.dropped_positions for window in record.calls.full_windows):
         return []
     boundaries = []
-    for window in record.complete:
-        forwards, update, steps = window.of(Forward), record.update_of(window.number), _micro_batches_of(record, window)
+    for window in record.calls.complete:
+        forwards, update = window.of(Forward), record.update_of(window.number)
+        steps = _micro_batches_of(record.calls, window)
         if steps is None or not 1 < steps < len(forwards):
             continue
         last = forwards[steps - 1] if steps - 1 in window.dropped_positions else None
@@ -137,12 +139,12 @@ def missed_boundaries(record: Record) -> list[MissedBoundary]:
     return boundaries
 
 
-def _micro_batches_of(record: Record, window: Window) -> int | None:
+def _micro_batches_of(calls: Calls, window: Window) -> int | None:
     """K: as the user says, as the full batch's rows tell, or as most windows have; None where nothing shows it."""
-    counts = Counter(len(each.of(Forward)) for each in record.complete if each.optimizers == window.optimizers)
-    if record.steps is not None:
-        return record.steps
-    full_window = next((full for full in record.full_windows if full.number == window.number), None)
+    counts = Counter(len(each.of(Forward)) for each in calls.complete if each.optimizers == window.optimizers)
+    if calls.steps is not None:
+        return calls.steps
+    full_window = next((full for full in calls.full_windows if full.number == window.number), None)
     if full_window is None:
         # of equally frequent numbers the smallest: windows that were joined are longer
         steps = max(counts, key=lambda count: (counts[count], -count))
@@ -150,7 +152,7 @@ def _micro_batches_of(record: Record, window: Window) -> int | None:
     rows = list(accumulate(forward.rows or 0 for forward in window.of(Forward)))
     steps = rows.index(full_window.rows) + 1 if full_window.rows in rows else 0
     # else the arguments may ask for another batch size, and nothing is wrong with the loop
-    return steps if steps in record.numbers or steps in counts else None
+    return steps if steps in calls.numbers or steps in counts else None
 
 
 def is_skipping(record: Record, update: UpdateComparison) -> bool:
@@ -164,11 +166,12 @@ def is_skipping(record: Record, update: UpdateComparison) -> bool:
 
 def cleared_inside(record: Record) -> list[LostPasses]:
     """Returns the losses that are no cut-off tail of an epoch, and that the full batch's run does not have itself."""
+    calls = record.calls
     # a pass that is thrown away beside one that counts belongs to the training: it finds a direction
-    ordinary = {loss.window for loss in record.full_ledger.lost if loss.survivors}
-    inside = [loss for loss in record.ledger.lost if loss.by is not None and not _is_tail(record, loss)]
+    ordinary = {loss.window for loss in calls.full_ledger.lost if loss.survivors}
+    inside = [loss for loss in calls.ledger.lost if loss.by is not None and not _is_tail(calls, loss)]
     # an update that both runs skip (a loss that is not finite) is part of the training
-    unlike = [loss for loss in inside if loss.window not in ordinary | record.skipped_alike]
+    unlike = [loss for loss in inside if loss.window not in ordinary | calls.skipped_alike]
     return [loss for loss in unlike if not _summed_elsewhere(record, loss)]
 
 
@@ -212,35 +215,36 @@ def _clearings(window: Window, optimizers: set[int]) -> tuple[bool, bool]:
 
 def cut_off(record: Record) -> list[LostPasses]:
     """Returns the losses at the end of an epoch or of the script."""
+    calls = record.calls
     # what the full batch's run loses as well stands beside the training: a backward pass to count operations, say
-    full_lost = {(loss.window, len(loss.backwards)) for loss in record.full_ledger.lost}
+    full_lost = {(loss.window, len(loss.backwards)) for loss in calls.full_ledger.lost}
     tails = [
         loss
-        for loss in record.ledger.lost
-        if loss.window not in record.skipped_alike
-        and _is_tail(record, loss)
+        for loss in calls.ledger.lost
+        if loss.window not in calls.skipped_alike
+        and _is_tail(calls, loss)
         and (loss.window, len(loss.backwards)) not in full_lost
     ]
     # with survivors some passes were used and the rest is lost, whatever the script sums elsewhere
     return [loss for loss in tails if loss.survivors > 0 or not _summed_elsewhere(record, loss)]
 
 
-def _is_tail(record: Record, loss: LostPasses) -> bool:
+def _is_tail(calls: Calls, loss: LostPasses) -> bool:
     """Whether what was lost is a whole group of micro-batches that a full window, or nothing, followed."""
-    if loss.by is None or (loss.survivors == 0 and not cleared_before_step(record, loss)):
+    if loss.by is None or (loss.survivors == 0 and not cleared_before_step(calls, loss)):
         return True
-    lost = {lost_pass.window for lost_pass in record.ledger.lost}
-    pass_counts = Counter(window.backwards for window in record.complete if window.number not in lost)
-    if record.steps is not None:
+    lost = {lost_pass.window for lost_pass in calls.ledger.lost}
+    pass_counts = Counter(window.backwards for window in calls.complete if window.number not in lost)
+    if calls.steps is not None:
         # K as the user gave it outvotes what the windows show
-        pass_counts[record.steps] += len(record.windows) + 1
-    wanted = pass_counts.most_common(1)[0][0] if pass_counts else record.expected_passes(record.window_of(loss.window))
+        pass_counts[calls.steps] += len(calls.windows) + 1
+    wanted = pass_counts.most_common(1)[0][0] if pass_counts else calls.expected_passes(calls.window_of(loss.window))
     return wanted is not None and loss.survivors >= wanted
 
 
-def cleared_before_step(record: Record, loss: LostPasses) -> bool:
+def cleared_before_step(calls: Calls, loss: LostPasses) -> bool:
     """Whether a step follows the clearing with no backward pass between them: it is given no gradient at all."""
-    window = record.window_of(loss.window)
+    window = calls.window_of(loss.window)
     if window is None or loss.by is None or loss.survivors:
         return False
     # a clearing before the last backward pass lost some passes only; after it, it loses all of them
@@ -251,7 +255,7 @@ def cleared_before_step(record: Record, loss: LostPasses) -> bool:
 
 def _summed_elsewhere(record: Record, loss: LostPasses) -> bool:
     """Whether what was cleared still reached the step, through a buffer in which the script sums gradients itself."""
-    window, update = record.window_of(loss.window), record.update_of(loss.window)
+    window, update = record.calls.window_of(loss.window), record.update_of(loss.window)
     if window is None:
         return False
     if update is None:  # calls alone: a gradient that was put in place by hand may hold anything
@@ -287,12 +291,12 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
         "gradients of the others were cleared"
     )
     remedy = "clear the gradients once per update, after the step"
-    if cleared_before_step(record, first):
+    if cleared_before_step(record.calls, first):
         summary = f"update {first.window} steps without a gradient: it was cleared just before the step"
         remedy += ", never before it"
     yield finding_of(
         summary,
-        count_calls(record.windows),
+        count_calls(record.calls.windows),
         Evidence("events", "cleared", f"gradients lost in {updates(numbers)}", {"updates": numbers}),
         remedy=remedy,
         location=place(first.by),
@@ -348,7 +352,7 @@ def trailing_window_lost(facts: Facts, record: Record) -> Iterator[Finding]:
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
     yield finding_of(
         f"{passes(len(first.backwards))} {after} {how}",
-        count_calls(record.windows),
+        count_calls(record.calls.windows),
         remedy="also step after the last micro-batch of an epoch, and divide by the number of micro-batches in that "
         "update",
         location=first_place(filter(None, (first.by, first.backwards[-1]))),

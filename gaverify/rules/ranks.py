@@ -353,7 +353,7 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
 
 def _place(facts: Facts) -> Location | None:
     """Where the first window of a loop gathers a trained tensor; None for a run of a model."""
-    window = facts.record.first
+    window = facts.calls.first
     places = [place for backward in (window.of(Backward) if window else ()) for place in backward.gathers]
     file, line = next(filter(None, places), (None, None))
     return Location(file=display_path(file), line=line) if file else None
@@ -405,7 +405,7 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 def _clip_place(facts: Facts) -> Location | None:
     """Where the first window of a loop clips; None where no clipping was seen."""
-    window = facts.record.first
+    window = facts.calls.first
     clips = window.of(Clipping) if window is not None else ()
     file, line = clips[0].place if clips else (None, None)
     return Location(file=display_path(file), line=line) if file else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Calls
 from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
 from gaverify.records.events import Backward
 from gaverify.records.experiment import DifferenceKind, FirstDifference
@@ -94,7 +94,7 @@ def _remedy_of(first: FirstDifference) -> str:
 
 def _list_ruled_out(facts: Facts) -> Iterator[str]:
     """Yields what the search or the controls of an audit ruled out."""
-    fit, windows = facts.window.fit, facts.record.windows
+    fit, windows = facts.window.fit, facts.calls.windows
     if fit is not None and not facts.window.has_recipe and fit.used_residual > facts.tolerance:
         # the weights of a recipe are given; those of a script are fitted, and may not fit at all
         yield "no weighting of the micro-batches' gradients yields what the optimizer sees"
@@ -229,7 +229,7 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
         return
     number, parameters = facts.compared.update, [row.name for row in rows]
     named = join_texts([f"`{name}`" for name in parameters], 1)
-    if _have_other_optimizers(facts.record, number):
+    if _have_other_optimizers(facts.calls, number):
         yield finding_of(
             f"different optimizers step in update {number} of the two runs",
             measured_evidence("events", f"{named} is stepped in one run only", parameters=parameters),
@@ -253,9 +253,9 @@ def missing_gradient(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _have_other_optimizers(record: Record, number: int | None) -> bool:
-    full_window = next((window for window in record.full_windows if window.number == number), None)
-    window = record.window_of(number)
+def _have_other_optimizers(calls: Calls, number: int | None) -> bool:
+    full_window = next((window for window in calls.full_windows if window.number == number), None)
+    window = calls.window_of(number)
     return full_window is not None and window is not None and set(full_window.optimizers) != set(window.optimizers)
 
 

@@ -201,7 +201,7 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
     """
     if facts.record.controls.loss_line is not None:
         return line_of(*facts.record.controls.loss_line)
-    window = facts.record.window_of(facts.compared.update if number is None else number)
+    window = facts.calls.window_of(facts.compared.update if number is None else number)
     return first_place(reversed(window.of(Backward))) if window is not None else None
 
 

@@ -26,7 +26,7 @@ _BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are 
 
 def framework_of(loop: Record, update: UpdateComparison) -> FrameworkLoop | None:
     """Returns the framework whose loop made an update; None where it is the script's own."""
-    window = loop.window_of(update.number)
+    window = loop.calls.window_of(update.number)
     # the last backward pass is the one that steps: a script may run passes of its own before
     passes = window.of(Backward) if window is not None else ()
     return passes[-1].framework if passes else None
@@ -441,7 +441,7 @@ def find_steps(loop: Record, factor: float) -> int:
 
     Returns 0 where there is none.
     """
-    numbers = (number for number in loop.numbers if number > 1)
+    numbers = (number for number in loop.calls.numbers if number > 1)
     near = {"rel_tol": loop.tolerance}
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Calls
 from gaverify.records.events import AverageUpdate
 from gaverify.records.experiment import ControlKind
 from gaverify.records.facts import Facts, State, StateChange
@@ -228,15 +228,15 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
             severity="note",
             proven=True,
         )
-    yield from _judge_average(facts.record)
+    yield from _judge_average(facts.calls)
 
 
-def _judge_average(record: Record) -> Iterator[Finding]:
-    inside = record.inside(AverageUpdate)
+def _judge_average(calls: Calls) -> Iterator[Finding]:
+    inside = calls.inside(AverageUpdate)
     if not inside:
         return
     number = inside[0].update
-    window = record.window_of(number)
+    window = calls.window_of(number)
     often = len(window.of(AverageUpdate)) if window is not None else len(inside)
     yield finding_of(
         f"the moving average of the weights is updated {times(often)} in update {number}",

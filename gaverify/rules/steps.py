@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from gaverify.records.audit import Record
+from gaverify.records.audit import Calls, Record
 from gaverify.records.events import Backward, Event, Forward, Stale, WeightsMoved
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts
@@ -30,30 +30,31 @@ _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is t
 @rule_of_loops("GAV601")
 def step_inside_window(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a step comes too early, and one where parameters move without a step."""
+    calls = record.calls
     early = early_windows(record)
-    if early and is_ramp(record):
-        yield _finding_of_ramp(record)
+    if early and is_ramp(calls):
+        yield _finding_of_ramp(calls)
     elif early:
         yield _finding_of_early_step(record, early)
-    moved = _find_moves(record)
+    moved = _find_moves(calls)
     if moved:
-        yield _finding_of_moves(record, moved)
+        yield _finding_of_moves(calls, moved)
 
 
-def is_ramp(record: Record) -> bool:
+def is_ramp(calls: Calls) -> bool:
     """Whether windows grow step by step and never shrink: accumulation that is warmed up on purpose."""
-    counts = [window.backwards for window in record.complete]
+    counts = [window.backwards for window in calls.complete]
     # a loop with a wrong first window grows once: a ramp has at least three sizes
     grows = all(before <= after for before, after in pairwise(counts))
-    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (record.steps or counts[-1])
+    return grows and len(set(counts)) >= _RAMP and counts[-1] <= (calls.steps or counts[-1])
 
 
-def _finding_of_ramp(record: Record) -> Finding:
-    first, last = record.complete[0], record.complete[-1]
+def _finding_of_ramp(calls: Calls) -> Finding:
+    first, last = calls.complete[0], calls.complete[-1]
     return finding_of(
         f"updates grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
         "intended",
-        count_calls(record.complete),
+        count_calls(calls.complete),
         remedy="compare updates after the warm-up, or switch it off for the audit",
         severity="note",
         location=place(first.steps[0]),
@@ -63,11 +64,12 @@ def _finding_of_ramp(record: Record) -> Finding:
 
 def early_windows(record: Record) -> list[tuple[Window, int]]:
     """Returns the windows that were stepped too early, each with the backward passes that it should have had."""
-    steps = [step for window in record.complete for step in window.steps]
-    if not any(window.backwards for window in record.windows) and all(step.by_hand for step in steps):
+    calls = record.calls
+    steps = [step for window in calls.complete for step in window.steps]
+    if not any(window.backwards for window in calls.windows) and all(step.by_hand for step in steps):
         return []  # `torch.func.grad` leaves no backward pass to be counted
     # clearings show where windows end even where nothing tells K
-    shared = steps_before_clearing(record)
+    shared = steps_before_clearing(calls)
     if shared:
         return shared
     # a step is not early that is not fed a micro-batch because the loop skips it
@@ -75,32 +77,32 @@ def early_windows(record: Record) -> list[tuple[Window, int]]:
     if skipping:  # behind the last update nothing was recorded, so that nothing shows why it lacks samples
         skipping |= {update.number for update in record.updates[-1:] if update.data.is_part}
     expected_passes = [
-        (window, record.expected_passes(window)) for window in record.complete if window.number not in skipping
+        (window, calls.expected_passes(window)) for window in calls.complete if window.number not in skipping
     ]
     # a forward without a backward pass is a micro-batch that was skipped: the step waited for it
-    fed = {window.number: window.backwards + len(window.dropped_positions) for window in record.complete}
+    fed = {window.number: window.backwards + len(window.dropped_positions) for window in calls.complete}
     early = [
         (window, wanted) for window, wanted in expected_passes if wanted is not None and fed[window.number] < wanted
     ]
     if early and is_meant(record, early):
-        return _without_tails(record, early)
-    first, usual = record.first, record.usual(record.first)
-    if first is not None and record.expected_passes(first) is None and first.backwards == 1 < usual:
+        return _without_tails(calls, early)
+    first, usual = calls.first, calls.usual(calls.first)
+    if first is not None and calls.expected_passes(first) is None and first.backwards == 1 < usual:
         return [(first, usual)]
     return []
 
 
-def steps_before_clearing(record: Record) -> list[tuple[Window, int]]:
+def steps_before_clearing(calls: Calls) -> list[tuple[Window, int]]:
     """Returns the windows whose step is followed by more backward passes and steps before the gradients are cleared.
 
     Each comes with the backward passes up to the clearing: the script clears where its window ends and steps inside it.
     A clearing that is forgotten looks alike where nothing tells how long a window is meant to be: then there are none.
     """
-    if any(len(group) > 1 for group in clearing_groups(record.full_windows)):
+    if any(len(group) > 1 for group in clearing_groups(calls.full_windows)):
         return []
     steps = []
-    wanted = next(filter(None, map(record.expected_passes, record.complete)), None)
-    for group in clearing_groups(record.complete):
+    wanted = next(filter(None, map(calls.expected_passes, calls.complete)), None)
+    for group in clearing_groups(calls.complete):
         total = sum(window.backwards for window in group)
         ones = wanted is None and all(window.backwards == 1 for window in group)
         if len(group) > 1 and (wanted == total or ones):
@@ -113,7 +115,8 @@ def is_meant(record: Record, early: list[tuple[Window, int]]) -> bool:
 
     Else the arguments may ask for another batch size, and nothing is wrong with the loop.
     """
-    if record.steps is not None or len({window.backwards for window in record.complete}) > 1:
+    calls = record.calls
+    if calls.steps is not None or len({window.backwards for window in calls.complete}) > 1:
         return True
     if any(step.inside for window, _ in early for step in window.steps):
         return True
@@ -121,14 +124,14 @@ def is_meant(record: Record, early: list[tuple[Window, int]]) -> bool:
     undone = record.controls.steps_undone
     if undone is not None and abs(undone.factor - 1) < record.tolerance:
         return undone.residual < record.tolerance
-    return any(wanted in record.numbers for _, wanted in early)
+    return any(wanted in calls.numbers for _, wanted in early)
 
 
-def _without_tails(record: Record, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
+def _without_tails(calls: Calls, early: list[tuple[Window, int]]) -> list[tuple[Window, int]]:
     """Leaves out short windows at the end of an epoch: the ones before them were whole."""
-    first = record.first
+    first = calls.first
     # next to a full-batch run the passes that each window should have are known, so a short one is no tail
-    if record.full_windows or first is None or first.backwards < (record.expected_passes(first) or 0):
+    if calls.full_windows or first is None or first.backwards < (calls.expected_passes(first) or 0):
         return early
     return [(window, wanted) for window, wanted in early if wanted == 1]
 
@@ -150,7 +153,7 @@ def _finding_of_early_step(record: Record, early: list[tuple[Window, int]]) -> F
         )
     return finding_of(
         what + other_updates,
-        count_calls(record.complete),
+        count_calls(record.calls.complete),
         *evidence,
         remedy=remedy,
         location=place(step),
@@ -176,17 +179,17 @@ def _with_steps_undone(record: Record, undone: WeightFit) -> Evidence:
     return control_evidence("control", text, residual=undone.residual, factor=undone.factor)
 
 
-def _find_moves(record: Record) -> list[tuple[Window, Event]]:
+def _find_moves(calls: Calls) -> list[tuple[Window, Event]]:
     """Parameters that change between backward passes without a step, in windows with more of it than the full batch's.
 
     A method may move weights on purpose (an average, a climb to where the loss is sharp): then it does so as often in
     the full-batch run.
     """
-    meant = {window.number: len(_moves_in(window)) for window in record.full_windows}
-    moves = {window.number: _moves_in(window) for window in record.windows}
+    meant = {window.number: len(_moves_in(window)) for window in calls.full_windows}
+    moves = {window.number: _moves_in(window) for window in calls.windows}
     return [
         (window, event)
-        for window in record.windows
+        for window in calls.windows
         if window.of(Backward) and len(moves[window.number]) > meant.get(window.number, 0)
         for event in moves[window.number]
     ]
@@ -200,11 +203,11 @@ def _by_hand(event: Event) -> bool:
     return isinstance(event, WeightsMoved) and event.where == "between"
 
 
-def _finding_of_moves(record: Record, moved: list[tuple[Window, Event]]) -> Finding:
+def _finding_of_moves(calls: Calls, moved: list[tuple[Window, Event]]) -> Finding:
     number = moved[0][0].number
     in_window = sum(moved_window.number == number for moved_window, _ in moved)
     numbers = sorted({moved_window.number for moved_window, _ in moved})
-    in_full = sum(len(_moves_in(window)) for window in record.full_windows if window.number == number)
+    in_full = sum(len(_moves_in(window)) for window in calls.full_windows if window.number == number)
     remedy = "change parameters (weight decay, clipping, averaging) once per update, next to the step"
     if in_full:
         remedy = (
@@ -214,7 +217,7 @@ def _finding_of_moves(record: Record, moved: list[tuple[Window, Event]]) -> Find
     return finding_of(
         f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step"
         + (f"; in the full-batch run {times(in_full)}" if in_full else ""),
-        count_calls(record.complete),
+        count_calls(calls.complete),
         Evidence(
             "events", "weights", f"changed between two backward passes {times(len(moved))} in all", {"updates": numbers}
         ),
@@ -227,21 +230,22 @@ def _finding_of_moves(record: Record, moved: list[tuple[Window, Event]]) -> Find
 @rule_of_loops("GAV602")
 def gradients_not_cleared(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
+    calls = record.calls
     joined = missed_boundaries(record)
     if joined:
-        yield _finding_of_joined(record, joined)
+        yield _finding_of_joined(calls, joined)
         return
     # steps inside a window use gradients twice as well, and GAV601 reports them
-    inside = {number for window, _ in steps_before_clearing(record) for number in (window.number, window.number + 1)}
-    stale = [entry for entry in record.ledger.stale if entry.step.update not in inside]
+    inside = {number for window, _ in steps_before_clearing(calls) for number in (window.number, window.number + 1)}
+    stale = [entry for entry in calls.ledger.stale if entry.step.update not in inside]
     if stale:
-        yield _finding_of_stale(record, stale)
+        yield _finding_of_stale(calls, stale)
         return
     for window, wanted in _overfull(record):
         yield finding_of(
             f"update {window.number} uses {passes(window.backwards)} instead of {wanted}: gradients left over from the "
             "previous update are still in `.grad`",
-            count_calls(record.complete),
+            count_calls(calls.complete),
             remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; also step if "
             "the last micro-batch is skipped",
             location=place(window.steps[0]),
@@ -250,11 +254,11 @@ def gradients_not_cleared(facts: Facts, record: Record) -> Iterator[Finding]:
         return
 
 
-def _finding_of_stale(record: Record, stale: Sequence[Stale]) -> Finding:
+def _finding_of_stale(calls: Calls, stale: Sequence[Stale]) -> Finding:
     numbers = [entry.step.update for entry in stale]
     return finding_of(
         f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier updates again",
-        count_calls(record.complete),
+        count_calls(calls.complete),
         Evidence(
             "events",
             "reused",
@@ -267,7 +271,7 @@ def _finding_of_stale(record: Record, stale: Sequence[Stale]) -> Finding:
     )
 
 
-def _finding_of_joined(record: Record, joined: list[MissedBoundary]) -> Finding:
+def _finding_of_joined(calls: Calls, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
     other_updates = f" (and {updates(later)})" if later else ""
     if first.last is not None:
@@ -281,7 +285,7 @@ def _finding_of_joined(record: Record, joined: list[MissedBoundary]) -> Finding:
     return finding_of(
         f"update {first.window.number}{other_updates} continues past its last micro-batch, because that one is skipped "
         f"and the step with it: {passes(first.window.backwards)}",
-        count_calls(record.complete),
+        count_calls(calls.complete),
         Evidence("events", "fed", fed),
         remedy=f"skip {what} only, and not the step: no `continue` before `if (i + 1) % K == 0:`",
         location=place(first.last or first.window.steps[0]),
@@ -291,7 +295,8 @@ def _finding_of_joined(record: Record, joined: list[MissedBoundary]) -> Finding:
 
 def _overfull(record: Record) -> list[tuple[Window, int]]:
     """Windows with more backward passes than K after a whole first one."""
-    first = record.first
+    calls = record.calls
+    first = calls.first
     if (
         first is None or first.backwards == 0 or first.dropped_positions
     ):  # a pass that the first window left out is no K
@@ -301,12 +306,12 @@ def _overfull(record: Record) -> list[tuple[Window, int]]:
         return []
     if any(window is first for window, _ in early_windows(record)):  # GAV601 says that it is short: no K
         return []
-    wanted = record.steps if record.steps is not None else first.backwards
-    lost = {loss.window for loss in record.ledger.lost}
-    full = {window.number: window.backwards for window in record.full_windows}
+    wanted = calls.steps if calls.steps is not None else first.backwards
+    lost = {loss.window for loss in calls.ledger.lost}
+    full = {window.number: window.backwards for window in calls.full_windows}
     ordinary = full.get(first.number, 1)
     overfull = []
-    for window in record.complete:
+    for window in calls.complete:
         alike = window.optimizers == first.optimizers and full.get(window.number, ordinary) == ordinary
         if alike and window.number not in lost and window.backwards > wanted > 1 and first.backwards == wanted:
             overfull.append((window, wanted))

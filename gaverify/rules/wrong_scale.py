@@ -309,7 +309,7 @@ def _finding_of_factor(
 
 def _find_shared_divisor(loop: Record, update: UpdateComparison) -> int | None:
     """The whole number that both runs divide every loss by, although one pass of the full batch needs no division."""
-    full_window = next((window for window in loop.full_windows if window.number == update.number), None)
+    full_window = next((window for window in loop.calls.full_windows if window.number == update.number), None)
     full_scales = [backward.scales for backward in full_window.of(Backward)] if full_window is not None else []
     scales = [each[-1] if each else math.nan for each in (*full_scales, *update.window.scales)]
     if len(full_scales) != 1 or not 0 < scales[0] < 1:  # several passes of the full batch may have a weight each
@@ -367,7 +367,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
                 factor=short / full_count,
                 update=update.number,
             ),
-            count_calls(loop.complete, "counts"),
+            count_calls(loop.calls.complete, "counts"),
             *trial.evidence(),
             remedy=f"divide the losses of this update by {short}, its number of micro-batches (weights "
             f"{1 / short:.4g} each)",
@@ -380,7 +380,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
 def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
     """Returns r and K where an update's gradient is r/K of the full batch's and its window has r < K micro-batches."""
     factor = factor_in_loop(loop, update)
-    full_count = loop.steps or loop.usual(loop.window_of(update.number))
+    full_count = loop.calls.steps or loop.calls.usual(loop.calls.window_of(update.number))
     short = update.window.steps
     if factor is None or not 0 < short < full_count:
         return None
@@ -389,9 +389,9 @@ def short_by(loop: Record, update: UpdateComparison) -> tuple[int, int] | None:
 
 def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
     """Yields a finding where losses are multiplied by 1/K in a window of fewer than K micro-batches as well."""
-    for window in loop.complete:
-        full_count, short = loop.steps or loop.usual(window), window.backwards
-        alike = [similar for similar in loop.complete if similar.optimizers == window.optimizers]
+    for window in loop.calls.complete:
+        full_count, short = loop.calls.steps or loop.calls.usual(window), window.backwards
+        alike = [similar for similar in loop.calls.complete if similar.optimizers == window.optimizers]
         weights = {weight for similar in alike for weight in _round_weights(similar)}
         if not 0 < short < full_count or alike[0].backwards != full_count or len(weights) != 1:
             continue
@@ -403,7 +403,7 @@ def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
                 measured_evidence(
                     "events", f"every loss is multiplied by {weight:.4g} = 1/{full_count}", weight=weight
                 ),
-                count_calls(loop.complete, "counts"),
+                count_calls(loop.calls.complete, "counts"),
                 remedy=f"divide the losses of this update by {short}, its number of micro-batches",
                 location=backward_place(facts, window.number),
                 proven=False,

@@ -261,7 +261,7 @@ def _judge_other_samples(loop: Record) -> Iterator[Finding]:
         # updates that were joined by a skipped step are GAV602
         if update.data.is_comparable or skipped is None or update.number in joined:
             continue
-        window, steps = skipped.window, loop.expected_passes(skipped.window)
+        window, steps = skipped.window, loop.calls.expected_passes(skipped.window)
         if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
             summary = f"{skipped.subject} no backward pass, and samples of the next update are used instead"
             values: dict[str, Any] = {"update": update.number, "dropped": list(skipped.positions)}

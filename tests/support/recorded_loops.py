@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import replace
 
 from gaverify.patches import Context, Source
-from gaverify.records.audit import Record
-from gaverify.records.events import Backward, Clipping, Event, Ledger, ScalerCall, SchedulerStep, Step, ZeroGrad
+from gaverify.records.audit import Calls, Record
+from gaverify.records.events import Backward, Clipping, Event, ScalerCall, SchedulerStep, Step, ZeroGrad
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.windows import Window
 
@@ -32,7 +32,7 @@ def context_of(text: str) -> Context:
         for word, event in KINDS.items()
         if word in line
     ]
-    record = Record((Window(1, tuple(events)),), Ledger((), ()), steps=4)
+    record = Record(Calls((Window(1, tuple(events)),), steps=4))
     return Context(FILE, record, {FILE: Source(text, hashlib.sha256(text.encode()).hexdigest())})
 
 

@@ -25,6 +25,7 @@ from gaverify.audit.outcome import is_explained, report_of, same_arguments
 from gaverify.audit.request import OPTIONS, Request
 from gaverify.errors import SpecError
 from gaverify.records.audit import (
+    Calls,
     ControlResults,
     Overwritten,
     Record,
@@ -111,8 +112,9 @@ def record(text: str, full: str = "", **fields: Any) -> Record:
     events, whole = loop(text), loop(full, 8)
     results = {each.name: fields.pop(each.name) for each in dataclasses.fields(ControlResults) if each.name in fields}
     controls = ControlResults(**{"weighted_run": ControlRun("each loss multiplied", 1e-7, True), **results})
-    fields = {"full_ledger": ledger_of(whole), "controls": controls, **fields}
-    return Record(windows_of(events), ledger_of(events), windows_of(whole), **fields)
+    calls = {each.name: fields.pop(each.name) for each in dataclasses.fields(Calls) if each.name in fields}
+    calls = {"full_windows": windows_of(whole), "full_ledger": ledger_of(whole), **calls}
+    return Record(Calls(windows_of(events), ledger_of(events), **calls), **{"controls": controls, **fields})
 
 
 def with_results(loop: Record, **results: Any) -> Record:
@@ -277,7 +279,7 @@ class TestDivisionsByCalls:
     def found(self, *weights: float | None, text: str = "BBBBSZ BBBBSZ BBSZ") -> list[str]:
         events, known = loop(text), iter(weights)
         events = [replace(event, weight=next(known)) if isinstance(event, Backward) else event for event in events]
-        return faults(findings_for(Record(windows_of(events), ledger_of(events))))
+        return faults(findings_for(Record(Calls(windows_of(events), ledger_of(events)))))
 
     def test_a_short_window_that_is_divided_by_k_all_the_same(self) -> None:
         assert self.found(*[0.25] * 10) == ["GAV605"]
@@ -355,7 +357,7 @@ class TestWeights:
     def test_a_short_window_over_k_is_its_own_fault(self) -> None:
         updates = (update(), update(2, 0.5, steps=2, fit=fit(0.5, right=(2.0, 2.0), used=(1.0, 1.0))))
         events = loop("BBBBSZ BBSZ")
-        short = Record(windows_of(events), ledger_of(events), windows_of(loop("BBSZ BSZ", 4)), updates)
+        short = Record(Calls(windows_of(events), ledger_of(events), windows_of(loop("BBSZ BSZ", 4))), updates)
         (found,) = findings_for(short)
         assert found.code == "GAV605" and "K = 4" in found.summary
 
@@ -528,9 +530,10 @@ class TestWeights:
     def test_terms_that_ranks_leave_untried_are_said(self, ranks: int, said: bool) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
         loop = record(RIGHT, "BSZ BSZ", updates=(differs,), ranks=ranks)
-        events = loop.windows[0].events
+        events = loop.calls.windows[0].events
         sums = [replace(event, terms=2) if isinstance(event, Backward) else event for event in events]
-        loop = replace(loop, windows=(replace(loop.windows[0], events=tuple(sums)), *loop.windows[1:]))
+        first, *later = loop.calls.windows
+        loop = replace(loop, calls=replace(loop.calls, windows=(replace(first, events=tuple(sums)), *later)))
         (found,) = findings_for(loop)
         assert ("2 terms of the loss were not tested" in str(found.evidence)) == said
 
@@ -543,7 +546,7 @@ class TestWeights:
         loop = record(RIGHT, "BSZ BSZ", updates=(replace(differs, window=replace(differs.window, steps=2)),), ranks=2)
         (found,) = findings_for(loop)
         assert found.code == "GAV000"
-        assert ("the best weights" in str(found.evidence)) == (residual == 0.3)
+        assert ("weights: the best ones" in str(found.evidence)) == (residual == 0.3)
 
     def test_coupled_samples_are_unexplained(self) -> None:
         differs = update(ratio=1.2, fit=fit(0.9, 0.4, residual=0.3))
@@ -890,7 +893,7 @@ class TestNotes:
         one_sided = UpdateComparison(1, Outcome.DIVERGENT, True, (row,), RowCheck(8, 8))
         found = record(RIGHT, "BSZ BSZ", updates=(one_sided,))
         another = Step(1, optimizer=1)
-        other = replace(found, full_windows=windows_of([another, *loop("BSZ BSZ", 8)]))
+        other = replace(found, calls=replace(found.calls, full_windows=windows_of([another, *loop("BSZ BSZ", 8)])))
         for case, said in ((found, "`weight` has"), (other, "different optimizers step")):
             (finding,) = findings_for(case)
             assert (finding.code, finding.proven) == ("GAV502", True) and said in finding.summary
@@ -952,7 +955,7 @@ class TestOutcome:
         assert [f.code for f in findings_for(found)] == ["GAV303"]
 
     def test_the_same_pieces_compare_nothing(self) -> None:
-        same = Record(windows_of(loop("BSZ", 8)), Ledger((), ()), windows_of(loop("BSZ", 8)), (update(steps=1),))
+        same = Record(Calls(windows_of(loop("BSZ", 8)), full_windows=windows_of(loop("BSZ", 8))), (update(steps=1),))
         assert self.outcome(same)[0] is Outcome.INCONCLUSIVE
 
     def test_events_in_order_are_not_called_equivalent(self) -> None:
@@ -970,7 +973,7 @@ class TestOutcome:
         ],
     )
     def test_a_gate_can_use_the_exit_code_of_events(self, text: str, fields: dict[str, int], code: int) -> None:
-        found = replace(record(text, ""), full_windows=(), **fields)
+        found = record(text, full_windows=(), **fields)
         report = report_of(Request(script="train.py", events_only=True), found, findings_for(found), (), CLOSING, {})
         assert report.exit_code == code
         assert report.outcome is (Outcome.DIVERGENT if code == 1 else Outcome.INCONCLUSIVE)
@@ -1130,8 +1133,8 @@ class TestFrameworks:
         def run(event: Event) -> Event:
             return replace(event, framework=framework) if isinstance(event, Backward) else event
 
-        windows = tuple(replace(window, events=tuple(map(run, window.events))) for window in loop.windows)
-        return replace(loop, windows=windows)
+        windows = tuple(replace(window, events=tuple(map(run, window.events))) for window in loop.calls.windows)
+        return replace(loop, calls=replace(loop.calls, windows=windows))
 
     @pytest.mark.parametrize(
         ("framework", "scales", "words"),

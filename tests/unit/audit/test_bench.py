@@ -24,7 +24,7 @@ from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
 from gaverify.records.audit import Record, RowCheck
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import ControlSummary, Ledger
+from gaverify.records.events import ControlSummary
 from gaverify.records.experiment import ControlRun
 from gaverify.records.facts import facts_of_loop
 from gaverify.rules import findings_for
@@ -158,7 +158,7 @@ def bench_of() -> ScriptBench:
     row = ParameterComparison("bias", (1,), Outcome.DIVERGENT, Method.NOISE_FLOOR, 5.0, 1.0, 4.0, 0.0, 4.0, None)
     update = update_of(1, outcome=Outcome.DIVERGENT, judged=True, parameters=(row,), data=RowCheck(4, 4))
     trial: Any = SimpleNamespace(failures={})
-    return ScriptBench(trial, Record((), Ledger((), ()), updates=(update,)), update)
+    return ScriptBench(trial, Record(updates=(update,)), update)
 
 
 def control_of(

@@ -17,8 +17,8 @@ from gaverify.audit.recording import graph
 from gaverify.audit.recording.graph import MOST, Terms, Weight
 from gaverify.audit.same_data import StepSample
 from gaverify.audit.stages import _feels_samples, add_up, fit_gradients
-from gaverify.records.audit import Record
-from gaverify.records.events import Backward, Event, Forward, Ledger, Step
+from gaverify.records.audit import Calls, Record
+from gaverify.records.events import Backward, Event, Forward, Step
 from gaverify.records.windows import Window
 
 STEPS, VALID, ROWS, KINDS = 4, 5, 8, 3
@@ -224,12 +224,12 @@ def window(passes: list[list[int]], rows: int) -> Window:
     ids=["one network", "a generator's passes through its critic"],
 )
 def test_parts(whole: list[list[int]], part: list[list[int]]) -> None:
-    record = Record((window(part, 4),), Ledger((), ()), (window(whole, 16),))
+    record = Record(Calls((window(part, 4),), full_windows=(window(whole, 16),)))
     assert micro_batches_per_batch(record) == 4
 
 
 def test_rows_that_do_not_divide_tell_nothing() -> None:
-    record = Record((window([[CRITIC, GENERATOR]], 5),), Ledger((), ()), (window([[CRITIC]], 16),))
+    record = Record(Calls((window([[CRITIC, GENERATOR]], 5),), full_windows=(window([[CRITIC]], 16),)))
     assert micro_batches_per_batch(record) == 0
 
 

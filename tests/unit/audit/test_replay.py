@@ -24,7 +24,7 @@ from gaverify.audit.recording.loop import DealtLoopDraw, DrawingRank, LoopDealin
 from gaverify.audit.recording.samples import GivenSamples, KeptSamples, input_rows
 from gaverify.audit.same_data import StepSample, check_rows
 from gaverify.passes.randomness import Refusal
-from gaverify.records.audit import Record, RowCheck, SettingDifference, Stage, StageComparison, UpdateComparison
+from gaverify.records.audit import Calls, Record, RowCheck, SettingDifference, Stage, StageComparison, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
@@ -293,7 +293,7 @@ def update(number: int = 1, **fields: Any) -> UpdateComparison:
 
 def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
     events = loop(text)
-    record = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (compared,))
+    record = Record(Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (compared,))
     return [finding.code for finding in findings_for(facts_of_loop(record)) if finding.code == "GAV609"]
 
 
@@ -306,13 +306,17 @@ class TestSettings:
     def test_numbers_are_shown_with_the_digits_that_differ(self) -> None:
         near = SettingDifference(0, 0, "lr", 0.01, 0.0100002)
         events = loop("FFFF1 FFFF1")
-        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(near,)),))
+        known = Record(
+            Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(near,)),)
+        )
         finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
         assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
 
     def test_a_setting_of_another_rank_is_told_as_its(self) -> None:
         events, other = loop("FFFF1 FFFF1"), SettingDifference(0, 0, "lr", 0.1, 0.2, rank=1)
-        known = Record(windows_of(events), ledger_of(events), windows_of(loop("F1 F1")), (update(settings=(other,)),))
+        known = Record(
+            Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(other,)),)
+        )
         finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
         assert "`lr` 0.2 in rank 1, in the full-batch run 0.1" in finding.evidence[0].statement
         assert "every rank" in finding.remedy
@@ -340,7 +344,7 @@ class TestMicroBatchesThatDropOut:
         self, text: str, codes: list[str]
     ) -> None:
         events = loop(text)
-        record = Record(windows_of(events), ledger_of(events))
+        record = Record(Calls(windows_of(events), ledger_of(events)))
         assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
 
     @pytest.mark.parametrize(
@@ -355,7 +359,7 @@ class TestMicroBatchesThatDropOut:
         fit = WeightFit((1.0, 1.2, 0.8), residual, used=(1.0,) * 3, factor=0.9, factor_residual=0.4)
         differs = update(fit=fit, outcome=Outcome.DIVERGENT, parameters=(row,))
         events, whole = loop(text), loop("F1y")
-        record = Record(windows_of(events), ledger_of(events), windows_of(whole), (differs,))
+        record = Record(Calls(windows_of(events), ledger_of(events), windows_of(whole)), (differs,))
         assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
 
 

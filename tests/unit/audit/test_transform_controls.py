@@ -10,7 +10,6 @@ import torch
 from gaverify.audit.code_controls import compare_responses
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.events import Ledger
 
 GRADIENTS = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 COUNTS = ((1.0, 1.0), (-0.5, 1.0), (1.0, -0.5), (-0.5, -0.5))
@@ -53,7 +52,7 @@ def test_a_gradient_that_each_micro_batch_transforms_is_named(
         return {(0, 0): transform(sum(counted)) if of_sum else sum(map(transform, counted))}  # type: ignore[arg-type,dict-item]
 
     update = UpdateComparison(1, Outcome.DIVERGENT, True, (row(outcome),), RowCheck(8, 8))
-    record = Record((), Ledger((), ()), updates=(update,))
+    record = Record(updates=(update,))
     found = compare_responses(record, update, {(0, 0): "weight"}, *(seen(*counts) for counts in COUNTS))
     assert (found is not None) is is_named
     if found is not None:

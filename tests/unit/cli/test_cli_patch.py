@@ -20,7 +20,6 @@ from gaverify.patches import apply, render_diff
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import AuditReport
 from gaverify.records.comparison import Outcome
-from gaverify.records.events import Ledger
 from gaverify.records.findings import Acceptance
 from gaverify.records.patch import Edit, Patch
 from gaverify.report import render
@@ -189,7 +188,7 @@ def test_a_run_is_made_again_with_patched_sources(
     model = file.with_name("net.py")
     model.write_text(MODEL, encoding="utf-8")
     spec = parse_spec({}, "command line", {"model": "net.py:factory"}, project_settings())
-    trial = RunTrial(verify_in_worker(spec), spec, Record((), Ledger((), ())))
+    trial = RunTrial(verify_in_worker(spec), spec, Record())
     assert trial({str(model): MODEL.replace(*change)}, safe=safe).is_equivalent == repairs
     assert model.read_text(encoding="utf-8") == MODEL
 

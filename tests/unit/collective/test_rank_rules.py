@@ -16,9 +16,9 @@ from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
-from gaverify.records.audit import Record
+from gaverify.records.audit import Calls, Record
 from gaverify.records.comparison import Method
-from gaverify.records.events import Backward, Clipping, Ledger, Step
+from gaverify.records.events import Backward, Clipping, Step
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
 from gaverify.records.windows import windows_of
@@ -102,11 +102,11 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
     ],
 )
 def test_readings_of_a_factor(factor: float, steps: int, ranks: int, text: str) -> None:
-    assert word_factor(facts_of_loop(Record((), Ledger((), ()))), factor, steps, ranks=ranks) == text
+    assert word_factor(facts_of_loop(Record()), factor, steps, ranks=ranks) == text
 
 
 def test_a_factor_below_one_has_both_readings_as_well() -> None:
-    assert "1/K = 1/R" in word_factor(facts_of_loop(Record((), Ledger((), ()))), 0.5, 2, ranks=2)
+    assert "1/K = 1/R" in word_factor(facts_of_loop(Record()), 0.5, 2, ranks=2)
 
 
 LOOP_RULES = (
@@ -147,7 +147,7 @@ def test_what_makes_means_over_valid_targets_one(targets: tuple[tuple[int, ...],
 
 
 def judged(facts: RankFacts) -> dict[str, Any]:
-    whole = replace(facts_of_loop(Record((), Ledger((), ()))), ranks=facts)
+    whole = replace(facts_of_loop(Record()), ranks=facts)
     return {finding.code: finding for rule in LOOP_RULES for finding in rule.judge(whole)}
 
 
@@ -155,7 +155,7 @@ def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
     clip = Clipping(1, "train.py", 8, call="clip_grad_norm_")
     step = Step(1, "train.py", 10, optimizer=0)
     measured = ranks(fit(), shards=SHARES, summed_apart=1.4)
-    whole = replace(facts_of_loop(Record(windows_of((clip, step)), Ledger((), ()))), ranks=measured)
+    whole = replace(facts_of_loop(Record(Calls(windows_of((clip, step))))), ranks=measured)
     (finding,) = shard_local_norm.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 8)
     assert "before they are reduced" in finding.summary and "reduce the gradients first" in finding.remedy
@@ -167,7 +167,7 @@ def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
     step = Step(1, "train.py", 10, optimizer=0)
     windows = windows_of((event, step))
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)
-    whole = replace(facts_of_loop(Record(windows, Ledger((), ()))), ranks=measured)
+    whole = replace(facts_of_loop(Record(Calls(windows))), ranks=measured)
     (finding,) = gather_without_gradient.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 7)
 

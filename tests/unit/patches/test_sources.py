@@ -11,7 +11,6 @@ from gaverify.patches import apply, read_context, render_diff
 from gaverify.patches.code import Code
 from gaverify.patches.sources import decode_source, edit_text, encode_source
 from gaverify.records.audit import Record
-from gaverify.records.events import Ledger
 from gaverify.records.patch import Edit, Patch
 
 TEXT = "a = 1  # é\r\nb = 'x'\x0c\r\nc = 3"
@@ -60,4 +59,4 @@ def test_sources_are_read_and_written_in_the_encoding_that_they_declare(raw: byt
 @pytest.mark.parametrize("raw", [b"# coding: klingon\n", b"x = '\xe9'\n", b"# coding: ascii\nx = '\xc3\xa9'"])
 def test_sources_that_python_cannot_read_are_left_out(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "train.py").write_bytes(raw)
-    assert not read_context(str(tmp_path / "train.py"), Record((), Ledger((), ()))).sources
+    assert not read_context(str(tmp_path / "train.py"), Record()).sources
