@@ -1,4 +1,4 @@
-"""Frozen records of an audit: names and numbers, no tensors, no torch. What rules read and reports show."""
+"""Frozen records of an audit: names and numbers, no tensors, no torch; rules read and reports show them."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class SettingDifference:
     """Rank of the process that has it."""
 
 
-# What an audit recorded and compared: names and numbers, which rules read and reports show.
+# The recorded and compared updates of an audit: names and numbers, which rules read and reports show.
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What the forwards of a window were fed in both runs."""
+    """The rows that the forwards of a window were fed in both runs."""
 
     full: int
     """Number of rows that the full-batch run was fed."""
@@ -134,7 +134,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """What the optimizers made of the gradients of one update in both runs, and with which settings."""
+    """How the optimizers of both runs used the gradients of one update, and with which settings."""
 
     learning_rates: tuple[float, ...] = ()
     """Learning rate of each parameter group that the accumulated run stepped."""
@@ -276,7 +276,7 @@ class TransformedGradients:
 
 @dataclass(frozen=True)
 class ControlResults:
-    """What the control runs of an audit showed; each is made only where what was known before left a question."""
+    """Results of an audit's control runs; each is made only where what was known before left a question."""
 
     steps_undone: WeightFit | None = None
     """Fit over micro-batches that all ran at the same weights, each step undone; None if that control did not run."""
@@ -309,11 +309,11 @@ class Calls:
     windows: tuple[Window, ...] = ()
     """Accumulation windows of the accumulated run, or of the only run."""
     ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
-    """What became of each backward pass of that run."""
+    """Whether each backward pass of that run reached a step."""
     full_windows: tuple[Window, ...] = ()
     """Windows of the full-batch run; empty if only calls were checked."""
     full_ledger: Ledger = field(default_factory=lambda: Ledger((), ()))
-    """What became of each backward pass of the full-batch run."""
+    """Whether each backward pass of the full-batch run reached a step."""
     rank_windows: tuple[tuple[Window, ...], ...] = ()
     """Windows of ranks 1, 2, … of the accumulated run; empty unless the audit saw all ranks."""
     steps: int | None = None
@@ -367,7 +367,7 @@ class Calls:
 
     def inside(self, kind: type[E]) -> list[E]:
         """The events of a kind strictly inside windows, unless the full batch's run has such in the same window."""
-        # What the full-batch run does inside its window as well is no fault of accumulation.
+        # A call that the full-batch run makes inside its window as well is no fault of accumulation.
         ordinary = {
             full.number
             for full in self.full_windows
@@ -387,11 +387,11 @@ class Record:
     """Everything that the rules read: calls of the audited runs, their comparison and the results of controls."""
 
     calls: Calls = field(default_factory=Calls)
-    """What the accumulated run called, or the only run, and what the full-batch run called."""
+    """Calls of the accumulated run, or of the only run, and of the full-batch run."""
     updates: tuple[UpdateComparison, ...] = ()
     """Comparison of each update; empty if only calls were checked."""
     controls: ControlResults = field(default_factory=ControlResults)
-    """What the controls showed."""
+    """Results of the control runs."""
     unit: float = U32
     """Unit roundoff of the coarsest arithmetic of the full-batch run."""
     dealt: int = 0

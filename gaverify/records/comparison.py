@@ -1,4 +1,4 @@
-"""What a comparison of two gradients came to: a row per parameter, what decided, and what all rows say together.
+"""The result of comparing two gradients: a row per parameter, the method that decided, and the outcome of all rows.
 
 Strings and floats only.
 """
@@ -16,7 +16,7 @@ from gaverify.thresholds import TENTH
 
 
 class Method(str, Enum):
-    """What decided; the values are what JSON prints.
+    """The method that decided; the values are what JSON prints.
 
     `EVENTS`: only the order of a script's calls was looked at.
     """
@@ -83,7 +83,7 @@ class NotCompared(Enum):
 
 
 class Outcome(str, Enum):
-    """What a verification, or one parameter of it, came to; the values are what JSON prints."""
+    """The result for a batch or for one parameter; the values are what JSON prints."""
 
     EQUIVALENT = "equivalent"
     DIVERGENT = "divergent"
@@ -118,7 +118,7 @@ class ParameterComparison(NamedTuple):
     outcome: Outcome
     """Whether its gradients agree."""
     method: Method
-    """What decided it."""
+    """The method that decided it."""
     reference_norm: float
     """Norm of the full batch's gradient; NaN where it is not finite or absent."""
     accumulated_norm: float
@@ -288,7 +288,7 @@ def _bits(error: float, smaller: float) -> float:
 
 @dataclass(frozen=True)
 class FewSamples:
-    """What decided a window below float32: its weights by fit, and what a few of its samples showed."""
+    """The decision of a window below float32: its weights by fit, and the result of a few of its samples."""
 
     samples: int
     """Number of samples that were run."""
@@ -303,14 +303,14 @@ class FewSamples:
     weights: Number = math.nan
     """Largest relative difference between the weights that fit best and those that were used; NaN if not measured."""
     lost: Number = math.nan
-    """What adding up in the parameters' precision lost, relative to the whole gradient; NaN if not measured."""
+    """Loss from adding up in the parameters' precision, relative to the whole gradient; NaN if not measured."""
     allowed: Number = math.nan
     """Largest difference of the whole gradient that is rounding, relative to it; NaN if not derived."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What both gradients came to, parameter by parameter, and the method that decided."""
+    """Both gradients compared parameter by parameter, and the method that decided."""
 
     rows: tuple[ParameterComparison, ...]
     """Comparison of each parameter's gradient."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from gaverify.records.ranks import Engine, Traffic
 
-# What a framework does to a script's losses before it differentiates them.
+# How a framework scales a script's losses before it differentiates them.
 
 
 class Framework(str, Enum):
@@ -337,7 +337,7 @@ class TrainedParameter:
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """What one optimizer trains."""
+    """The parameters of one optimizer."""
 
     parameters: tuple[TrainedParameter, ...] = ()
     """Its parameters in the order of its groups."""
@@ -349,12 +349,12 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What is known of the models."""
+    """The models that were seen."""
 
     classes: tuple[str, ...] = ()
     """Names of their classes, in the order in which they were first called."""
     engine: Engine | None = None
-    """What reduces their gradients over ranks; None where nothing of torch's does."""
+    """The wrapper that reduces their gradients over ranks; None where none of torch's does."""
     is_flattened: bool = False
     """Whether FSDP's first version cuts one of them into flat pieces."""
     is_tensor_parallel: bool = False
@@ -363,7 +363,7 @@ class ModelSummary:
 
 @dataclass(frozen=True)
 class ArithmeticSummary:
-    """What a run computed in."""
+    """The data types that a run computed in."""
 
     unit: float = 0.0
     """Unit roundoff of the coarsest arithmetic behind gradients; 0 where nothing was seen."""
@@ -393,7 +393,7 @@ class DrawSummary:
 
 @dataclass(frozen=True)
 class UnseenCalls:
-    """What a script did that could not be recorded."""
+    """Calls of a script that could not be recorded."""
 
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Calls whose tensors had no values, by what hid them."""
@@ -437,7 +437,7 @@ class CarriedValue:
 
 @dataclass(frozen=True)
 class ControlSummary:
-    """What controls record, and what they are chosen by."""
+    """Recordings of control runs, and the facts by which controls are chosen."""
 
     cleared: int = 0
     """Backward passes before which gradients were cleared."""
@@ -477,12 +477,12 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class ClosingRecord:
-    """What a process tells of its run when it ends; only a run that has one is complete."""
+    """The report of a process about its run when it ends; only a run that has one is complete."""
 
     ending: Ending = Ending.SCRIPT
     """How the run ended."""
     exit_code: str = ""
-    """What the script gave `sys.exit`, as Python writes it; empty where it did not call it."""
+    """Argument of the script's `sys.exit`, as Python writes it; empty where it did not call it."""
     updates: int = 0
     """Number of complete updates."""
     rank: int = 0
@@ -490,13 +490,13 @@ class ClosingRecord:
     ranks: int = 1
     """Number of processes that train together."""
     groups: tuple[TrainedGroup, ...] = ()
-    """What each optimizer trains, by its number."""
+    """The parameters of each optimizer, by its number."""
     optimizers: tuple[str, ...] = ()
     """Class names of the optimizers; for hand-written updates a note instead."""
     models: ModelSummary = ModelSummary()
-    """What is known of the models."""
+    """The models that were seen."""
     arithmetic: ArithmeticSummary = ArithmeticSummary()
-    """What the run computed in."""
+    """The data types that the run computed in."""
     draws: DrawSummary = field(default_factory=DrawSummary)
     """Its random draws."""
     loaders: int = 0
@@ -510,11 +510,11 @@ class ClosingRecord:
     had_gradients: bool = False
     """Whether any step had a gradient to use."""
     copies: GradientCopies | None = None
-    """What it copied for the steps of later runs; None where no run is to follow its steps."""
+    """Gradients that it copied for the steps of later runs; None where no run is to follow its steps."""
     unseen: UnseenCalls = field(default_factory=UnseenCalls)
-    """What could not be recorded."""
+    """Calls that could not be recorded."""
     control: ControlSummary = ControlSummary()
-    """What only controls record."""
+    """Recordings of control runs alone."""
     memory: PeakMemory = PeakMemory()
     """The most memory that it had."""
     torch: str = ""
@@ -571,7 +571,7 @@ class Stale:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of every backward pass."""
+    """Whether each backward pass reached a step."""
 
     lost: tuple[LostPasses, ...]
     """Passes that no optimizer used, by window."""
@@ -581,7 +581,7 @@ class Ledger:
 
 @dataclass
 class _State:
-    """What is known of the backward passes, by their position in `backwards`, while events are followed."""
+    """The state of each backward pass, by its position in `backwards`, while events are followed."""
 
     pending: dict[int, list[int]] = field(default_factory=dict)
     """Optimizer → passes whose sum its gradients hold."""

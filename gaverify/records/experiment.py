@@ -1,4 +1,4 @@
-"""What a search names and tries: operations and suspects, weights that explain a gradient, control runs."""
+"""The suspects and control runs of a search: operations and suspects, weights that explain a gradient, control runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Operation:
 
     @property
     def place(self) -> tuple[str, str, str | None, int | None]:
-        """What tells one operation from another: its name, its module and its line."""
+        """The key that tells operations apart: its name, its module and its line."""
         # A line number without a file would tell equal operations of a library apart.
         return self.name, self.module or "", self.file, self.line if self.file is not None else None
 
@@ -80,7 +80,7 @@ class DifferingNumber:
 
 @dataclass(frozen=True)
 class LossValue:
-    """What a script's loop hands to the loss beside the model's outputs, where it differs for the same rows."""
+    """A value that a script's loop hands to the loss beside the model's outputs, and that differs for the same rows."""
 
     name: str
     """The script's variable; empty where none holds it."""
@@ -99,7 +99,7 @@ class Suspect:
     """The first operation whose result for the same samples depends on the batch that they came in."""
 
     kind: SuspectKind
-    """What depends on the batch: rows, a cross-sample matrix, a non-additive loss, control flow or random draws.
+    """How it depends on the batch: rows, a cross-sample matrix, a non-additive loss, control flow or random draws.
 
     "values": what a script's loop hands to the loss beside the model's outputs differs for the same rows.
     """
@@ -140,7 +140,7 @@ class Suspect:
     lacking: Operation | None = None
     """The first operation that some forwards do not run; None unless `kind` is "control-flow"."""
     value: LossValue | None = None
-    """What the loss is handed, where `kind` is "values"."""
+    """The value that the loss is handed, where `kind` is "values"."""
 
     @property
     def is_branch_on_shape(self) -> bool:
@@ -163,7 +163,7 @@ class WeightFit:
     weights: tuple[float, ...]
     """The weights that would be right; empty where `samples` is given."""
     residual: float
-    """What `weights` leave of the full batch's gradient."""
+    """Difference that `weights` leave, relative to the full batch's gradient."""
     determined: bool = True
     """Whether the micro-batches' gradients are independent enough to determine every single weight."""
     noise: float = math.nan
@@ -173,11 +173,11 @@ class WeightFit:
     used: tuple[float, ...] = ()
     """The weights with which the micro-batches reached the optimizer."""
     used_residual: float = 0.0
-    """What `used` leaves of the accumulated gradient."""
+    """Difference that `used` leaves, relative to the accumulated gradient."""
     factor: float = math.nan
     """The one number by which the accumulated gradient differs from the full batch's."""
     factor_residual: float = math.inf
-    """What `factor` leaves."""
+    """Difference that `factor` leaves."""
     samples: int | None = None
     """Number of samples that were looked at, where that is not all of the batch; `noise` is still that of all."""
 
@@ -197,7 +197,7 @@ class WeightFit:
 
 
 class TermKind(Enum):
-    """What a term of a loss is that nothing divides."""
+    """The kind of a term of a loss that nothing divides."""
 
     SUM = "over the samples"
     PENALTY = "the same in every micro-batch"
@@ -205,14 +205,14 @@ class TermKind(Enum):
 
 @dataclass(frozen=True)
 class Count:
-    """What one operation divides by in each micro-batch, and in the accumulation window."""
+    """The divisors of one operation in each micro-batch, and in the accumulation window."""
 
     operation: Operation
     """The division, mean or product."""
     micro_batches: tuple[float, ...]
-    """What it divides by in each micro-batch."""
+    """Its divisor in each micro-batch."""
     window: float
-    """What it divides by in the full batch."""
+    """Its divisor in the full batch."""
     adds_up: bool = True
     """Whether `window` is the sum of these, so that dividing by it replaces the micro-batch's weight; else the mean."""
     added_up: bool = False
@@ -273,7 +273,7 @@ def alike(values: Sequence[float], rel_tol: float) -> bool:
 
 
 class ControlKind(Enum):
-    """What a control run neutralised, or what it put in place of something."""
+    """How a control run neutralised something, or what it put in its place."""
 
     RESULT_PINNED = "a result held constant"
     EVALUATION_MODE = "modules in eval mode, on stored statistics"
@@ -321,7 +321,7 @@ class ControlRun:
     modules: tuple[str, ...] = ()
     """The modules that it neutralised together."""
     interventions: tuple[Any, ...] = field(default=(), repr=False, compare=False)
-    """What it changed, as values that can be run again: on another experiment, or in other runs of a script."""
+    """Its changes, as values that can be run again: on another experiment, or in other runs of a script."""
 
     @property
     def has_power(self) -> bool:
@@ -384,7 +384,7 @@ class FirstDifference:
     reader: Operation | None = None
     """The call that reads the state, or a result without rows at another line; None where there is none."""
     name: str = ""
-    """What holds the state there; empty where that is not known."""
+    """The owner of the state there; empty where that is not known."""
     in_model: bool = False
     """Whether a module of the model makes the call."""
     sources: tuple[Operation, ...] = ()

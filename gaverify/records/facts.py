@@ -1,4 +1,4 @@
-"""What was measured about one comparison, in frozen parts: the rules read nothing else.
+"""One comparison, measured by a run or an audit, in frozen parts: the rules read nothing else.
 
 Shapes: B samples in K micro-batches.
 """
@@ -28,7 +28,7 @@ class StateChange:
     place: Literal["parameter", "buffer", "attribute", "closure", "unnamed"]
     """Where it lives."""
     writer: Operation | None = None
-    """What wrote it; None where not known."""
+    """The operation that wrote it; None where not known."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NextUpdate:
 
 @dataclass(frozen=True)
 class State:
-    """What the forward changes, and whether that makes the difference."""
+    """Values that the forward changes, and whether they make the difference."""
 
     changes: tuple[StateChange, ...]
     """Every value that changed."""
@@ -126,7 +126,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Forward:
-    """What the traces of both forwards showed."""
+    """Results of tracing both forwards."""
 
     causes: tuple[Cause, ...] = ()
     """The causes that were found in them, in the order of execution."""
@@ -153,7 +153,7 @@ class Forward:
 
 
 class BackwardPlace(Enum):
-    """What kind of place it is where gradients start to differ although all forwards agree."""
+    """The kind of place where gradients start to differ although all forwards agree."""
 
     MODULE = "the backward of a module or of a custom function"
     PARAMETER_HOOK = "gradient hooks of parameters"
@@ -168,7 +168,7 @@ class Backward:
     """Where gradients start to differ although all forwards agree."""
 
     place: BackwardPlace | None = None
-    """What kind of place; None where none was found."""
+    """The kind of place; None where none was found."""
     culprit: Operation | None = None
     """The module, function, hook or line."""
     control: ControlRun | None = None
@@ -178,7 +178,7 @@ class Backward:
     kept: ControlRun | None = None
     """The run with the gradients put back that a forward clears, where one does."""
     clearing: Operation | None = None
-    """What clears them."""
+    """The operation that clears them."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Facts:
     identical: bool = False
     """Whether all samples of the batch are the same."""
     unpadded: tuple[str, ...] = ()
-    """What would pad or mask a part of the batch, and does not, each in words."""
+    """Values that would pad or mask a part of the batch, and do not, each in words."""
     left: float = math.nan
     """Relative difference that remains with all found causes neutralised; NaN where not measured."""
     cleared: bool = False

@@ -65,14 +65,14 @@ class Location:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one probe saw."""
+    """One observation of a probe."""
 
     probe: str
     """Name of the probe, such as "weights"."""
     label: str
     """Kind of evidence, such as "measured" or "control"."""
     statement: str
-    """What was seen, as a sentence."""
+    """The observation, as a sentence."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The numbers and names in the statement, for rules and programs."""
 
@@ -88,13 +88,13 @@ class Finding:
     severity: Severity
     """"fault" for a cause, "note" for a remark that changes no exit code."""
     summary: str
-    """What is wrong, in one sentence."""
+    """The fault, in one sentence."""
     location: Location | None = None
     """Where it lies; None where not known."""
     evidence: tuple[Evidence, ...] = ()
-    """What shows it."""
+    """Observations that show it."""
     remedy: str = ""
-    """What to change; "" where nothing can be said."""
+    """The change that repairs it; "" where nothing can be said."""
     proven: bool = False
     """Whether a control run shows that only rounding is left without the cause."""
     accepted: str = ""
@@ -110,7 +110,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the user said about known divergences, and what became of it."""
+    """Divergences that the user accepts, and which of them were found."""
 
     expected: Outcome | None = None
     """Outcome that `expect` asks for; None where the spec does not say."""
@@ -123,7 +123,7 @@ class Acceptance:
 
 
 class Conclusion(PrintableAnswer):
-    """What a verdict and an audit come to once it is known what the user accepts and expects."""
+    """The result of a verdict or an audit, by what the user accepts and expects."""
 
     outcome: Outcome
     """Equivalent, divergent or inconclusive."""
@@ -146,7 +146,7 @@ class Conclusion(PrintableAnswer):
 
     @property
     def exit_code(self) -> int:
-        """What the command line leaves with: 0 for an equivalent, accepted, expected or repaired one, else 1 or 3."""
+        """The command line's exit code: 0 for an equivalent, accepted, expected or repaired one, else 1 or 3."""
         expected = self.acceptance.expected
         # An inconclusive outcome stays one whatever is stale; only expecting it makes it a success.
         if self.outcome is not Outcome.INCONCLUSIVE and self.acceptance.strict and self.acceptance.stale:

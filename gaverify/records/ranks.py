@@ -1,4 +1,4 @@
-"""What several ranks did in one window: collectives, gradients before and after the reduction. No tensors, no torch.
+"""Several ranks in one window: collectives, gradients before and after the reduction. No tensors, no torch.
 
 Shapes: R ranks, K micro-batches in each.
 """
@@ -26,7 +26,7 @@ class Engine(str, Enum):
 
 
 class Collective(str, Enum):
-    """What a collective operation does to the ranks' tensors."""
+    """The kind of a collective operation."""
 
     REDUCE = "all-reduce"
     SCATTER = "reduce-scatter"
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank made of its part of the gradient before the step, beside the full-batch run's whole gradient.
+    """A rank's part of the gradient before the step, beside the full-batch run's whole gradient.
 
     Its part is its shard, or, where a script reduces by hand after that, what it computed itself.
     """
@@ -59,7 +59,7 @@ class Share:
     factor: float
     """c in part ≈ c · the full batch's gradient."""
     residual: float
-    """What c leaves over, relative to the full batch's gradient."""
+    """Difference that c leaves, relative to the full batch's gradient."""
     norms: float
     """Value of c if each part were clipped by its own norm: for a shard the whole's norm over its own."""
 
@@ -89,7 +89,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the window's backward passes reduced over the ranks."""
+    """Reductions of the window's backward passes over the ranks."""
 
     bytes_by_pass: tuple[int, ...] = ()
     """Bytes that each backward pass reduced; empty where not seen."""
@@ -113,7 +113,7 @@ class RankTraffic:
 
 @dataclass(frozen=True)
 class RankShares:
-    """What the gradient of each rank counts in the one that they end up with."""
+    """Weight of each rank's gradient in the one that they end up with."""
 
     fit: WeightFit | None = None
     """Fit over the ranks' gradients: `weights` give one process's gradient, `used` the ranks'; None without a fit."""
@@ -127,7 +127,7 @@ class RankShares:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What was measured on R ranks."""
+    """Measurements on R ranks."""
 
     ranks: int
     """R, the number of ranks."""
@@ -146,11 +146,11 @@ class RankFacts:
     replicas: Replicas = field(default_factory=Replicas)
     """How far ranks that hold the same are from each other."""
     reduction: Reduction = field(default_factory=Reduction)
-    """What the backward passes reduced."""
+    """Reductions of the backward passes."""
     traffic: RankTraffic = field(default_factory=RankTraffic)
     """The collectives of the window."""
     shares: RankShares = field(default_factory=RankShares)
-    """What each rank's gradient counts."""
+    """Weight of each rank's gradient."""
     shares_tried: Shares = ()
     """Loss factors of each rank in `weights_control`; empty if that control did not run."""
     weights_control: float = math.nan
@@ -180,7 +180,7 @@ class RankFacts:
 
     @property
     def rounding(self) -> float:
-        """What rounding alone may leave of the ranks' gradients."""
+        """The largest relative difference of the ranks' gradients that is rounding."""
         return rounding_of(self.unit)
 
     def is_rounding(self, left: float) -> bool:
@@ -210,7 +210,7 @@ class RankFacts:
 
     @property
     def shares_of_targets(self) -> tuple[Shares, ...]:
-        """What would make means over valid targets one over all, where they do not count alike.
+        """The loss factors that make the ranks' means over valid targets one mean over all.
 
         R · n_r / N of a mean over a rank's window, K · R · n_rk / N of those over its micro-batches.
         """

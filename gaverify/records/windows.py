@@ -67,7 +67,7 @@ class AccumulationWindow:
     place: Operation | None = None
     """The loss call or division whose result the fitted weights add up."""
     counts: tuple[Count, ...] = ()
-    """What each micro-batch divides by, where dividing by the window's count is the remedy."""
+    """Divisors of each micro-batch, where dividing by the window's count is the remedy."""
     divisors: tuple[float, ...] = ()
     """Divisor of each loss up to a common factor, where no targets were seen; empty where one is unknown."""
     scales: tuple[tuple[float, ...], ...] = ()
@@ -107,7 +107,7 @@ class AccumulationWindow:
             weights: One for each micro-batch.
             rel_tol: How far a weight may be from its share, relative.
             abs_tol: How far a weight of about zero may be from zero.
-            divisors: What each loss is divided by, where that is known beside the samples and the targets.
+            divisors: Divisor of each loss, where that is known beside the samples and the targets.
         """
         # Samples come first: where every sample has as many targets, the shares of both are the same.
         amounts = (("samples", self.sizes), ("targets", self.valid_targets), ("counted", divisors))

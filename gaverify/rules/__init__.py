@@ -152,7 +152,7 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
 
 
 def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
-    """What has made of the first differing update's gradients no weighted sum of its micro-batches' any more."""
+    """The codes by which the first differing update's gradient is no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
     changed = {clip_per_micro_batch.code, scaler_per_micro_batch.code}
     if facts.record.controls.overwritten is not None:  # weights fit to passes that add nothing

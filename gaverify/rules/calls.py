@@ -182,7 +182,7 @@ def _finding_of_early_clips(record: Record, update: UpdateComparison) -> Finding
 
 
 def _without_clips(record: Record) -> tuple[tuple[Evidence, ...], bool]:
-    """What the control without clipping left, and whether clipping is proven by it; calls alone show what they do."""
+    """Returns the evidence of the control without clipping, and whether it proves clipping; calls prove themselves."""
     update = record.divergent
     number = update.number if update is not None else None
     small = next((unclipped for unclipped in record.controls.unclipped if unclipped.number == number), None)

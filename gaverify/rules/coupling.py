@@ -44,7 +44,7 @@ _IN_LOSS = {
     "non-additive": "the loss is not a weighted sum over samples",
     "control-flow": "the loss takes a branch that depends on the batch",
 }
-"""What is wrong with a loss (GAV103), by what was seen of it."""
+"""Sentences about a loss (GAV103), by the kind of its suspect."""
 
 _ONCE = "do once, after the last micro-batch's backward pass, what the hooks do in each micro-batch"
 _LOOK_AT_BACKWARD = (

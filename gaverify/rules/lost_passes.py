@@ -178,7 +178,7 @@ def cleared_inside(record: Record) -> list[LostPasses]:
 def clearing_groups(windows: Sequence[Window]) -> list[list[Window]]:
     """Returns the complete windows between one clearing of an optimizer's gradients and the next.
 
-    What no clearing ends is left out: nothing tells where it would be.
+    Windows that no clearing ends are left out: nothing tells where it would be.
     """
     groups: list[list[Window]] = []
     for optimizers in dict.fromkeys(window.optimizers for window in windows if window.complete):

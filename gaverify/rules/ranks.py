@@ -1,4 +1,4 @@
-"""What ranks reduce and hold, and what each rank's gradient counts: GAV701 to GAV708."""
+"""Reductions of several ranks, their replicas, and the weight of each rank's gradient: GAV701 to GAV708."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
 
 
 def _remedy(ranks: RankFacts) -> str:
-    """What reduces the gradients, by how the ranks hold the model."""
+    """The reduction of gradients in words, by how the ranks hold the model."""
     if ranks.tensor_parallel:
         return "give tensor-parallel ranks the same rows, so that their replicated parameters get the same gradients"
     if ranks.engine is Engine.FSDP2:

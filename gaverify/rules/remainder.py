@@ -1,4 +1,4 @@
-"""What gradients show by themselves (GAV501 to GAV503, GAV901), and what is left to say (GAV000)."""
+"""Faults that gradients show by themselves (GAV501 to GAV503, GAV901), and unexplained divergences (GAV000)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _list_ruled_out(facts: Facts) -> Iterator[str]:
 
 
 def _word_failures(facts: Facts) -> Iterator[str]:
-    """What could not run, each reason once."""
+    """Yields the controls that could not run, each reason once."""
     reasons: dict[str, list[str]] = {}
     for name, why in facts.failures.items():
         reasons.setdefault(why, []).append(name)

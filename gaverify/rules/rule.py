@@ -1,4 +1,4 @@
-"""What all rules share: a code, a name and a judgement, the parts of a finding, words for places and controls."""
+"""Parts that all rules share: a code, a name and a judgement, the parts of a finding, words for places and controls."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def finding_of(
 ) -> Finding:
     """Returns a finding; it is `proven` only where a control run, or the numbers alone, leave no doubt.
 
-    The rule that yields it gives it its code and name. What it says holds of all places of `together`, `location`
+    The rule that yields it gives it its code and name. It holds of all places of `together`, `location`
     among them: its first evidence hands the others on, for who accepts some of them.
     """
     other_places = [place for place in dict.fromkeys(together) if place is not None and place != location]
@@ -114,11 +114,11 @@ def word_control(
     """Returns the evidence of a control run that says which difference it leaves, and what that means.
 
     Args:
-        source: What made the control run.
-        what: What the difference was measured with.
+        source: The probe that made the control run.
+        what: The state in which the difference was measured.
         left: The relative difference.
         proven: Whether it is rounding.
-        otherwise: What a difference that is more than rounding tells; "": nothing.
+        otherwise: The meaning of a difference that is more than rounding; "": none.
         values: Numbers behind the sentence, beside `left`.
     """
     meaning = "proven" if proven else otherwise
@@ -196,7 +196,7 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
     """Returns the line of a window's last backward pass, or of the loss that a library differentiates. None in a run.
 
     Args:
-        facts: What was measured.
+        facts: The comparison.
         number: The update; None: the one that was compared.
     """
     if facts.record.controls.loss_line is not None:
@@ -351,7 +351,7 @@ _INEXACT = {
 
 
 def first_operation(facts: Facts, cause: Cause) -> Evidence:
-    """What the trace saw: the difference, the operation, how many samples."""
+    """Returns the evidence of the trace: the difference, the operation, how many samples."""
     suspect = cause.suspect
     where = f"first operation that differs: {suspect.operation}"
     if suspect.is_branch_on_shape:
@@ -382,7 +382,7 @@ def _at(operation: Operation) -> str:
 
 
 def control(facts: Facts, cause: Cause) -> Evidence:
-    """What the control run showed."""
+    """Returns the evidence of a cause's control run."""
     run = cause.control
     if run is None:
         why = cause.failure or "it cannot be kept fixed or replaced from outside"
@@ -485,7 +485,7 @@ def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     """A remedy with its number, where operations have several, or one and the weights: they are made one by one.
 
     Args:
-        facts: What was measured.
+        facts: The comparison.
         remedy: In words.
         cause: Whose it is; None: that of the weights, which come last where they do not explain nearly everything.
     """
@@ -500,7 +500,7 @@ def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
 
 
 def word_earlier_fixes(before: Sequence[Cause]) -> str:
-    """What a repair was tested with: those before it, or values held constant, which is none; empty of one alone."""
+    """Says with which earlier repairs a repair was tested, or with which values kept constant; empty of one alone."""
     if not before:
         return ""
     # freezing a layer is a repair itself, while constant values are a control that nobody can train with
@@ -509,7 +509,7 @@ def word_earlier_fixes(before: Sequence[Cause]) -> str:
 
 
 def word_other_fixes(facts: Facts) -> str:
-    """What weights were tested with: the causes of the forward, else the state that moves beside them; empty alone."""
+    """Says with which repairs weights were tested: those of the forward, else fixed state; empty alone."""
     moving = facts.state is not None and bool(facts.state.blamed)
     return ("" if facts.weights_first else word_earlier_fixes(facts.forward.causes)) or (
         " with the state kept fixed" if moving else ""

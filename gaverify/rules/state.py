@@ -1,4 +1,4 @@
-"""What changes between micro-batches: state (GAV401 to GAV403), and draws (GAV301 to GAV303)."""
+"""Changes between micro-batches: state (GAV401 to GAV403), and draws (GAV301 to GAV303)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _finding_of_state(facts: Facts, state: State, blamed: list[StateChange], sum
 
 
 def _writing(change: StateChange) -> str:
-    """What wrote a value, and where; empty where nothing is known."""
+    """Names the operation that wrote a value, and its line; empty where nothing is known."""
     writer = change.writer
     if writer is None or not (writer.name or writer.file):
         return ""
@@ -90,7 +90,7 @@ def _writing(change: StateChange) -> str:
 
 
 def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
-    """What was seen to change, and the control run."""
+    """Returns the evidence of values that change, and of the control run."""
     written_out = blamed[:_SHOWN]
     writers = "; ".join(text for change in written_out if (text := _writing(change)))
     if len(blamed) > _SHOWN:

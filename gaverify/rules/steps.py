@@ -162,7 +162,7 @@ def _finding_of_early_step(record: Record, early: list[tuple[Window, int]]) -> F
 
 
 def _with_steps_undone(record: Record, undone: WeightFit) -> Evidence:
-    """What all micro-batches give at the same weights."""
+    """Returns the evidence of the control in which all micro-batches run at the same weights."""
     text = f"with the weights put back after each step, a difference of {undone.residual:.1e} remains"
     if undone.residual < record.tolerance:
         summed = f"with the weights put back after each step, {passes(len(undone.weights))} sum to"
