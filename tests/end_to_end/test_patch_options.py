@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -26,6 +27,10 @@ def git(path: Path, *words: str, text: str = "") -> None:
     subprocess.run(["git", *words], cwd=path, check=True, input=text.encode())
 
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+
+
+@needs_git
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
 def test_a_script_is_fixed_and_the_fix_undone(tmp_path: Path, encoding: str) -> None:
@@ -47,6 +52,7 @@ def test_a_script_is_fixed_and_the_fix_undone(tmp_path: Path, encoding: str) -> 
     assert script.read_bytes() == raw
 
 
+@needs_git
 @pytest.mark.slow
 def test_a_diff_goes_through_a_pipe_from_the_folder_of_a_repository(tmp_path: Path) -> None:
     project = tmp_path / "project"

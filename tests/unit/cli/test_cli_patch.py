@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from gaverify.spec.project import project_settings
 
 BEFORE, AFTER = "a\r\nloss.backward()\r\n", "a\r\n(loss / K).backward()\r\n"
 DIFF, FIX = Wish(diff=True), Wish(fix=True)
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 
 
 @pytest.fixture
@@ -59,6 +61,7 @@ def test_a_diff_changes_no_file_and_the_outcome_decides(report: AuditReport, fil
     assert report.exit_code == 1 and file.read_bytes() == BEFORE.encode()
 
 
+@needs_git
 def test_a_written_patch_is_a_success(report: AuditReport, file: Path) -> None:
     settled = settle_patch(report, FIX)
     assert file.read_bytes() == AFTER.encode()
@@ -77,6 +80,7 @@ def test_strict_entries_that_are_stale_fail_all_the_same(report: AuditReport) ->
     assert settle_patch(stale, FIX).exit_code == 1
 
 
+@needs_git
 @pytest.mark.parametrize("state", ["committed", "changed since", "untracked", "ignored"])
 def test_git_undoes_only_what_it_has(report: AuditReport, file: Path, state: str) -> None:
     git(file.parent, "init", "-q")
