@@ -1,4 +1,7 @@
-"""A parsed source: its nodes by line, what surrounds them, and edits of their text that touch nothing else."""
+"""A parsed source: its nodes by line, the nodes around them, and edits of their text that touch nothing else.
+
+`ast` finds the places; the edits cut the text itself. Unparsing a tree would lose comments and layout.
+"""
 
 from __future__ import annotations
 

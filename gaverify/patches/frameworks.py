@@ -1,4 +1,7 @@
-"""Repairs for frameworks that accumulate themselves: K that they are not told, calls outside of their tests."""
+"""Repairs for frameworks that accumulate themselves: they are told K, and calls move into their own tests.
+
+Accelerate, the Trainer of transformers and Lightning divide the loss and skip steps as soon as they know K.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,14 @@ def tell_steps(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             if keyword is None or not isinstance(call, ast.Call) or not _accumulates(code, call):
                 continue
             present = next((each for each in call.keywords if each.arg == keyword), None)
+            # An expression there is the user's own K, and right or wrong for a reason that its text does not tell.
             if present is not None and not isinstance(present.value, ast.Constant):
                 continue
             for steps in write_steps(model, code, call):
                 if present is not None:
                     edits = (code.replace(present.value, steps.text),)
                 elif call.args or call.keywords:
+                    # A keyword may stand only behind all other arguments.
                     last = [*call.args, *(each.value for each in call.keywords)][-1]
                     end = code.span(last)[1]
                     edits = (code.replace_between(end, end, f", {keyword}={steps.text}"),)
@@ -45,6 +50,7 @@ def tell_steps(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 def _accumulates(code: Code, call: ast.Call) -> bool:
     """Whether a framework is asked to accumulate: the transformers' Trainer is told K by its arguments alone."""
+    # Without `accelerator.accumulate` K would divide the loss, and nothing would skip a step.
     if callee_name(call) == "Accelerator":
         return any(callee_name(node) == "accumulate" for node in ast.walk(code.tree))
     is_lightning = "training_step" in code.text
@@ -63,6 +69,7 @@ def guard_by_accelerator(model: LoopModel, finding: Finding) -> Iterator[Candida
         code = site.code
         indent = code.indent_of(statement)
         with_statement = code.parents[statement]
+        # The user's own unit of indentation: the statement's indent less that of the block around it.
         unit = indent[len(code.indent_of(with_statement)) :] if isinstance(with_statement, ast.stmt) else "    "
         test = f"{indent}if {accelerator}.sync_gradients:{code.line_end}"
         text = test + code.lines_of(statement, indent + (unit or "    "))

@@ -1,4 +1,7 @@
-"""Repairs of the model: BatchNorm replaced by a norm that knows no batch, which makes it another model (GAV101)."""
+"""Repairs of the model: BatchNorm is replaced by GroupNorm, which normalises each sample alone (GAV101).
+
+This makes another model, so such patches are unsafe.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,20 @@ def replace_layers(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         if callee_name(node) in _LAYERS and isinstance(node, ast.Call)
     ]
     edits = [edit for code, call in layers for edit in _replace_layer(code, call)]
+    # One BatchNorm that stays would leave a difference: all of them are replaced, or none.
     if layers and len(edits) == len(layers):
         yield Candidate("Replaces BatchNorm by GroupNorm.", tuple(edits), _UNSAFE)
 
 
 def _replace_layer(code: Code, call: ast.Call) -> list[Edit]:
     """Returns the edit that makes a GroupNorm of a BatchNorm with its ε and its scale; none where that is not known."""
+    # `BatchNorm2d(64)` imported by its name says nothing about where GroupNorm is; `nn.BatchNorm2d(64)` does.
     if not isinstance(call.func, ast.Attribute) or any(isinstance(each, ast.Starred) for each in call.args):
         return []
     arguments_by_name = dict(zip(("num_features", "eps", "momentum", "affine"), call.args, strict=False))
     arguments_by_name |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     channels = arguments_by_name.get("num_features")
+    # `**settings` may hold any of the arguments.
     if channels is None or any(keyword.arg is None for keyword in call.keywords):
         return []
     settings = [
@@ -58,6 +64,7 @@ def _choose_groups(channels: ast.expr) -> int:
 
 def replace_batch_norm(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields a model whose BatchNorm layers are converted, where its parameters are handed to an optimizer."""
+    # Layers that the source does not make itself (torchvision's) can only be converted in the finished model.
     for code in model.codes.values():
         for text, node in _find_trained_models(code):
             assigned = _find_assignment(code, text, node)
@@ -83,6 +90,7 @@ def _find_assignment(code: Code, text: str, node: ast.AST) -> ast.stmt | None:
     line = getattr(node, "lineno", 0)
     scope = code.scope_of(node)
     scopes = [scope, code.tree] if isinstance(scope, Function) else [scope]
+    # A model may be made in the module and handed to a function, whose parameter is not assigned.
     for each in scopes:
         assignments = [
             statement

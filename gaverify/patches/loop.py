@@ -1,4 +1,7 @@
-"""The training loop in the user's source: its calls by the lines that an audit recorded, its boundary, and its K."""
+"""The training loop as the source tells it: its calls, by the lines that the audit recorded; its boundary; its K.
+
+A boundary is the test that is true in the last micro-batch of an accumulation window: `(i + 1) % K == 0`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,6 @@ _STEPS_NAME = re.compile(
     r"accum|grad_?acc|micro_?(steps|batches|count|num)|num_micro|n_micro|(steps|batches)_per_update"
 )
 """Names that people give K."""
-
 
 _DEEPEST = 4
 """Functions that are followed from a call to the loop around it."""
@@ -90,7 +92,8 @@ class LoopModel:
 
     @cached_property
     def steps(self) -> int:
-        """K: as the user says, else as many backward passes as the full batch's samples take."""
+        """K: the user's own number, else as many backward passes as the full batch's samples take."""
+        # Not the number of passes in the window: a fault may have changed where it ends.
         record = self.context.record
         window = record.calls.window_of(self.update.number) if self.update is not None else record.calls.first
         expected = record.calls.expected_passes(window)
@@ -106,6 +109,7 @@ class LoopModel:
             event.place
             for window in self.context.record.calls.windows
             for event in window.events
+            # A subclass of an event stands for another kind of call.
             if type(event) is kind and event.file is not None
         )
         sites: dict[ast.Call, Site] = {}
@@ -143,11 +147,13 @@ class LoopModel:
         if not isinstance(loop, ast.For | ast.AsyncFor):
             return None
         iterated = loop.iter
+        # Progress bars hand on the items of the iterable that they are given.
         while callee_name(iterated) in ("tqdm", "trange", "progressbar", "track") and _arguments_of(iterated):
             iterated = _arguments_of(iterated)[0]
         if callee_name(iterated) == "enumerate" and isinstance(loop.target, ast.Tuple):
             first, arguments = loop.target.elts[0], _arguments_of(iterated)
             start = _start_of(iterated)
+            # A start that is no number in the text leaves the number of rounds unknown.
             if isinstance(first, ast.Name) and arguments and start is not None:
                 inner = arguments[0]
                 while callee_name(inner) in ("tqdm", "track") and _arguments_of(inner):
@@ -167,9 +173,11 @@ class LoopModel:
         """The tests below a node that ask whether a window ends: comparisons with a remainder of K."""
         tests: list[ast.expr] = []
         for node in ast.walk(around):
+            # `(i + 1) % K == 0` and `not (i + 1) % K`.
             is_test = isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             if is_test and isinstance(node, ast.expr) and any(map(_is_remainder, ast.iter_child_nodes(node))):
                 tests.append(node)
+            # A bare remainder is a test only where its truth is asked for; elsewhere it computes an index.
             elif isinstance(node, ast.BinOp) and _is_remainder(node):  # `if i % K: continue`
                 parent = code.parents[node]
                 if isinstance(parent, ast.BoolOp) or (isinstance(parent, ast.If) and parent.test is node):
@@ -190,17 +198,18 @@ class LoopModel:
         """Whether a test asks for the end of a window: by a remainder, a count, or a variable that holds that."""
         if self.find_boundaries(code, test) or self.count_test(code, test) is not None:
             return True
+        # Accelerate says so itself.
         if any(isinstance(node, ast.Attribute) and node.attr == "sync_gradients" for node in ast.walk(test)):
             return True
         names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
         scope = code.scope_of(test)
         assigned = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
+        # A function that does the step may be told by its caller that the window ends: `train_step(…, sync=…)`.
         caller = next(iter(_find_callers(code, test)), None)
         arguments = _match_arguments(scope, caller.call) if caller is not None and isinstance(scope, Function) else []
-        if any(
-            name in names and self.find_boundaries(code, value) for name, value in arguments
-        ):  # `train_step(…, sync=…)`
+        if any(name in names and self.find_boundaries(code, value) for name, value in arguments):
             return True
+        # `is_last = (i + 1) % K == 0` some lines before `if is_last:`.
         return any(
             isinstance(target, ast.Name) and target.id in names and bool(self.find_boundaries(code, node.value))
             for node in assigned
@@ -213,6 +222,7 @@ class LoopModel:
         for node in ast.walk(test):
             if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Name | ast.Attribute):
                 bound = node.comparators[0]
+                # `count == K - 1` counts from zero.
                 without_one = bound.left if isinstance(bound, ast.BinOp) else bound
                 if code.text_of(without_one) in steps and isinstance(node.ops[0], ast.Eq | ast.GtE | ast.Gt):
                     return node, code.text_of(without_one)
@@ -244,6 +254,7 @@ class LoopModel:
                 return True
             if self._follows_skip(each):
                 return True
+        # Nested loops: a call outside of the loop that differentiates, and inside the next one, runs once per window.
         if backward is None or backward.code is not site.code:
             return False
         loops, of_backward = self._loops(site), self._loops(backward)
@@ -269,10 +280,12 @@ class LoopModel:
         """Expressions for K that can be written at a node, the likeliest first; the number itself is not among them."""
         texts: list[str] = []
         visible = _visible_names(code, node)
+        # The right side of a remainder is K wherever a script tests for the end of a window.
         scope = code.scope_of(node)
         for around in (scope, code.tree) if by_remainders else ():
             for boundary in self.find_boundaries(code, around):
                 texts += [code.text_of(right) for right in _moduli_of(boundary) if self._is_usable(right, visible)]
+        # Names of the function itself come before those of the module, which may be defaults.
         own_names = _visible_names(code, node, outer=False) if isinstance(scope, Function) else set()
         texts += sorted(name for name in own_names if _STEPS_NAME.search(name.lower()))
         texts += [
@@ -284,6 +297,7 @@ class LoopModel:
         texts += self._steps_of_frameworks(code, node, visible)
         texts += sorted(name for name in visible if _STEPS_NAME.search(name.lower()))
         texts += self._steps_of_chunks(code, node)
+        # Numbers are no names: `write_steps` writes one where nothing else is left.
         numbers = {str(self.steps)}
         return [text for text in dict.fromkeys(texts) if text not in numbers and not text.isdigit()]
 
@@ -291,6 +305,7 @@ class LoopModel:
         """Yields K as a framework's own objects hold it."""
         scope = code.scope_of(node)
         name = scope.name if isinstance(scope, Function) else ""
+        # The methods in which frameworks call the user's code; `self` then is a Trainer or a LightningModule.
         if name == "compute_loss":
             yield "self.args.gradient_accumulation_steps"
         if name == "training_step":
@@ -317,6 +332,7 @@ class LoopModel:
                 count = arguments[0] if len(arguments) == 1 or _is_method(iterated) else arguments[1]
                 if not isinstance(count, ast.Constant):
                     yield code.text_of(count)
+            # Only an inner loop runs over the micro-batches of one update; an outer one runs over a whole loader.
             if isinstance(iterated, ast.Name) and len(code.loops_around(node)) > 1:
                 yield f"len({iterated.id})"
 
@@ -332,6 +348,7 @@ def _find_callers(code: Code, node: ast.AST) -> list[Site]:
     """The calls of the function that holds a node, and of those around it."""
     callers: list[Site] = []
     scope = code.scope_of(node)
+    # A function that is called in two places belongs to no one loop.
     while isinstance(scope, Function) and len(callers) < _DEEPEST:
         calls = [each for each in ast.walk(code.tree) if isinstance(each, ast.Call) and callee_name(each) == scope.name]
         outside = [call for call in calls if code.scope_of(call) is not scope]

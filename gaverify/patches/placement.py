@@ -1,4 +1,8 @@
-"""Repairs of calls at the wrong place of a loop: step, zero_grad, clipping and schedules, and where a window ends."""
+"""Repairs of calls at the wrong place of a loop: step, zero_grad, clipping, schedules, and the end of a window.
+
+Statements are moved as whole lines, with their comments, to a place that is right by the rules of accumulation:
+clear, then K backward passes, then unscale, clip, step, and step the schedule.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from gaverify.records.patch import Edit
 def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source with another test of whether a window ends (GAV601 to GAV604)."""
     for code, _, test in _find_boundary_tests(model):
+        # The loop's own counter tells how many rounds are over; a test that counts otherwise is read as it stands.
         index = model.index_around(code, test)
         remainder = remainder_of(test)
         if remainder is None:
@@ -30,13 +35,15 @@ def repair_boundary(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
                     continue
                 yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(test, text),))
                 parent = code.parents[test]
-                if isinstance(parent, ast.BoolOp):  # `i % K == 0 and i > 0`
+                # `i % K == 0 and i > 0`: the second part was there to leave out the first round.
+                if isinstance(parent, ast.BoolOp):
                     yield Candidate(f"Ends the accumulation window where `{text}`.", (code.replace(parent, text),))
     yield from _correct_counts(model)
 
 
 def _correct_counts(model: LoopModel) -> Iterator[Candidate]:
     """Yields tests of a count that is one off: `count > K` for `count == K`."""
+    # The count is reset at the step, so `== K` is right whatever the fault was.
     for site in _find_update_sites(model):
         for guard in model.find_guards(site):
             compared = model.count_test(site.code, guard.test)
@@ -72,6 +79,7 @@ def _write_round_counts(code: Code, remainder: ast.BinOp, index: Index | None) -
     # A test may count in a variable of its own, whatever the loop counts.
     if index is not None and any(isinstance(node, ast.Name) and node.id == index.name for node in ast.walk(counter)):
         return [index.rounds_done]
+    # `(i + 1) % K` may be right for an index from 0, or one too many for an index from 1.
     if isinstance(counter, ast.BinOp) and isinstance(counter.op, ast.Add) and isinstance(counter.right, ast.Constant):
         return [text, code.text_of(counter.left)]
     return [text, f"{text} + 1"]
@@ -94,6 +102,7 @@ def _write_boundary(code: Code, test: ast.expr, left: str, modulus: str) -> str:
     if isinstance(test, ast.UnaryOp):
         return f"not {count} % {modulus}"
     assert isinstance(test, ast.Compare)
+    # The opposite test guards a `continue`.
     sign = "!=" if isinstance(test.ops[0], ast.NotEq | ast.Gt) else "=="
     return f"{count} % {modulus} {sign} 0"
 
@@ -106,19 +115,23 @@ def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     for code, loop, test in _find_boundary_tests(model):
         index = model.index_of(code, loop) if loop is not None else None
         remainder = remainder_of(test)
+        # Without the number of rounds nobody can tell which one is the last.
         if loop is None or index is None or not index.length or remainder is None:
             continue
         divisions = _divide_by_window_size(model, code, loop, index, remainder)
         last = f"{index.rounds_done} == {index.length}"
+        # A test that is true inside the window ("go on") gets the opposite ending.
         is_open = isinstance(test, ast.BinOp) or (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq))
         ending = f" and {last.replace('==', '!=')}" if is_open else f" or {last}"
         if finding.code == "GAV605":
             if divisions:
                 yield Candidate("Divides the loss by the number of micro-batches in its window.", divisions)
             continue
+        # The test knows the last round already.
         if index.length in code.text_of(_whole_test(code, test)):
             continue
         parent = code.parents[test]
+        # `or` binds less than everything around it.
         needs = isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Compare)
         text = code.text_of(test) + ending
         edit = code.replace(test, f"({text})" if needs else text)
@@ -153,6 +166,7 @@ def _divide_by_window_size(
         if divisor is not None and code.text_of(divisor) in (steps, str(model.steps)):
             divisors.append(divisor)
     before = index.rounds_before
+    # The last window has fewer than K micro-batches where K does not divide the number of rounds.
     size = f"min({steps}, {index.length} - {before} // {steps} * {steps})"
     return tuple(code.replace(divisor, size) for divisor in divisors[:1])
 
@@ -185,6 +199,7 @@ def place_behind_step(model: LoopModel, site: Site) -> _Destination:
     code, statement = site.code, site.statement
     block = code.block_of(statement)
     at = next(at for at, each in enumerate(block) if each is statement)
+    # `scaler.step(optimizer)` and `scaler.update()` belong together.
     if at + 1 < len(block) and _makes_call(block[at + 1], "update"):
         statement = block[at + 1]
     return _Destination(code, statement, indent=code.indent_of(statement))
@@ -203,6 +218,7 @@ def _makes_call(statement: ast.stmt, *names: str) -> bool:
 def find_movable_statement(model: LoopModel, site: Site) -> ast.stmt | None:
     """The statement of a call, with the tests that would be empty without it; None where it cannot be moved."""
     code, statement = site.code, site.statement
+    # Moving the only statement of a block leaves a syntax error: the `if` goes with it, unless it is the boundary.
     while len(code.block_of(statement)) == 1:
         parent = code.parents[statement]
         if not isinstance(parent, ast.If) or parent.orelse or model.find_boundaries(code, parent.test):
@@ -242,6 +258,7 @@ def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             model, clearings, place_behind_step(model, step), "Clears the gradients behind the step."
         )
     for clearing in clearings:
+        # Two clearings, one of them right: the other one is superfluous.
         if len(clearings) > 1:
             well_placed = [each for each in clearings if each is not clearing and model.is_once_per_window(each)]
             statement = find_movable_statement(model, clearing)
@@ -254,6 +271,7 @@ def repair_clearing(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
             yield from _move_before_inner_loop(model, clearing, "Clears the gradients before the first micro-batch.")
     for clearing in clearings if is_step_in_place else ():
         yield from _move_call(model, clearing, place_behind_step(model, step), "Clears the gradients behind the step.")
+    # There may be no clearing at all, so that gradients of all updates add up (GAV602).
     text = _write_clearing(step)
     if text and finding.code == "GAV602" and not step.code.owns_lines(step.statement):
         end = step.code.span(step.statement)[1]  # `if …: optimizer.step()`
@@ -271,6 +289,7 @@ def _write_clearing(step: Site) -> str:
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     if receiver is None:
         return ""
+    # `scaler.step(optimizer)`: the argument is the optimizer.
     is_scaler = bool(call.args) and "scaler" in step.code.text_of(receiver).lower()
     return f"{step.code.text_of(call.args[0] if is_scaler else receiver)}.zero_grad()"
 
@@ -291,6 +310,7 @@ def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     clippings = model.find_sites(Clipping)
     unscaling = [site for site in model.find_sites(ScalerCall) if callee_name(site.call) == "unscale_"]
     for clipping in clippings:
+        # Clipping needs unscaled gradients, so an unscaling in every micro-batch moves along.
         early = [site for site in unscaling if not model.is_once_per_window(site)]
         statements = [find_movable_statement(model, site) for site in [*early, clipping]]
         present = [each for each in statements if each is not None]
@@ -299,6 +319,7 @@ def repair_clipping(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         edits = [edit for each in present for edit in clipping.code.delete(each)]
         destination = place_before_step(model, step)
         text = _write_unscaling(step)
+        # With a scaler and without any unscaling the limit is compared with scaled gradients.
         if destination.code is clipping.code and text and not unscaling and "unscale_" not in clipping.code.text:
             line = f"{destination.indent}{text}{step.code.line_end}"
             moved = [destination.put_text(line), destination.put(present, clipping.code)]
@@ -338,6 +359,7 @@ def repair_scaler(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         if model.is_once_per_window(site) or statement is None or site.code is not step.code:
             continue
         destination = place_behind_step(model, step)
+        # Unscaling comes first: what follows in the update clips or reads the gradients.
         if callee_name(site.call) == "unscale_":
             first = find_first_of_update(model, step) or step.statement
             destination = _Destination(step.code, first, is_before=True, indent=step.code.indent_of(first))
@@ -356,6 +378,7 @@ def repair_counter(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     of_update = code.block_of(step.statement)
     destination = _Destination(code, of_update[-1], indent=code.indent_of(step.statement))
     for node in ast.walk(loop):
+        # `global_step += 1` behind every micro-batch; a count of samples adds no constant.
         is_count = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
         if is_count and isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant):
             removed = code.delete(node) if code.block_of(node) is not of_update else []
@@ -387,6 +410,7 @@ def repair_step(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 def _find_update_group(model: LoopModel, code: Code, statement: ast.stmt) -> list[ast.stmt]:
     """The statements beside a step that belong to the update as well."""
+    # Statements in front of the step and behind it move with it, as far as nothing else stands between.
     block = code.block_of(statement)
     at = next(at for at, each in enumerate(block) if each is statement)
     first, last = at, at
@@ -398,6 +422,7 @@ def _find_update_group(model: LoopModel, code: Code, statement: ast.stmt) -> lis
 
 
 def _is_of_update(model: LoopModel, code: Code, statement: ast.stmt) -> bool:
+    # A test for the boundary holds an update of its own.
     is_simple = isinstance(statement, ast.Expr | ast.Assign | ast.If)
     is_test = isinstance(statement, ast.If) and model.is_boundary(code, statement.test)
     return is_simple and not is_test and _makes_call(statement, *_OF_UPDATE) and not _makes_call(statement, "backward")
@@ -431,9 +456,11 @@ def _step_in_existing_test(model: LoopModel, step: Site, group: Sequence[ast.stm
     around = loop if loop is not None or isinstance(scope, ast.Module) else scope
     tests = [node for node in ast.walk(around) if isinstance(node, ast.If)] if around is not None else []
     for node in tests:
+        # A statement that is alone in its block, or shares its line, cannot be moved.
         if not model.is_boundary(code, node.test) or not all(map(code.delete, group)):
             continue
         at = next((at for at, each in enumerate(block) if each is node), None)
+        # Behind the test the update comes after everything in it, so it goes to the end of its body.
         follows = at is not None and at + 1 < len(block) and block[at + 1] is group[0]
         last = node.body[-1]
         destination = _Destination(code, last, indent=code.indent_of(last)) if follows else _place_in_test(code, node)
@@ -454,6 +481,7 @@ def _place_in_test(code: Code, test: ast.If) -> _Destination:
 def _step_behind_inner_loop(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -> Iterator[Candidate]:
     """Yields the update behind the loop over micro-batches, where another loop is around that."""
     code, loops = step.code, step.code.loops_around(step.call)
+    # The loop would be empty.
     if len(loops) < 2 or len(code.block_of(group[0])) == len(group):
         return
     inner, outer = loops[:2]
@@ -480,6 +508,7 @@ def _step_in_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -
             return
         index, edits = counted
     indent, around = code.indent_of(group[0]), code.parents[group[0]]
+    # The user's own unit of indentation.
     unit = indent[len(code.indent_of(around)) :] if isinstance(around, ast.stmt) else "    "
     clearings = _find_early_clearings(model, step, group)
     for steps in write_steps(model, code, step.call):
@@ -491,6 +520,7 @@ def _step_in_new_test(model: LoopModel, step: Site, group: Sequence[ast.stmt]) -
         first, last = group[0].lineno, group[-1].end_lineno or group[-1].lineno
         text = f"{indent}if {test}:{note}{code.line_end}{body}"
         between = [Edit(code.file, first, 0, last + 1, 0, text)]
+        # Clearings of every micro-batch would still remove the gradients of the window.
         removed = [edit for each in clearings for edit in code.delete(each)]
         yield Candidate(f"Steps only where `{test}`.", join_edits(edits, removed, between))
 
@@ -502,9 +532,11 @@ def _count_rounds(code: Code, loop: Loop) -> tuple[Index, list[Edit]] | None:
     scope = code.scope_of(loop)
     names = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
     names |= {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
+    # A name that the function uses already would be overwritten.
     name = next((each for each in ("i", "step", "micro_step", "batch_index") if each not in names), None)
     if name is None:
         return None
+    # `for x, y in loader` becomes `for i, (x, y) in enumerate(loader)`.
     target = code.text_of(loop.target)
     is_bare = isinstance(loop.target, ast.Tuple) and not target.startswith("(")
     target = f"({target})" if is_bare else target

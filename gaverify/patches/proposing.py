@@ -1,4 +1,7 @@
-"""Which patches may repair the findings of an audit, the likeliest first."""
+"""Proposes patches for the findings of an audit, the likeliest first.
+
+Each code of a finding has functions that know shapes of source in which this fault occurs.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,17 @@ def propose(findings: Sequence[Finding], context: Context) -> Iterator[Patch]:
     """Yields patches that may repair the faults, the likeliest first; none where the shape of the source is unknown."""
     model = LoopModel(context)
     texts = {file: source.text for file, source in context.sources.items()}
+    # A user who accepted a fault wants to keep it.
     faults = [finding for finding in findings if finding.severity == "fault" and not finding.accepted]
     proposed: set[tuple[tuple[str, str], ...]] = set()
+    # A proven cause is repaired first: a suspected one may be none.
     for finding in sorted(faults, key=lambda finding: not finding.proven):
         for recogniser in RECOGNISERS.get(finding.code, ()):
             for candidate in recogniser(model, finding):
                 patch = patch_of(candidate, finding.code, context, texts)
                 if patch is None:
                     continue
+                # Different recognisers may make the same text; a trial costs whole runs of the script.
                 changed = tuple(sorted(apply(patch, texts).items()))
                 if changed not in proposed:
                     proposed.add(changed)
@@ -75,6 +81,7 @@ def patch_of(candidate: Candidate, code: str, context: Context, texts: Mapping[s
     patch = Patch(candidate.edits, (code,), candidate.title, "", candidate.unsafe, digests)
     try:
         after = apply(patch, texts)
+        # Edits of unusual source may break it. The bytes are parsed, because Python reads a declared encoding.
         for text in after.values():
             ast.parse(encode_source(text))
     except (ProblemError, SyntaxError, ValueError):

@@ -1,4 +1,8 @@
-"""Repairs of the factor on the losses: a division by K that is missing or made twice, or is by another number."""
+"""Repairs of the factor on the losses: a division by K that is missing, made twice, or by another number.
+
+The audit fitted the factor: the accumulated gradient is K times too large where nobody divides, and K times too small
+where two divide, such as the script and a framework.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     factor = next((float(each.values["factor"]) for each in finding.evidence if "factor" in each.values), math.nan)
     if not factor > 0 or model.steps < 2:
         return
+    # The factor chooses the repair. Its tolerance tells K from K + 1 up to K = 199.
     if math.isclose(factor, 1 / model.steps, rel_tol=THREE_DIGITS):
         yield from _remove_divisions(model, finding)
     if math.isclose(factor, model.steps, rel_tol=THREE_DIGITS):
@@ -34,6 +39,7 @@ def repair_factor(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 def _add_division(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the loss divided where it is differentiated, else where it is returned to a framework."""
     losses = list(_find_losses(model, finding))
+    # Several losses with one missing division have it missing alike.
     if len(losses) > 1 and all(code is losses[0][0] for code, _ in losses):
         for steps in write_steps(model, *losses[0], most=1):
             edits = tuple(divide(code, node, steps.text) for code, node in losses)
@@ -46,11 +52,13 @@ def _add_division(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
 
 def _divide_terms(model: LoopModel) -> Iterator[Candidate]:
     """Yields sums of which one term is divided by K, with another term divided as well."""
+    # `loss_a / K + loss_b`: the first term is right.
     for site in model.find_sites(Backward):
         code = site.code
         for node in ast.walk(code.scope_of(site.call)):
             if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
                 continue
+            # Either side may be the one that is divided.
             pairs = ((node.left, node.right), (node.right, node.left))
             for divided, undivided in pairs:
                 division = division_by_steps(model, code, divided)
@@ -83,6 +91,7 @@ def _find_losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast
         if loss is not None:
             yield site.code, loss
     place = model.place_of_finding(finding)
+    # A framework calls `backward` itself, in its own files; the finding then names the user's method.
     if place is None or model.find_sites(Backward):
         return
     code, line = place
@@ -115,6 +124,7 @@ def _functions_at(code: Code, line: int) -> list[ast.FunctionDef | ast.AsyncFunc
 
 def find_loss(call: ast.Call) -> ast.expr | None:
     """The loss in `loss.backward()`, `scaler.scale(loss).backward()` or `accelerator.backward(loss)`."""
+    # With arguments the loss may be the receiver or the first argument.
     if call.args and callee_name(call) in ("backward", "manual_backward"):
         named = call.func.value if isinstance(call.func, ast.Attribute) else None
         # `loss.backward(gradient)` differentiates its receiver; `accelerator.backward(loss)` its argument.
@@ -126,6 +136,7 @@ def find_loss(call: ast.Call) -> ast.expr | None:
     if not isinstance(call.func, ast.Attribute):
         return None
     receiver = call.func.value
+    # A scaler's product is no loss: the division goes inside its parentheses.
     if callee_name(receiver) == "scale" and isinstance(receiver, ast.Call) and receiver.args:
         return receiver.args[0]
     return receiver
@@ -165,6 +176,7 @@ def _scopes_of_loss(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, 
     place = model.place_of_finding(finding)
     if place is not None:
         yield from ((place[0], function) for function in _functions_at(*place)[:1])
+    # Every function that returns something may make the loss, so these come last.
     for code in model.codes.values():  # losses that are made in functions of their own
         for node in ast.walk(code.tree):
             if isinstance(node, Function) and any(isinstance(each, ast.Return) for each in ast.walk(node)):
@@ -192,6 +204,7 @@ def _is_steps(model: LoopModel, division: Division) -> bool:
     """Whether a divisor is written as K is."""
     code, text = division.code, division.text
     number = str(model.steps)
+    # By value, by a name that is known for K, or by a name that says so.
     return (
         text in (number, f"{number}.0")
         or text in model.find_steps_texts(code, division.node)
@@ -237,6 +250,7 @@ def _drop_division(code: Code, node: ast.BinOp) -> Edit:
     operand = code.operand(node.left, product=True)
     parent = code.parents[node]
     first, last = code.span(node)
+    # Parentheses may go where what stands in them needs none in front of a dot.
     is_receiver = isinstance(parent, ast.Attribute) and isinstance(node.left, ast.Name | ast.Call | ast.Subscript)
     is_receiver = is_receiver or (isinstance(parent, ast.Attribute) and isinstance(node.left, ast.Attribute))
     line = code.lines[first[0] - 1]
@@ -248,6 +262,7 @@ def _drop_division(code: Code, node: ast.BinOp) -> Edit:
 
 def _delete_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
     """Returns the edits that remove a statement, and the loops and tests that would be empty without it."""
+    # `for p in params: p.grad /= K` leaves nothing of the loop.
     while len(code.block_of(statement)) == 1:
         parent = code.parents[statement]
         if not isinstance(parent, ast.For | ast.If | ast.With) or getattr(parent, "orelse", []):
@@ -258,6 +273,7 @@ def _delete_with_loops(code: Code, statement: ast.stmt) -> list[Edit]:
 
 def _correct_divisions(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields the source with K in the place of another divisor of the loss."""
+    # Only beside a backward pass: elsewhere a division by another number is part of the model.
     passes = {site.code.scope_of(site.call) for site in model.find_sites(Backward)}
     for division in find_divisions(model, finding):
         code, node = division.code, division.node
@@ -275,5 +291,6 @@ def _names_in(divisor: ast.expr) -> list[ast.expr]:
     if isinstance(divisor, ast.Name | ast.Attribute | ast.Subscript):
         return []
     parts = [node for node in ast.walk(divisor) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript)]
+    # Of `args.accum` the name `args` is no divisor of its own.
     within = {inner for part in parts for inner in ast.walk(part) if inner is not part}
     return [part for part in parts if part not in within]

@@ -1,4 +1,8 @@
-"""Searches the patch that makes an audit's runs equivalent: tries proposals, and repairs what one of them leaves."""
+"""Searches the patch that makes an audit's runs equivalent: tries proposals, and repairs faults that one leaves.
+
+A script may have several faults. A proposal that removes one of them changes what the audit finds in the copy; the
+search then goes on from that copy.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What the audit of patched sources found."""
+    """The outcome of an audit of patched sources."""
 
     is_equivalent: bool
     """Whether every update agrees."""
     findings: tuple[Finding, ...] = ()
-    """What it finds in them."""
+    """The findings in them."""
     record: Record | None = None
-    """What it recorded; None where a run failed."""
+    """The record of its runs; None where a run failed."""
     factor: float = math.nan
     """The full batch's gradient as a multiple of the unpatched one's: 1 where it stayed; NaN for none or not asked."""
 
@@ -69,6 +73,7 @@ def search_patch(
     """
     search = _Search(context, trial, allow_unsafe)
     patch = search.repair(findings, context, ())
+    # A patch that rescales is the last choice, although it makes both runs agree: it changes the learning rate.
     if patch is None and allow_unsafe:
         patch = next(iter(search.rescaling), None)
     if patch is not None:
@@ -100,19 +105,23 @@ class _Search:
                 self.unsafe_titles.append(patch.title)
                 continue
             patches = (*before, patch)
+            # Against the user's own text: a patch may undo what an earlier one changed.
             patched = {**texts, **apply(patch, texts)}
             changed = {file: text for file, text in patched.items() if text != self._context.sources[file].text}
             safe = not any(each.unsafe for each in patches)
             result = self._try(changed, safe=safe)
             if result is None:
                 continue
+            # Losses of zero agree as well. A safe patch has to leave the full batch's gradient as it was.
             if result.is_equivalent and (not safe or result.factor == 1):
                 return self._join_patches(patches, changed)
             if result.is_equivalent:
                 self._note_rescaling(self._join_patches(patches, changed), result.factor)
+            # The same faults as before show no progress; other ones may be left by a repair of the first.
             elif result.record is not None and _list_faults(result.findings) != _list_faults(findings):
                 sources = {file: Source(text, context.sources[file].digest) for file, text in patched.items()}
                 unfinished.append((patches, result, replace(context, record=result.record, sources=sources)))
+        # Siblings are tried before children, because most scripts have one fault.
         branches = unfinished if len(before) + 1 < _DEPTH else []
         repaired = (self.repair(result.findings, sources, patches) for patches, result, sources in branches)
         return next(filter(None, repaired), None)
@@ -138,6 +147,7 @@ class _Search:
         if len(patches) == 1:
             return patches[0]
         originals = {file: self._context.sources[file] for file in changed}
+        # Each patch counts lines in the text that the one before left, so their edits cannot be put together.
         return Patch(
             tuple(edit for file, text in changed.items() for edit in _line_edits(file, originals[file].text, text)),
             tuple(dict.fromkeys(code for patch in patches for code in patch.codes)),

@@ -1,4 +1,7 @@
-"""The user's files as text: read with digests, edited by spans, shown as a diff, written if they are unchanged."""
+"""The user's files as text: read with digests, edited by spans, shown as a diff.
+
+Everything that no edit touches stays: line ends, encoding, a byte-order mark.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ def read_context(script: str, record: Record) -> Context:
     files |= {line[0] for window in windows for event in window.of(Backward) if (line := event.origin.made)}
     if record.controls.loss_line is not None:
         files.add(record.controls.loss_line[0])
+    # Only the user's own code is changed: neither packages nor the standard library.
     paths = {os.path.realpath(file) for file in files if owner_of(file) is Owner.USER}
     paths.add(os.path.realpath(script))
     sources = {}

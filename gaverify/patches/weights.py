@@ -1,4 +1,8 @@
-"""Repairs of micro-batches that count wrongly: by their share of the window's samples or targets (GAV202, GAV203)."""
+"""Repairs of micro-batches that count wrongly: by their share of the window's samples or targets (GAV202, GAV203).
+
+A mean over the full batch is a mean over all its samples or targets. The mean of K means is another number where
+micro-batches have different numbers of them. An inner loop knows the total beforehand; a loop over a loader does not.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ def repair_shares(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
     """Yields losses that are weighted by their share of the window."""
     yield from _use_items_of_trainer(model, finding)
     sites = model.find_sites(Backward)
+    # Several backward passes divide the window in parts that no common share describes.
     if len(sites) != 1:
         return
     site = sites[0]
@@ -52,7 +57,7 @@ class _Amount:
 
 
 def _list_amounts(model: LoopModel, site: Site) -> list[_Amount]:
-    """What the micro-batches of an update may count by, the likeliest first."""
+    """Returns the counts by which the micro-batches of an update may have to be weighted, the likeliest first."""
     update, loop = model.update, model.micro_loop(site)
     scope: ast.AST = loop or site.code.scope_of(site.call)
     sizes = update.window.sizes if update is not None else ()
@@ -62,6 +67,7 @@ def _list_amounts(model: LoopModel, site: Site) -> list[_Amount]:
     rows = [
         _Amount("samples", "len({})", tensor) for tensor in _find_rows(site.code, loop, [each for _, each in targets])
     ]
+    # Where the micro-batches have different sizes, these are the likelier reason.
     return [*rows, *counted] if len(set(sizes)) > 1 else [*counted, *rows]
 
 
@@ -74,6 +80,7 @@ def _find_targets(code: Code, scope: ast.AST) -> Iterator[tuple[str, str]]:
         of_loss = next((code.text_of(each.value) for each in node.keywords if each.arg == "ignore_index"), "")
         target = _without_shape(node.args[1])
         yield f"({{}} != {of_loss or ignored}).sum()", code.text_of(target)
+    # Models of transformers are given labels and compute their loss inside. Causal ones use no first label.
     for node in ast.walk(scope):
         is_labels = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
         if is_labels and isinstance(node, ast.Subscript) and code.text_of(node.slice).strip("'\"") == "labels":
@@ -104,6 +111,7 @@ def _counted_divisors(model: LoopModel, site: Site, scope: ast.AST) -> Iterator[
     for node in ast.walk(scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             is_sum = any(callee_name(each) in ("sum", "count_nonzero") for each in ast.walk(node.right))
+            # A division by K is no count of this micro-batch.
             if is_sum and division_by_steps(model, site.code, node) is None:
                 yield site.code.operand(node.right)
 
@@ -130,6 +138,7 @@ def _find_rows(code: Code, loop: Loop | None, targets: list[str]) -> Iterator[st
         for each in ast.walk(target)
         if isinstance(each, ast.Name) and any(name in code.text_of(node.value) for name in names)
     ]
+    # Two guesses are enough: each costs a trial.
     yield from list(dict.fromkeys([*keys[:1], *targets[:1], *sliced[:1], *names[-1:]]))[:2]
 
 
@@ -173,6 +182,7 @@ def _write_total(code: Code, loop: ast.For, amount: _Amount) -> str:
     if callee_name(iterated) == "enumerate" and isinstance(iterated, ast.Call) and iterated.args:
         iterated = iterated.args[0]
     target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) and iterated is not loop.iter else loop.target
+    # An iterator would be used up by counting, and only a loop inside another one runs once per update.
     if not isinstance(iterated, ast.Name | ast.Attribute) or len(code.loops_around(loop)) == 0:
         return ""
     # A list of micro-batches: the same count of each of them.
@@ -193,6 +203,7 @@ def _find_cut_tensors(code: Code, loop: ast.For) -> dict[str, str]:
     cuts = iterated.args if isinstance(iterated, ast.Call) and callee_name(iterated) == "zip" else [iterated]
     parts = target.elts if isinstance(target, ast.Tuple) and len(cuts) > 1 else [target]
     for part, cut in zip(parts, cuts, strict=False):
+        # `for part in x.split(4):` cuts each part from `x`.
         if isinstance(part, ast.Name) and callee_name(cut) in ("split", "chunk", "tensor_split"):
             source = _cut_tensor(cut)
             if source is not None:
@@ -203,6 +214,7 @@ def _find_cut_tensors(code: Code, loop: ast.For) -> dict[str, str]:
         names = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else [node.targets[0]]
         values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         for name, value in zip(names, values, strict=False):
+            # `part = x[at : at + 4]` inside the loop.
             is_slice = isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Slice | ast.Name)
             if isinstance(name, ast.Name) and is_slice and isinstance(value, ast.Subscript):
                 wholes[name.id] = code.text_of(value.value)
@@ -219,6 +231,7 @@ def _cut_tensor(cut: ast.expr) -> ast.expr | None:
 
 def _put_weight(model: LoopModel, site: Site, factor: str) -> Edit | None:
     """Returns the edit that puts a factor in the place of the division by K, or beside the loss; None without one."""
+    # The share takes the place of 1/K. Without such a division the loss is a sum of means.
     code, scope = site.code, model.micro_loop(site) or site.code.scope_of(site.call)
     for node in ast.walk(scope):
         division = division_by_steps(model, code, node)
@@ -242,6 +255,7 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     loss = find_loss(site.call)
     if step is None or step.code is not code or loop is None or loss is None:
         return
+    # The total is counted between two statements of one function; two optimizers would need two totals.
     if code.scope_of(step.call) is not code.scope_of(site.call) or len(model.find_sites(Step)) > 1:
         return
     optimizer = _optimizer_of(step)
@@ -251,10 +265,12 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     total = _unused_name(code, loop, f"window_{amount.noun}")
     count = amount.of(amount.tensor)
     removed: list[Edit] = []
+    # A division by K is superfluous: the gradient is divided by the total.
     for node in ast.walk(loop):
         division = division_by_steps(model, code, node)
         if division is not None and not removed:
             removed = remove_division(division)
+    # Two edits of one place cannot be applied.
     if any(edit.span[0] <= code.span(loss)[0] and code.span(loss)[1] <= edit.span[1] for edit in removed):
         division_node = loss  # `(loss / K).backward()`: one edit does both
         assert isinstance(division_node, ast.BinOp)
@@ -263,6 +279,7 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     else:
         weighted = multiply_loss(code, loss, count)
     inner, outer = code.indent_of(site.statement), code.indent_of(loop)
+    # Dividing comes before clipping, which compares the gradient's norm with a limit.
     at_step = code.indent_of(first)
     unit = inner[len(outer) :] or "    "
     end = code.line_end
