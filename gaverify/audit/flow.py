@@ -164,33 +164,33 @@ def _report(request: Request, runner: Runner, patches: Patches = "none") -> Audi
     started = time.monotonic()
     audited = Comparer(request, runner)
     try:
-        comparison = audited.record_events() if request.events_only else audited.compare()
+        runs = audited.record_events() if request.events_only else audited.compare()
     except Uncompared as error:
         return report_without_comparison(request, str(error))
-    report = _report_of(request, runner, comparison)
+    report = _report_of(request, runner, runs)
     if patches != "none":
-        report = _with_patch(report, comparison, runner, patches)
+        report = _with_patch(report, runs, runner, patches)
     return replace(report, timings={**runner.timings, "total": time.monotonic() - started})
 
 
-def _report_of(request: Request, runner: Runner, comparison: _Comparison) -> AuditReport:
-    findings = with_excerpts(findings_for(facts_of_loop(comparison.record)))
-    closing = comparison.accumulated.closing
-    return report_of(request, comparison.record, findings, runner.summaries, closing, runner.timings)
+def _report_of(request: Request, runner: Runner, runs: ComparedRuns) -> AuditReport:
+    findings = with_excerpts(findings_for(facts_of_loop(runs.record)))
+    closing = runs.accumulated.closing
+    return report_of(request, runs.record, findings, runner.summaries, closing, runner.timings)
 
 
 # A patch of the user's source: the audit is made again on copies of the files that hold it.
 
 
-def _with_patch(report: AuditReport, comparison: _Comparison, runner: Runner, patches: Patches) -> AuditReport:
+def _with_patch(report: AuditReport, runs: ComparedRuns, runner: Runner, patches: Patches) -> AuditReport:
     """Returns the report with a patch that was tried and came out equivalent, or with the reason why there is none."""
     request = runner.request
     if report.outcome is not Outcome.DIVERGENT or request.events_only:
         return replace(report, patch_refused=explain_no_trial(report, events_only=request.events_only))
     if request.in_place:
         return replace(report, patch_refused="with `--in-place` there are no copies of the files to try a patch on")
-    trials = PatchTrials(runner, comparison, len(report.updates))
-    context = read_context(script_of(request), comparison.record)
+    trials = PatchTrials(runner, runs, len(report.updates))
+    context = read_context(script_of(request), runs.record)
     patch, refused = search_patch(report.findings, context, trials, allow_unsafe=patches == "unsafe")
     return replace(report, patch=patch, patch_refused=refused)
 
@@ -201,12 +201,12 @@ class PatchTrials:
 
     Args:
         runner: Of the unpatched audit.
-        comparison: Its comparison.
+        runs: Its runs.
         updates: How many updates it compared.
     """
 
     runner: Runner
-    comparison: _Comparison
+    runs: ComparedRuns
     updates: int
 
     def __call__(self, texts: Mapping[str, str], *, safe: bool) -> TrialResult:
@@ -223,12 +223,12 @@ class PatchTrials:
         folder.mkdir()
         try:
             trial_runner = Runner(runner.request, folder, runner.progress, patched=patched)
-            comparison = Comparer(runner.request, trial_runner).compare()
-            report = _report_of(runner.request, trial_runner, comparison)
+            runs = Comparer(runner.request, trial_runner).compare()
+            report = _report_of(runner.request, trial_runner, runs)
             compared = sum(update.judged for update in report.updates)
             is_right = report.outcome is Outcome.EQUIVALENT and compared >= self.updates
             factor = self._factor_of_full_batch(patched) if is_right and safe else math.nan
-            return TrialResult(is_right, report.findings, comparison.record, factor)
+            return TrialResult(is_right, report.findings, runs.record, factor)
         except (ProblemError, Uncompared):
             return TrialResult(is_equivalent=False)
         finally:
@@ -236,7 +236,7 @@ class PatchTrials:
 
     def _factor_of_full_batch(self, patched: tuple[tuple[str, str], ...]) -> float:
         """Returns of what multiple of the unpatched full batch's first gradient the patched one is; NaN of none."""
-        trial = self.comparison.trial
+        trial = self.runs.trial
         if trial is None:
             return math.nan
         planned = trial.full_batch_control(LeadSteps(), updates=1)
@@ -281,7 +281,7 @@ def _folder(request: Request) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class ComparedRuns:
     """A full-batch run, the accumulated run that was compared with it, and what that shows."""
 
     record: Record
@@ -309,33 +309,33 @@ class Comparer:
     def __init__(self, request: Request, runner: Runner) -> None:
         self._request, self._runner = request, runner
 
-    def record_events(self) -> _Comparison:
+    def record_events(self) -> ComparedRuns:
         """Makes one run, and looks only at the order of its calls."""
         run, changes = self._runner.make_first("events")
         record = Record(Calls(windows_of(run.events), ledger_of(run.events), steps=self._request.steps))
-        return _Comparison(record, run, run, changes)
+        return ComparedRuns(record, run, run, changes)
 
-    def compare(self) -> _Comparison:
+    def compare(self) -> ComparedRuns:
         """Compares the runs: as they are, with a replay, in float32, and with a short last window if that is asked for.
 
         The full-batch run comes first: the others are given its random draws.
         """
         full, changes = self._runner.make_first("full")
-        comparison = self._lift(self._replay(self._compare(full, changes)))
+        runs = self._lift(self._replay(self._compare(full, changes)))
         # Last, since it changes the script's epochs: only if full windows show no fault is a short one worth the runs.
         if self._request.tail:
-            return self._shorten_epochs(comparison, changes)
-        return replace(comparison, record=replace(comparison.record, epochs=_epochs_text(comparison)))
+            return self._shorten_epochs(runs, changes)
+        return replace(runs, record=replace(runs.record, epochs=_epochs_text(runs)))
 
-    def _compare(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> _Comparison:
+    def _compare(self, full: RecordedRun, changes: Changes, shown_as: str = "") -> ComparedRuns:
         """Makes the runs that follow a full-batch run, compares, and runs the controls that decide the outcome."""
         trial = Trial(self._runner, full, changes, shown_as)
         self._runner.progress("comparing", self._runner.done, 3)
         from gaverify.audit.controls import decide_outcome
 
-        return _Comparison(decide_outcome(trial, self._record_of(trial)), full, trial.accumulated, changes, trial)
+        return ComparedRuns(decide_outcome(trial, self._record_of(trial)), full, trial.accumulated, changes, trial)
 
-    def _replay(self, first: _Comparison) -> _Comparison:
+    def _replay(self, first: ComparedRuns) -> ComparedRuns:
         """Compares again with the data of the full-batch run, if the runs may have seen other samples or draws.
 
         Only the comparison that is returned is explained.
@@ -343,17 +343,17 @@ class Comparer:
         unaligned = dict(first.record.unaligned)
         for way in self._ways(first):
             changes = (ReplayData(way, micro_batches_per_batch(first.record)), *first.changes)
-            comparison = self._compare(self._runner.run("full", *changes), changes)
-            if comparison.has_same_samples:
+            runs = self._compare(self._runner.run("full", *changes), changes)
+            if runs.has_same_samples:
                 self._runner.drop_copies(first.full)
                 # The first comparison stays without a cause: other draws alone may be what made it differ.
-                return _explain(comparison)
-            unaligned |= comparison.record.unaligned
-            self._runner.drop_copies(comparison.full)
+                return _explain(runs)
+            unaligned |= runs.record.unaligned
+            self._runner.drop_copies(runs.full)
         explained = _explain(first)
         return replace(explained, record=replace(explained.record, unaligned=unaligned))
 
-    def _ways(self, first: _Comparison) -> list[Replay]:
+    def _ways(self, first: ComparedRuns) -> list[Replay]:
         """Returns the replays that may help, the smallest change to the script first."""
         record, full, accumulated = first.record, first.full.closing, first.accumulated.closing
         helps = needs_replay(record, full, accumulated)
@@ -367,34 +367,34 @@ class Comparer:
             ways.append("batches")  # where the collation draws, micro-batches that are collated anew would draw anew
         return ways
 
-    def _lift(self, comparison: _Comparison) -> _Comparison:
+    def _lift(self, runs: ComparedRuns) -> ComparedRuns:
         """Compares in float32, if rounding below it hides the outcome or the cause; the report is of the first runs."""
-        if not is_hidden_below_float32(comparison.record):
-            return comparison
-        self._runner.drop_copies(comparison.full)  # the difference is explained as far as these runs can
-        changes = merge_changes(comparison.changes, [ComputeInFloat32(), DisableCompilation()])
+        if not is_hidden_below_float32(runs.record):
+            return runs
+        self._runner.drop_copies(runs.full)  # the difference is explained as far as these runs can
+        changes = merge_changes(runs.changes, [ComputeInFloat32(), DisableCompilation()])
         with suppress(ProblemError):  # a script may not run in float32
             full = self._runner.run("full", *changes, shown_as="float32")
             record = _explain(self._compare(full, changes, "float32")).record
             if record.updates and not is_hidden_below_float32(record):
-                return replace(comparison, record=replace(record, float32=True))
-        return comparison
+                return replace(runs, record=replace(record, float32=True))
+        return runs
 
-    def _shorten_epochs(self, comparison: _Comparison, changes: Changes) -> _Comparison:
+    def _shorten_epochs(self, runs: ComparedRuns, changes: Changes) -> ComparedRuns:
         """Compares on epochs that end with a short window, if nothing was found without."""
-        record, loaders = comparison.record, comparison.accumulated.closing.loaders
+        record, loaders = runs.record, runs.accumulated.closing.loaders
         if record.divergent is not None or is_explained(record):
-            return comparison
-        parts, copies = micro_batches_per_batch(record), comparison.full.closing.copies
+            return runs
+        parts, copies = micro_batches_per_batch(record), runs.full.closing.copies
         has_no_copy = copies is not None and not copies.updates
         if has_no_copy or parts < 2 or not loaders or self._request.has_ranks:
             why = "it trains without a `DataLoader`" if not loaders else "K is not known: give `--steps`"
             why = "with several ranks, gaverify does not change the loaders" if self._request.has_ranks else why
             why = "the disk has no room for a copy of the gradients" if has_no_copy else why
-            return replace(comparison, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
-        self._runner.drop_copies(comparison.full)
+            return replace(runs, record=replace(record, epochs=f"; `--tail` could not shorten an epoch: {why}"))
+        self._runner.drop_copies(runs.full)
         self._runner.updates = max(self._request.updates, 3)  # a full window, a short one, the next epoch's first
-        replay = ReplayData("batches" if comparison.way == "batches" else "samples", parts, parts // 2)
+        replay = ReplayData("batches" if runs.way == "batches" else "samples", parts, parts // 2)
         tail = _explain(self._compare(self._runner.run("full", replay, *changes), (replay, *changes)))
         epochs = f"; with epochs whose last window has {parts // 2} of {parts} micro-batches"
         return replace(tail, record=replace(tail.record, epochs=epochs))
@@ -428,13 +428,13 @@ class Comparer:
         return record
 
 
-def _explain(comparison: _Comparison) -> _Comparison:
+def _explain(runs: ComparedRuns) -> ComparedRuns:
     """Returns a comparison with the causes of a difference, which take controls of their own."""
-    if comparison.trial is None:
-        return comparison
+    if runs.trial is None:
+        return runs
     from gaverify.audit.controls import explain_difference
 
-    return replace(comparison, record=explain_difference(comparison.trial, comparison.record))
+    return replace(runs, record=explain_difference(runs.trial, runs.record))
 
 
 def left_out_text(copies: GradientCopies | None, wanted: int) -> str:
@@ -450,9 +450,9 @@ def left_out_text(copies: GradientCopies | None, wanted: int) -> str:
     )
 
 
-def _epochs_text(comparison: _Comparison) -> str:
+def _epochs_text(runs: ComparedRuns) -> str:
     """Returns what the report adds about epochs and padding."""
-    closing = comparison.accumulated.closing
+    closing = runs.accumulated.closing
     padded = "; micro-batches were cut from the full-batch run's batches, with their padding"
     unseen = "; no epoch ended: `--tail` also checks a shorter last window"
-    return padded * (comparison.way == "batches") + unseen * bool(closing.loaders and not closing.epochs)
+    return padded * (runs.way == "batches") + unseen * bool(closing.loaders and not closing.epochs)

@@ -125,7 +125,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardComparison:
     """Results of tracing both forwards."""
 
     causes: tuple[Cause, ...] = ()
@@ -164,7 +164,7 @@ class BackwardPlace(Enum):
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardComparison:
     """Where gradients start to differ although all forwards agree."""
 
     place: BackwardPlace | None = None
@@ -198,9 +198,9 @@ class Facts:
     """Buffers that differ after the micro-batches."""
     state: State | None = None
     """Values that the forward changes, with control runs; None where none was examined or found."""
-    forward: Forward = Forward()
+    forward: ForwardComparison = ForwardComparison()
     """Causes found in the forward passes, and what was ruled out."""
-    backward: Backward = Backward()
+    backward: BackwardComparison = BackwardComparison()
     """Where gradients differ although the forwards agree."""
     repeatability: Repeatability | None = None
     """Relative difference of a pass from its repetition; None where no pass was repeated."""
@@ -327,7 +327,7 @@ def facts_of_loop(loop: Record) -> Facts:
         window=window,
         draws=Draws(loop.dealt, loop.dealt, is_counted=False, can_be_constant=False, unaligned=loop.unaligned),
         buffers=buffers,
-        forward=Forward(loop.controls.coupling),
+        forward=ForwardComparison(loop.controls.coupling),
         state=state,
         cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
         ranks=loop.together,

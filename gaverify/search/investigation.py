@@ -22,7 +22,7 @@ from gaverify.passes.lifting import has_hooks
 from gaverify.passes.user_code import DEFAULT_IGNORED, largest_mean
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import ControlKind, is_constant
-from gaverify.records.facts import Backward, Buffers, Draws, Facts, Repeatability
+from gaverify.records.facts import BackwardComparison, Buffers, Draws, Facts, Repeatability
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
 from gaverify.search import backward, confirming, counts, operations, state, weights
 from gaverify.search.bench import Bench, Intervention
@@ -229,7 +229,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
             shared=dict(draws.shared),
         ),
         buffers=Buffers(_find_drift(measurement)),
-        backward=Backward(hooked=tuple(n for n, p in experiment.parameters.items() if has_hooks(p))),
+        backward=BackwardComparison(hooked=tuple(n for n, p in experiment.parameters.items() if has_hooks(p))),
         identical=_identical_samples(experiment.problem.batch, experiment.batch_size),
         unpadded=tuple(_list_unpadded(measurement)),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import Facts, Forward
+from gaverify.records.facts import Facts, ForwardComparison
 from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench, Intervention, find_needed
 from gaverify.search.counts import WindowCounts
@@ -213,7 +213,7 @@ class Explanation:
     """`left` without the last cause."""
     trials: tuple[SuspectTrial, ...] = ()
     """The trials of these causes in the order in which they were found, each beside those before it."""
-    forward: Forward | None = None
+    forward: ForwardComparison | None = None
     """The result of the first trace; None before it."""
     fit: WeightFit | None = None
     """Weights that explain what the causes leave; None: none are needed, or none do."""

@@ -8,7 +8,16 @@ from typing import Any
 
 from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import Backward, Buffers, Draws, Facts, Forward, Repeatability, State, StateChange
+from gaverify.records.facts import (
+    BackwardComparison,
+    Buffers,
+    Draws,
+    Facts,
+    ForwardComparison,
+    Repeatability,
+    State,
+    StateChange,
+)
 from gaverify.records.findings import Finding
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.records.windows import AccumulationWindow
@@ -84,8 +93,8 @@ _KINDS = {
     "window": AccumulationWindow,
     "draws": Draws,
     "buffers": Buffers,
-    "forward": Forward,
-    "backward": Backward,
+    "forward": ForwardComparison,
+    "backward": BackwardComparison,
 }
 
 

@@ -20,7 +20,7 @@ from gaverify.passes.isolation import generator_states
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, leaves
 from gaverify.passes.randomness import Dealing
 from gaverify.records.experiment import FunctionKey, ModuleDifference, Operation, Suspect
-from gaverify.records.facts import Forward
+from gaverify.records.facts import ForwardComparison
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench, ControlFailed, take_rows
 from gaverify.search.trace.operations import intercept_calls, make_tracer
@@ -269,7 +269,7 @@ _ADDED_UP: tuple[LayoutKind, ...] = ("global",)  # layouts of what adds up over 
 
 def trace_divergences(
     bench: Bench, weight_facts: AccumulationWindow, *, foreign: bool = False
-) -> tuple[list[Suspect], Forward]:
+) -> tuple[list[Suspect], ForwardComparison]:
     """Runs every forward once, from the same state; returns the suspects in the order of execution, and what agrees.
 
     A first forward of micro-batch 1 records only shapes. Their comparison with the full batch's shapes shows in which
@@ -295,7 +295,7 @@ def trace_divergences(
     dependence = Dependence(matching, foreign=foreign, shares=shares, agree=agree)
     finder = SuspectFinder(matching, dependence, experiment.batch_size)
     suspects = list(finder.find_suspects(shares, agree, gap <= agree))
-    return suspects, Forward(
+    return suspects, ForwardComparison(
         agree=not suspects, loss_gap=gap, shares=tuple(nearest.tolist()), modules=tuple(_modules(matching))
     )
 
