@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gaverify.records.answers import AnswerWriter, PrintableAnswer
+from gaverify.records.answers import Answer, AnswerWriter
 from gaverify.version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _load_writer() -> AnswerWriter:
 
 
 # Records lie below the report, and may not import it to print themselves.
-PrintableAnswer.load_writer = staticmethod(_load_writer)
+Answer.load_writer = staticmethod(_load_writer)
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ from gaverify.passes.experiment import Experiment
 from gaverify.passes.isolation import exact_products
 from gaverify.passes.precision import available_devices, resolve_device
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
@@ -372,6 +373,7 @@ def _make_verdict(
         run=run_info(measurement, decision, settings),
         method=decision.method,
         resolution=decision.resolution,
+        environment=Environment(torch.__version__),
         timings={**measurement.seconds, "total": time.perf_counter() - started},
         trace=steps_shown,
         control_failure=decision.float64_failure,

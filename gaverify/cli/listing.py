@@ -145,7 +145,7 @@ def models() -> int:
 @click.argument("command", type=click.Choice(["run", "audit", "profile"]), default="run")
 def schema(command: str) -> int:
     """Prints the JSON schema of the document that `gaverify COMMAND --format json` prints (run, audit or profile)."""
-    from gaverify.report.documents.schema import schema_text
+    from gaverify.report.documents import schema_text
 
     click.echo(schema_text(command))
     return 0

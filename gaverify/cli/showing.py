@@ -15,12 +15,12 @@ from click.shell_completion import CompletionItem
 from gaverify.acceptance import describe_unused_entries
 from gaverify.cli.streams import Failure, Invocation, note_answers, say, tell
 from gaverify.errors import INTERRUPTED, SpecError, worst_exit_code
-from gaverify.records.findings import Conclusion
 
 if TYPE_CHECKING:
+    from gaverify.records.answers import Answer
     from gaverify.records.audit_report import AuditReport
     from gaverify.records.verdict import Verdict
-    from gaverify.report import Answer, Report
+    from gaverify.report import Report
     from gaverify.spec.project import Project
 
 
@@ -151,7 +151,7 @@ def show(
     show_all: bool = False,
     failures: Sequence[Failure] = (),
     skipped: Sequence[Failure] = (),
-    exit_code: int | None = None,
+    exit_code: int = -1,
     printed: bool = False,
     quiet: bool = False,
     slowest: int = 0,
@@ -220,9 +220,9 @@ def _show_text(made: Report, *, printed: bool, quiet: bool, slowest: int) -> Non
 def _tell_patches(made: Report) -> None:
     """Tells on stderr what became of the patches, where stdout has no text that says it."""
     for answer in made.answers:
-        if isinstance(answer, Conclusion) and answer.patch_refused:
+        if answer.patch_refused:
             tell(f"gaverify: {'no patch' if answer.patch is None else 'not written'}: {answer.patch_refused}")
-        elif isinstance(answer, Conclusion) and answer.patch_written:
+        elif answer.patch_written:
             tell(f"gaverify: written: {answer.patch_written}")
 
 
@@ -263,7 +263,7 @@ def report(documents: tuple[Path, ...], show_all: bool, form: str, outputs: tupl
     _check(documents[0], outputs)
     full_report = _read(documents[0], show_all)
     _show(full_report, form, outputs)
-    return full_report.code
+    return full_report.exit_code
 
 
 def _check(document: Path, outputs: tuple[Path, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
 from gaverify.errors import GaverifyError, InternalError
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import LABELS, Plan, Profile, Row, Setting, Status
 
@@ -102,7 +103,8 @@ def profile_spec(
         interrupted = True
     # After Ctrl-C the table still shows all that was asked for.
     rows += [Row(plan.strategy, plan.steps, "not-run") for plan in plans[len(rows) :]]
-    return Profile(setting, tuple(rows), tuple(steps), interrupted, spec.to_dict())
+    environment = Environment(setting.torch) if setting else Environment()
+    return Profile(setting, tuple(rows), tuple(steps), interrupted, spec.to_dict(), environment=environment)
 
 
 def _reporter(progress: Progress, label: str, done: int, total: int) -> Callable[[str], None]:

@@ -122,7 +122,6 @@ def _setting(work: Any, job: RowJob) -> Setting:
 
     from gaverify.passes.modes import layers_in_evaluation, mode_word
     from gaverify.passes.precision import counts_memory, short_name
-    from gaverify.version import __version__
 
     experiment = work.experiment
     unique = {id(p): p for module in experiment.modules for p in module.parameters()}.values()
@@ -147,9 +146,6 @@ def _setting(work: Any, job: RowJob) -> Setting:
         optimizer=job.optimizer,
         repeats=job.repeats,
         torch=str(torch.__version__),  # a class of torch's, which the other side does not import
-        gaverify=__version__,
-        python=platform.python_version(),
-        platform=platform.platform(),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Forward, Ledger
 from gaverify.records.experiment import Cause, ControlRun, DifferenceKind, FirstDifference, LossTerm, WeightFit
+from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow, E, Window
@@ -41,7 +42,7 @@ class Stage(str, Enum):
 
 
 @dataclass(frozen=True)
-class StageComparison:
+class StageComparison(JsonRecord):
     """How far both runs are apart at one stage."""
 
     stage: Stage
@@ -55,7 +56,7 @@ class StageComparison:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(JsonRecord):
     """One clipping after the window's last backward pass."""
 
     call: str
@@ -71,7 +72,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class SettingDifference:
+class SettingDifference(JsonRecord):
     """A number of an optimizer that differs between the runs when the same update is made."""
 
     optimizer: int
@@ -80,9 +81,9 @@ class SettingDifference:
     """Number of its parameter group, from 0."""
     name: str
     """Name of the setting, such as "lr" or "steps counted"."""
-    full: float
+    full: Number
     """Value in the full-batch run."""
-    accumulated: float
+    accumulated: Number
     """Value in the accumulated run."""
     rank: int = 0
     """Rank of the process that has it."""
@@ -92,7 +93,7 @@ class SettingDifference:
 
 
 @dataclass(frozen=True)
-class RowCheck:
+class RowCheck(JsonRecord):
     """The rows that the forwards of a window were fed in both runs."""
 
     full: int
@@ -133,14 +134,14 @@ class RowCheck:
 
 
 @dataclass(frozen=True)
-class StepComparison:
+class StepComparison(JsonRecord):
     """How the optimizers of both runs used the gradients of one update, and with which settings."""
 
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[Number, ...] = ()
     """Learning rate of each parameter group that the accumulated run stepped."""
-    learning_rates_full: tuple[float, ...] = ()
+    learning_rates_full: tuple[Number, ...] = ()
     """Learning rate of each parameter group that the full-batch run stepped."""
-    weights_difference: float = math.nan
+    weights_difference: Number = math.nan
     """Relative difference of sampled weights after the update; NaN if stepped with the full batch's gradient."""
     drifted: tuple[str, ...] = ()
     """Names of buffers that differ by more than rounding after the update."""
@@ -157,8 +158,10 @@ class StepComparison:
 
 
 @dataclass(frozen=True)
-class UpdateComparison:
+class UpdateComparison(JsonRecord):
     """One optimizer update, compared between the full-batch run and the accumulated run."""
+
+    written = ("relative_difference", "norm_ratio", "resolution")
 
     number: int
     """Number of the update, counted from 1."""
@@ -174,9 +177,9 @@ class UpdateComparison:
     """The accumulated run's micro-batches, with the weights that give the full batch's gradient at that stage."""
     step: StepComparison = field(default_factory=StepComparison)
     """Comparison of what the optimizers did with the gradients."""
-    started_apart: float = 0.0
+    started_apart: Number = 0.0
     """Relative difference of the sampled weights before the update; NaN where no weights could be compared."""
-    noise: float = 0.0
+    noise: Number = 0.0
     """Noise floor: relative difference between the gradients of repeated full-batch runs."""
     unrepeatable: str = ""
     """How the full-batch run differs from a repetition by more than rounding; empty where it does not."""
@@ -227,19 +230,19 @@ class UpdateComparison:
         return max(divergent or rows, key=lambda row: row.relative_difference, default=None)
 
     @property
-    def relative_difference(self) -> float:
+    def relative_difference(self) -> Number:
         """‖accumulated − full‖ / ‖full‖ over all parameters together."""
         return relative_total((row.difference_norm, row.reference_norm) for row in self.parameters)
 
     @property
-    def norm_ratio(self) -> float:
+    def norm_ratio(self) -> Number:
         """‖accumulated‖ / ‖full‖ over all parameters together."""
         ratio = relative_total((row.accumulated_norm, row.reference_norm) for row in self.parameters)
         # A full batch whose gradient is zero has no ratio.
         return ratio if math.isfinite(ratio) else math.nan
 
     @property
-    def resolution(self) -> float:
+    def resolution(self) -> Number:
         """The smallest relative difference that could have been seen in the least clear parameter; NaN in none."""
         return resolution_of(self.parameters)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import ClassVar, Literal
 
-from gaverify.records.answers import Environment
+from gaverify.records.answers import Answer
 from gaverify.records.audit import UpdateComparison
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.events import (
@@ -19,9 +20,8 @@ from gaverify.records.events import (
     Step,
     WeightsMoved,
 )
-from gaverify.records.findings import Acceptance, Conclusion, Finding
+from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
-from gaverify.records.patch import Patch
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 
@@ -45,7 +45,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class WindowCount:
+class WindowCount(JsonRecord):
     """backward : step : zero_grad of one window."""
 
     update: int
@@ -61,7 +61,7 @@ class WindowCount:
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class RunSummary(JsonRecord):
     """One process of an audit."""
 
     role: str
@@ -81,7 +81,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Moment(JsonRecord):
     """One call of the script that matters to accumulation, in the order of the calls of its rank."""
 
     kind: str
@@ -97,7 +97,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class RecordedCalls:
+class RecordedCalls(JsonRecord):
     """The calls of the script that matter to accumulation."""
 
     counts: tuple[WindowCount, ...] = ()
@@ -109,7 +109,7 @@ class RecordedCalls:
 
 
 @dataclass(frozen=True)
-class TrainedModels:
+class TrainedModels(JsonRecord):
     """What a script trained."""
 
     modules: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class TrainedModels:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(JsonRecord):
     """Where a script trained, and in which precision."""
 
     device: str = "unknown"
@@ -133,8 +133,11 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, repr=False)
-class AuditReport(Conclusion):
+class AuditReport(Answer):
     """The answer of an audit, with everything that it rests on."""
+
+    kind: ClassVar[Literal["audit"]] = "audit"
+    written = (*Answer.written, "accepted")
 
     script: str
     """Path of the audited script, as given."""
@@ -142,8 +145,6 @@ class AuditReport(Conclusion):
     """Equivalent, divergent or inconclusive."""
     reason: str
     """Why the outcome is what it is, in a sentence."""
-    findings: tuple[Finding, ...] = ()
-    """Findings of the rules."""
     updates: tuple[UpdateComparison, ...] = ()
     """Comparison of each update; empty if only calls were checked or nothing ran."""
     calls: RecordedCalls = field(default_factory=RecordedCalls)
@@ -154,32 +155,16 @@ class AuditReport(Conclusion):
     """What the script trained."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     """Where it trained, and in which precision."""
-    environment: Environment = field(default_factory=Environment)
-    """What the audit was made with."""
     method: str = Method.NOT_COMPARED
     """How the updates were decided."""
     events_only: bool = False
     """Whether only the calls were checked and no gradient compared."""
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the audit."""
-    source: str = ""
-    """Path of the options file; "" where the command line or a call gave the options."""
-    command: str = ""
-    """Command line that repeats the audit; "" where it came from a call."""
     calls_in_order: bool = False
     """Whether only calls were checked, of at least one update, and no rule finds a fault."""
     name: str = ""
     """Name that reports show; "" for the script's path."""
     ranks: RankFacts | None = None
     """Measurements over all ranks; None for one process or where not all ranks were seen."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    """Findings that the user accepts and the outcome that the user expects."""
-    patch: Patch | None = None
-    """Patch of the user's source that was tried and makes the runs equivalent; None where there is none."""
-    patch_written: str = ""
-    """Into which files the patch was written and how that is undone; "" where none was written."""
-    patch_refused: str = ""
-    """Why there is no patch although one was asked for, or why it was not written; else ""."""
 
     @property
     def exit_code(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from gaverify.records.json_objects import JsonRecord, json_object
 from gaverify.records.numbers import Number
 from gaverify.thresholds import TENTH
 
@@ -43,30 +44,15 @@ TOGETHER = (Method.FEW_SAMPLES, Method.WEIGHTS)
 """Methods that decide all parameters at once: `allowed` is then a share of the whole gradient."""
 
 
-class Side(str, Enum):
-    """One of the two runs, or both of them."""
-
-    FULL = "full-batch"
-    ACCUMULATED = "accumulated"
-    BOTH = "both"
-
-
 class NotCompared(Enum):
-    """Why the numbers of a parameter's gradients could not be compared.
+    """Why the numbers of a parameter's gradients could not be compared; the values are the words of all reports."""
 
-    Each has two attributes: `not_finite` (a gradient holds NaN or infinity; else there is none), and the `side`.
-    """
-
-    UNUSED = (False, Side.BOTH)
-    MISSING_IN_FULL = (False, Side.FULL)
-    MISSING_IN_ACCUMULATED = (False, Side.ACCUMULATED)
-    NOT_FINITE_IN_FULL = (True, Side.FULL)
-    NOT_FINITE_IN_ACCUMULATED = (True, Side.ACCUMULATED)
-    NOT_FINITE_IN_BOTH = (True, Side.BOTH)
-
-    def __init__(self, not_finite: bool, side: Side) -> None:
-        self.not_finite = not_finite
-        self.side = side
+    UNUSED = "unused: no gradient on either side"
+    MISSING_IN_FULL = "no gradient (None) in the full-batch run only"
+    MISSING_IN_ACCUMULATED = "no gradient (None) in the accumulated run only"
+    NOT_FINITE_IN_FULL = "not finite in the full-batch run only"
+    NOT_FINITE_IN_ACCUMULATED = "not finite in the accumulated run only"
+    NOT_FINITE_IN_BOTH = "not finite in both runs"
 
     @property
     def missing(self) -> bool:
@@ -74,12 +60,9 @@ class NotCompared(Enum):
         return self in (NotCompared.MISSING_IN_FULL, NotCompared.MISSING_IN_ACCUMULATED)
 
     @property
-    def text(self) -> str:
-        """The words that reports and documents print."""
-        if self is NotCompared.UNUSED:
-            return "unused: no gradient on either side"
-        where = "both runs" if self.side is Side.BOTH else f"the {self.side.value} run only"
-        return f"no gradient (None) in {where}" if self.missing else f"not finite in {where}"
+    def not_finite(self) -> bool:
+        """Whether a gradient holds NaN or infinity; else there is none."""
+        return not self.missing and self is not NotCompared.UNUSED
 
 
 class Outcome(str, Enum):
@@ -96,18 +79,20 @@ class Outcome(str, Enum):
 
 
 # A tuple, as `ParameterComparison` below.
+@json_object()
 class Element(NamedTuple):
     """The element of a gradient with the largest difference: its index and the two values (moduli where complex)."""
 
     index: tuple[int, ...]  # type: ignore[assignment]
     """Index in the parameter's shape."""
-    reference: float
+    reference: Number
     """Value in the full batch's gradient; the modulus where complex."""
-    accumulated: float
+    accumulated: Number
     """Value in the accumulated gradient; the modulus where complex."""
 
 
 # A tuple, not a frozen dataclass: models have thousands of these, and each must be built in less than a microsecond.
+@json_object("name", "outcome", "relative_difference")
 class ParameterComparison(NamedTuple):
     """One parameter's gradients from both strategies, in the precision that decided; all norms are Euclidean."""
 
@@ -119,15 +104,15 @@ class ParameterComparison(NamedTuple):
     """Whether its gradients agree."""
     method: Method
     """The method that decided it."""
-    reference_norm: float
+    reference_norm: Number
     """Norm of the full batch's gradient; NaN where it is not finite or absent."""
-    accumulated_norm: float
+    accumulated_norm: Number
     """Norm of the accumulated gradient; NaN where it is not finite or absent."""
-    difference_norm: float
+    difference_norm: Number
     """Norm of accumulated − full; NaN where it has no finite value."""
-    allowed: float
+    allowed: Number
     """Largest `difference_norm` that rounding, or the user's tolerance, explains."""
-    working_difference_norm: float
+    working_difference_norm: Number
     """Norm of accumulated − full in the user's precision."""
     worst: Element | None
     """The element with the largest difference; None where none was looked for."""
@@ -142,10 +127,10 @@ class ParameterComparison(NamedTuple):
     @property
     def reason(self) -> str:
         """Why nothing was compared, in words; empty where it was."""
-        return self.why.text if self.why is not None else ""
+        return self.why.value if self.why is not None else ""
 
     @property
-    def relative_difference(self) -> float:
+    def relative_difference(self) -> Number:
         """‖accumulated − full‖ / ‖full‖; 0 where both are zero, infinite where only the full-batch gradient is."""
         return _relative(self.difference_norm, self.reference_norm)
 
@@ -287,7 +272,7 @@ def _bits(error: float, smaller: float) -> float:
 
 
 @dataclass(frozen=True)
-class FewSamples:
+class FewSamples(JsonRecord):
     """The decision of a window below float32: its weights by fit, and the result of a few of its samples."""
 
     samples: int

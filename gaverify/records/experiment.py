@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from gaverify.records.findings import Location
+from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_MAGNIFIES, NO_WEIGHT, SAME_NUMBER
 
@@ -57,7 +58,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class ModuleDifference:
+class ModuleDifference(JsonRecord):
     """How much a module's outputs for the same samples differ between the full batch and the micro-batches."""
 
     module: str
@@ -154,29 +155,29 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class WeightFit:
+class WeightFit(JsonRecord):
     """Least squares over the gradients of the K micro-batches; residuals are relative.
 
     g_full ≈ Σ weights_k g_k        g_used ≈ Σ used_k g_k        g_used ≈ factor · g_full
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[Number, ...]
     """The weights that would be right; empty where `samples` is given."""
-    residual: float
+    residual: Number
     """Difference that `weights` leave, relative to the full batch's gradient."""
     determined: bool = True
     """Whether the micro-batches' gradients are independent enough to determine every single weight."""
-    noise: float = math.nan
+    noise: Number = math.nan
     """Standard error of the full batch's gradient, estimated from its micro-batches, relative to its norm."""
     vacuous: bool = False
     """Whether the model has so few parameters that some weights always fit."""
-    used: tuple[float, ...] = ()
+    used: tuple[Number, ...] = ()
     """The weights with which the micro-batches reached the optimizer."""
-    used_residual: float = 0.0
+    used_residual: Number = 0.0
     """Difference that `used` leaves, relative to the accumulated gradient."""
-    factor: float = math.nan
+    factor: Number = math.nan
     """The one number by which the accumulated gradient differs from the full batch's."""
-    factor_residual: float = math.inf
+    factor_residual: Number = math.inf
     """Difference that `factor` leaves."""
     samples: int | None = None
     """Number of samples that were looked at, where that is not all of the batch; `noise` is still that of all."""

@@ -1,14 +1,12 @@
-"""Named causes and remarks with their places and their evidence, and what a user's accepted ones make of an answer."""
+"""Named causes and remarks with their places and their evidence, and what the user accepts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from gaverify.records.answers import PrintableAnswer
 from gaverify.records.comparison import Outcome
-from gaverify.records.patch import Patch
+from gaverify.records.json_objects import JsonObject, JsonRecord
 
 Severity = Literal["fault", "note"]
 
@@ -17,7 +15,7 @@ ALSO = "also"
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class Excerpt(JsonRecord):
     """Lines of a user's file, as they stood when a finding was made."""
 
     first: int
@@ -32,7 +30,7 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
-class Location:
+class Location(JsonRecord):
     """Where a finding lies."""
 
     # None and "" differ: "" is the path of the model itself.
@@ -64,7 +62,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(JsonRecord):
     """One observation of a probe."""
 
     probe: str
@@ -73,12 +71,12 @@ class Evidence:
     """Kind of evidence, such as "measured" or "control"."""
     statement: str
     """The observation, as a sentence."""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     """The numbers and names in the statement, for rules and programs."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(JsonRecord):
     """A named cause or a remark."""
 
     code: str
@@ -109,7 +107,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class Acceptance(JsonRecord):
     """Divergences that the user accepts, and which of them were found."""
 
     expected: Outcome | None = None
@@ -120,52 +118,3 @@ class Acceptance:
     """Whether such an entry makes the exit code 1."""
     refused: tuple[str, ...] = ()
     """A sentence for each entry that fits a finding and does not accept it."""
-
-
-class Conclusion(PrintableAnswer):
-    """The result of a verdict or an audit, by what the user accepts and expects."""
-
-    outcome: Outcome
-    """Equivalent, divergent or inconclusive."""
-    findings: tuple[Finding, ...]
-    """Findings of the rules."""
-    acceptance: Acceptance
-    """Findings that the user accepts and the outcome that the user expects."""
-    patch: Patch | None
-    """Patch of the user's source that was tried and makes the gradients agree; None where there is none."""
-    patch_written: str
-    """Into which files the patch was written and how that is undone; "" where none was written."""
-    patch_refused: str
-    """Why there is no patch although one was asked for, or why it was not written; else ""."""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the divergence is explained by faults that are all accepted; False for any other outcome."""
-        faults = [finding for finding in self.findings if finding.severity == "fault"]
-        return self.outcome is Outcome.DIVERGENT and bool(faults) and all(finding.accepted for finding in faults)
-
-    @property
-    def exit_code(self) -> int:
-        """The command line's exit code: 0 for an equivalent, accepted, expected or repaired one, else 1 or 3."""
-        expected = self.acceptance.expected
-        # An inconclusive outcome stays one whatever is stale; only expecting it makes it a success.
-        if self.outcome is not Outcome.INCONCLUSIVE and self.acceptance.strict and self.acceptance.stale:
-            return 1
-        if expected is self.outcome or self.patch_written:
-            return 0
-        # Where a divergence is expected and both gradients agree, the test of the test has failed.
-        if expected is not None and self.outcome is not Outcome.INCONCLUSIVE:
-            return 1
-        return 0 if self.accepted else self.outcome.exit_code
-
-    @property
-    def is_equivalent(self) -> bool:
-        """Whether the gradients agree; what the user accepts or expects does not count here."""
-        return self.outcome is Outcome.EQUIVALENT
-
-    def __bool__(self) -> bool:
-        # Python calls every object without this method true: `assert verify(...)` would pass for a divergence
-        raise TypeError(
-            f"{type(self).__name__} is neither true nor false: it has three outcomes. Write `verdict.is_equivalent`, "
-            "`verdict.outcome is gaverify.Outcome.EQUIVALENT`, or call `gaverify.assert_equivalent(...)`"
-        )

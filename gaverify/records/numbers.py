@@ -46,12 +46,18 @@ def _digits(value: float) -> str:
 
 
 class _NullInJson:
-    """Tells pydantic that null stands for a number; records load pydantic only when a document is read."""
+    """Tells pydantic that null stands for a number; records load pydantic only when a document is made or read."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        from pydantic_core.core_schema import no_info_before_validator_function
+        from pydantic_core import core_schema
 
-        return no_info_before_validator_function(lambda number: math.nan if number is None else number, handler(source))
+        return core_schema.no_info_before_validator_function(
+            lambda number: math.nan if number is None else number,
+            handler(source),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda number: number if math.isfinite(number) else None
+            ),
+        )
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         description = "A finite number; null stands for NaN or an infinity."

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gaverify.records.json_objects import JsonRecord
+
 
 @dataclass(frozen=True)
-class Edit:
+class Edit(JsonRecord):
     """Replaces a span of a file's text; an insertion has equal ends."""
 
     file: str
@@ -30,7 +32,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(JsonRecord):
     """Edits that repair causes together."""
 
     edits: tuple[Edit, ...]

@@ -8,9 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import Outcome, together
+from gaverify.records.json_objects import JsonObject, JsonRecord
+from gaverify.records.numbers import Number
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
 Status = Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run"]
@@ -37,7 +40,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(JsonRecord):
     """What was profiled and where, as the first process that got so far reported it."""
 
     model: str
@@ -70,17 +73,13 @@ class Setting:
     """Number of timed repetitions of each row."""
     torch: str
     """Version of PyTorch."""
-    gaverify: str
-    """Version of gaverify."""
-    python: str
-    """Version of Python."""
-    platform: str
-    """Operating system and machine, as `platform.platform()` says."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(JsonRecord):
     """Device memory around one update."""
+
+    written = ("increment",)
 
     kind: MemoryKind
     """"cuda-allocated" (torch's allocator on a GPU) or "resident" (the process, on a CPU)."""
@@ -98,18 +97,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class Seconds(JsonRecord):
     """The time of one update over repeats, in seconds."""
 
-    median: float
+    median: Number
     """Median."""
-    low: float
+    low: Number
     """Lower quartile; the smallest time below four repeats."""
-    high: float
+    high: Number
     """Upper quartile; the largest time below four repeats."""
-    smallest: float
+    smallest: Number
     """Smallest time."""
-    largest: float
+    largest: Number
     """Largest time."""
     repeats: int
     """Number of repeats."""
@@ -125,8 +124,10 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(JsonRecord):
     """One strategy with one K; figures are None where the row did not get so far."""
+
+    written = ("samples_per_second",)
 
     strategy: Strategy
     """Which of `STRATEGIES`."""
@@ -146,7 +147,7 @@ class Row:
     """Time per update."""
     outcome: Outcome | None = None
     """Verdict against the full batch; None for the full batch itself and where nothing was compared."""
-    relative_difference: float | None = None
+    relative_difference: Number | None = None
     """Largest relative difference of any parameter, in the precision that decided."""
     method: str | None = None
     """How the verdict was decided."""
@@ -157,16 +158,18 @@ class Row:
         return max(self.micro_batches) if self.micro_batches else None
 
     @property
-    def samples_per_second(self) -> float | None:
+    def samples_per_second(self) -> Number | None:
         """B over the median time of an update."""
         if self.seconds is None or not self.micro_batches or self.seconds.median <= 0:
             return None
         return sum(self.micro_batches) / self.seconds.median
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(Answer):
     """All rows of one call, in the order in which they ran."""
+
+    kind: ClassVar[Literal["profile"]] = "profile"
 
     setting: Setting | None
     """What was profiled; None when no process got as far as loading the model."""
@@ -176,12 +179,8 @@ class Profile:
     """Every K that was asked for."""
     interrupted: bool = False
     """Whether Ctrl-C ended it."""
-    spec: dict[str, Any] = field(default_factory=dict)
+    spec: JsonObject = field(default_factory=dict)
     """The spec, as plain values."""
-    source: str = ""
-    """Path of the spec's file; "" where the command line said what to profile."""
-    command: str = ""
-    """Command line that repeats the profile."""
 
     @property
     def name(self) -> str:

@@ -12,9 +12,11 @@ from enum import Enum
 from itertools import chain
 
 from gaverify.records.experiment import WeightFit
+from gaverify.records.json_objects import JsonRecord
+from gaverify.records.numbers import Number
 from gaverify.thresholds import FEW_UNITS, FIT_FLOAT32, FIT_UNITS, TINY, U32
 
-Shares = tuple[tuple[float, ...], ...]
+Shares = tuple[tuple[Number, ...], ...]
 """For each rank what its losses are multiplied by, in turn: one number for all, or one for each micro-batch."""
 
 
@@ -36,7 +38,7 @@ class Collective(str, Enum):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(JsonRecord):
     """Collectives of one rank in one window."""
 
     counts: Mapping[Collective, int] = field(default_factory=dict)
@@ -50,17 +52,17 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(JsonRecord):
     """A rank's part of the gradient before the step, beside the full-batch run's whole gradient.
 
     Its part is its shard, or, where a script reduces by hand after that, what it computed itself.
     """
 
-    factor: float
+    factor: Number
     """c in part ≈ c · the full batch's gradient."""
-    residual: float
+    residual: Number
     """Difference that c leaves, relative to the full batch's gradient."""
-    norms: float
+    norms: Number
     """Value of c if each part were clipped by its own norm: for a shard the whole's norm over its own."""
 
 
@@ -70,14 +72,14 @@ def rounding_of(unit: float) -> float:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class Replicas(JsonRecord):
     """How far ranks that hold the same are from each other; differences are relative to the first such rank's norm."""
 
-    difference: float = math.nan
+    difference: Number = math.nan
     """Largest difference of their final gradients; 0 if bitwise equal, NaN if no ranks share a part."""
-    summed_difference: float = math.nan
+    summed_difference: Number = math.nan
     """The same for gradients as the last backward pass produced them; NaN where not measured."""
-    starting_difference: float = 0.0
+    starting_difference: Number = 0.0
     """The same for the weights at which they computed their gradients."""
     parameters: tuple[str, ...] = ()
     """Parameters whose gradients differ while those of others agree; empty if all or none differ."""
@@ -88,7 +90,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Reduction(JsonRecord):
     """Reductions of the window's backward passes over the ranks."""
 
     bytes_by_pass: tuple[int, ...] = ()
@@ -97,12 +99,12 @@ class Reduction:
     """Bytes of one gradient of all parameters in the smallest reduced type; in an audit one byte per element."""
     stepped_without: bool = False
     """Whether the optimizer step found no gradient in any sharded parameter."""
-    altered: float = math.nan
+    altered: Number = math.nan
     """Relative part of the gradient that is no sum of the ranks' computed gradients; NaN where not known."""
 
 
 @dataclass(frozen=True)
-class RankTraffic:
+class RankTraffic(JsonRecord):
     """The collectives of one window, on the rank with the most; in an audit on rank 0."""
 
     window: Traffic = field(default_factory=Traffic)
@@ -112,12 +114,12 @@ class RankTraffic:
 
 
 @dataclass(frozen=True)
-class RankShares:
+class RankShares(JsonRecord):
     """Weight of each rank's gradient in the one that they end up with."""
 
     fit: WeightFit | None = None
     """Fit over the ranks' gradients: `weights` give one process's gradient, `used` the ranks'; None without a fit."""
-    mean_left: float = math.nan
+    mean_left: Number = math.nan
     """‖mean of the ranks' gradients − full‖ / ‖full‖; NaN where these gradients are not known."""
     shards: tuple[Share, ...] = ()
     """Factor that each rank applied to its part of the gradient; empty where none was measured."""
@@ -126,22 +128,22 @@ class RankShares:
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankFacts(JsonRecord):
     """Measurements on R ranks."""
 
     ranks: int
     """R, the number of ranks."""
     engine: Engine | None
     """How the ranks keep the model; None where the user's script decides it and nothing was recognised."""
-    difference: float
+    difference: Number
     """‖ranks − full‖ / ‖full‖ over all parameters together."""
     divergent: bool = False
     """Whether the difference is more than rounding."""
-    unit: float = U32
+    unit: Number = U32
     """Unit roundoff of the arithmetic that the ranks trained in."""
     tensor_parallel: bool = False
     """Whether ranks split the same layers and therefore share rows, which count once."""
-    from_one_process: float = 0.0
+    from_one_process: Number = 0.0
     """‖ranks − one‖ / ‖one‖ for one process with the same micro-batches; 0 if not measured or ranks not at fault."""
     replicas: Replicas = field(default_factory=Replicas)
     """How far ranks that hold the same are from each other."""
@@ -153,13 +155,13 @@ class RankFacts:
     """Weight of each rank's gradient."""
     shares_tried: Shares = ()
     """Loss factors of each rank in `weights_control`; empty if that control did not run."""
-    weights_control: float = math.nan
+    weights_control: Number = math.nan
     """Difference if each rank's loss is multiplied by `shares_tried`; NaN if that control did not run."""
-    gather_control: float = math.nan
+    gather_control: Number = math.nan
     """Difference if every all-gather of the loss returns its gradient; NaN if that control did not run."""
-    sync_control: float = math.nan
+    sync_control: Number = math.nan
     """Difference if every backward pass reduces; NaN if that control did not run."""
-    evaluation_mode_control: float = math.nan
+    evaluation_mode_control: Number = math.nan
     """Difference if layers use the statistics in their buffers; NaN if that control did not run."""
 
     @property

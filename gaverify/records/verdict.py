@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar, Literal
 
-from gaverify.records.answers import Environment
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
 from gaverify.records.experiment import ModuleDifference
-from gaverify.records.findings import Acceptance, Conclusion, Finding
+from gaverify.records.json_objects import JsonObject, JsonRecord
 from gaverify.records.numbers import Number
-from gaverify.records.patch import Patch
 from gaverify.records.ranks import RankFacts
 
 
 @dataclass(frozen=True)
-class Losses:
+class Losses(JsonRecord):
     """Losses of a run; NaN where not known."""
 
-    full: float = math.nan
+    full: Number = math.nan
     """Loss of the full batch."""
-    accumulated: float = math.nan
+    accumulated: Number = math.nan
     """Loss of the accumulated micro-batches."""
 
 
 @dataclass(frozen=True)
-class CountedTargets:
+class CountedTargets(JsonRecord):
     """What the weighting `tokens` counted."""
 
     counted: Number
@@ -41,8 +39,10 @@ class CountedTargets:
 
 
 @dataclass(frozen=True)
-class RunInfo:
+class RunInfo(JsonRecord):
     """What was run: enough to run it again."""
+
+    written = ("model", "steps")
 
     model: str
     """Name of the problem, or the class name of its model."""
@@ -54,7 +54,7 @@ class RunInfo:
     """B, the number of samples in the full batch."""
     micro_batches: tuple[int, ...]
     """Number of samples in each of the K micro-batches."""
-    weights: tuple[float, ...]
+    weights: tuple[Number, ...]
     """Weight of each micro-batch in the accumulated gradient."""
     weighting: str
     """Rule for the weights, the name of a function, or "numbers"."""
@@ -68,8 +68,6 @@ class RunInfo:
     """Seed of the random number generators."""
     mode: str
     """Training or evaluation mode of the model; "as is" where none was set."""
-    environment: Environment
-    """What it was run with."""
     autocast: str | None = None
     """Data type of autocast; None where autocast was off."""
     losses: Losses = field(default_factory=Losses)
@@ -94,7 +92,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class TraceRow:
+class TraceRow(JsonRecord):
     """The state after one micro-batch."""
 
     micro_batch: int
@@ -112,7 +110,7 @@ class TraceRow:
 
 
 @dataclass(frozen=True)
-class TraceStep:
+class TraceStep(JsonRecord):
     """The step of SGD after the window; of a model of one element the value stands in place of each norm."""
 
     lr: Number
@@ -130,7 +128,7 @@ class TraceStep:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(JsonRecord):
     """What `--trace` shows."""
 
     rows: tuple[TraceRow, ...]
@@ -140,40 +138,26 @@ class Trace:
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict(Conclusion):
+class Verdict(Answer):
     """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on."""
+
+    kind: ClassVar[Literal["verdict"]] = "verdict"
+    written = (*Answer.written, "accepted")
 
     outcome: Outcome
     """Equivalent, divergent or inconclusive."""
     parameters: tuple[ParameterComparison, ...]
     """Comparison of each parameter's gradient."""
-    findings: tuple[Finding, ...]
-    """Findings of the rules."""
     run: RunInfo
     """What was run, and in which arithmetic."""
     method: str
     """How the parameters were decided."""
-    resolution: float
+    resolution: Number
     """Smallest relative difference that could have been seen in the least clear parameter; NaN where there is none."""
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part, and "total"."""
     trace: Trace | None = None
     """Gradient and weights after each micro-batch; None without `--trace`."""
-    spec: Mapping[str, Any] | None = None
+    spec: JsonObject | None = None
     """The spec as a mapping; None where the verdict came from a call without one."""
-    source: str = ""
-    """Path of the spec's file, or of the test's; "" where the command line or a call gave the problem."""
-    command: str = ""
-    """Command line that repeats the run; "" where it came from a call."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    """Findings that the user accepts and the outcome that the user expects."""
-    patch: Patch | None = None
-    """Patch of the user's source that was tried and makes the run equivalent; None where there is none."""
-    patch_written: str = ""
-    """Into which files the patch was written and how that is undone; "" where none was written."""
-    patch_refused: str = ""
-    """Why there is no patch although one was asked for, or why it was not written; else ""."""
-
     control_failure: str = ""
     """Why the float64 control was impossible, where it was wanted; "" otherwise."""
     ranks: RankFacts | None = None

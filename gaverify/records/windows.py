@@ -22,6 +22,8 @@ from gaverify.records.events import (
     ZeroGrad,
 )
 from gaverify.records.experiment import ControlRun, Count, Operation, WeightFit, are_shares
+from gaverify.records.json_objects import JsonRecord
+from gaverify.records.numbers import Number
 from gaverify.thresholds import COMPUTED_FLOAT32, NO_WEIGHT
 
 # The accumulation window of one update: `run` and `audit` fill the same record, and each rule judges it once.
@@ -36,10 +38,12 @@ EXPLICIT = "explicit"
 
 
 @dataclass(frozen=True)
-class AccumulationWindow:
+class AccumulationWindow(JsonRecord):
     """The micro-batches of one update, how they are weighted, and the weights that would be right."""
 
-    used: tuple[float, ...] = ()
+    unwritten = ("remedy", "place", "counts")
+
+    used: tuple[Number, ...] = ()
     """Weight of each micro-batch in the accumulated gradient; in an audit fitted, and empty without a fit."""
     weighting: str = SCRIPT
     """The recipe of these weights: "uniform", "samples", …"""
@@ -47,12 +51,12 @@ class AccumulationWindow:
     """Samples of each micro-batch; in an audit of each forward pass, 0 where unknown."""
     steps: int = 0
     """K, the number of micro-batches; in an audit the backward passes of the accumulated run."""
-    losses: tuple[float, ...] = ()
+    losses: tuple[Number, ...] = ()
     """Loss of each micro-batch before its weight in `used`; in an audit as the script scaled it, NaN where unknown."""
-    full_loss: float = math.nan
+    full_loss: Number = math.nan
     """Value whose gradient is the full batch's; NaN where its gradient is no weighted sum of its passes."""
     # Whole numbers in an audit, whose document shows them as such; a run may count parts of targets.
-    valid_targets: tuple[int | float, ...] = ()
+    valid_targets: tuple[int | Number, ...] = ()
     """Targets of each micro-batch that the loss counts, or their class weights; empty where one is unknown."""
     ignored_targets: bool = False
     """Whether some targets count for nothing."""
@@ -68,9 +72,9 @@ class AccumulationWindow:
     """The loss call or division whose result the fitted weights add up."""
     counts: tuple[Count, ...] = ()
     """Divisors of each micro-batch, where dividing by the window's count is the remedy."""
-    divisors: tuple[float, ...] = ()
+    divisors: tuple[Number, ...] = ()
     """Divisor of each loss up to a common factor, where no targets were seen; empty where one is unknown."""
-    scales: tuple[tuple[float, ...], ...] = ()
+    scales: tuple[tuple[Number, ...], ...] = ()
     """For each backward pass, the factors of each number that its loss was made from, outermost first."""
 
     @property

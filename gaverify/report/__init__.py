@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import IO
 
 from gaverify.errors import SpecError
+from gaverify.records.answers import Answer
 from gaverify.report.formats import FORMATS, check_writable, format_for, format_named
 from gaverify.report.layout import Layout, Line, clean_code, plain
-from gaverify.report.pages import Answer, NoAnswer, Report, page_of
+from gaverify.report.pages import NoAnswer, Report, page_of
 from gaverify.report.text import (
     diffs_text,
     page_line,

@@ -11,8 +11,9 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import Outcome, ParameterComparison
-from gaverify.records.findings import Conclusion, Finding
+from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text
 from gaverify.records.patch import Edit
 from gaverify.records.profile import LABELS, Row
@@ -20,7 +21,6 @@ from gaverify.report.blocks import FindingBlock, Page, Parameters
 from gaverify.report.common_blocks import finding_blocks
 from gaverify.report.layout import clean, modules_of, number, percent, shape, sort_rows, worst
 from gaverify.report.pages import (
-    Answer,
     Place,
     Report,
     Unanswered,
@@ -227,7 +227,7 @@ def _result(page: Page, block: FindingBlock, seen: Counter[str]) -> dict[str, An
 
 def _fixes(answer: Answer, finding: Finding) -> dict[str, Any]:
     """Returns the key `fixes` of a result where a patch repairs its finding; of all others nothing."""
-    patch = answer.patch if isinstance(answer, Conclusion) else None
+    patch = answer.patch
     if patch is None or finding.code not in patch.codes:
         return {}
     changes = [

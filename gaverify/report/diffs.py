@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from gaverify.records.findings import Conclusion
 from gaverify.report.pages import Report
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
@@ -28,7 +27,7 @@ class Change(NamedTuple):
 
 def diffs_of(report: Report) -> list[str]:
     """Returns the diffs of all answers. Two specs may have the same one, which can be applied only once."""
-    patches = (answer.patch for answer in report.answers if isinstance(answer, Conclusion))
+    patches = (answer.patch for answer in report.answers)
     return list(dict.fromkeys(patch.diff for patch in patches if patch is not None))
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup, escape
 
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import Outcome
 from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, PatchBlock, Table
 from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.layout import clean, clean_code, footnotes, measures, number, sort_rows, worst
-from gaverify.report.pages import Answer, Report, page_of
+from gaverify.report.pages import Report, page_of
 
 if TYPE_CHECKING:
     from jinja2 import Template

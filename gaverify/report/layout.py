@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from gaverify.records.answers import Environment
 from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
 from gaverify.records.numbers import bytes_text
-from gaverify.records.profile import Setting
 from gaverify.records.ranks import RankFacts
 
 # Words and numbers that all pages and formats share.
@@ -146,11 +145,10 @@ def modules_of(rows: Iterable[ParameterComparison]) -> list[tuple[str, list[Para
     return list(groups.items())
 
 
-def made_by(made: Environment | Setting) -> str:
+def made_by(made: Environment) -> str:
     """Returns the versions, the platform and the git commit that an answer was made with."""
     versions = f"gaverify {made.gaverify}, torch {made.torch}, Python {made.python}, {made.platform}"
-    # a profile's setting has no commit
-    return ", commit ".join(filter(None, (versions, getattr(made, "commit", "")[:12])))
+    return ", commit ".join(filter(None, (versions, made.commit[:12])))
 
 
 # Styled lines of text that fit a width: the one form that the terminal, the pictures and plain text share.

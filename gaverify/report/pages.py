@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from gaverify.errors import USAGE, worst_exit_code
+from gaverify.records.answers import Answer
 from gaverify.records.audit_report import AuditReport
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Outcome, together
 from gaverify.records.findings import Finding
+from gaverify.records.json_objects import JsonRecord, as_json, json_object
 from gaverify.records.numbers import bytes_text, count_text, seconds_text
 from gaverify.records.profile import LABELS, Profile, Row
 from gaverify.records.verdict import Verdict
@@ -36,7 +38,7 @@ def profile_page(profile: Profile) -> Page:
             join_title(profile.source, profile.name) or model or "profile",
             profile.outcome,
             _sentence(profile),
-            version=f"gaverify {setting.gaverify} profile" if setting else "",
+            version=f"gaverify {profile.environment.gaverify} profile",
             remarks=(interrupted,) if profile.interrupted else (),
             passed=profile.exit_code == 0,
         ),
@@ -46,7 +48,8 @@ def profile_page(profile: Profile) -> Page:
         profile.source,
         model,
         profile.command,
-        made_by=made_by(setting) if setting else "",
+        made_by=made_by(profile.environment),
+        started=profile.environment.started,
         profile_rows=profile.rows,
     )
 
@@ -132,9 +135,32 @@ def _sentence(profile: Profile) -> str:
 # The page of any answer, a report of several, and the places in files that other tools show findings at.
 
 
-Answer = Verdict | AuditReport | Profile
+_PAGES: dict[type[Answer], Callable[[Any], Page]] = {
+    Verdict: verdict_page,
+    AuditReport: audit_page,
+    Profile: profile_page,
+}
 
 
+class _ByKind:
+    """Tells pydantic to look at `kind` before it reads an answer, so that messages name the keys of this kind alone."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        write = core_schema.plain_serializer_function_ser_schema(as_json)
+        kinds = {kind.kind: handler.generate_schema(kind) for kind in _PAGES}
+        return core_schema.tagged_union_schema(kinds, "kind", serialization=write)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        return handler({key: value for key, value in schema.items() if key != "serialization"})
+
+
+AnyAnswer = Annotated[Answer, _ByKind()]
+"""An answer of any kind."""
+
+
+@json_object()
 class NoAnswer(NamedTuple):
     """Why a run came to no answer; a run with several reasons has one for each."""
 
@@ -159,7 +185,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(JsonRecord):
     """Everything that one call of a command found.
 
     Args:
@@ -167,25 +193,34 @@ class Report:
         errors: Why runs failed.
         skipped: Why runs were left out; these are no failures.
         show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
-        exit_code: What the command leaves with; None where no command made the report.
+        exit_code: What the command leaves with; where no command made the report, as it would, and never 0 without an
+            answer.
         started: When the command was called, as `2026-01-31T12:00:00+00:00`; "" where no command made the report.
     """
 
-    answers: tuple[Answer, ...]
+    version: ClassVar[Literal[2]] = Answer.version
+    written = ("version", "outcome", "exit_code", "started")
+    unwritten = ("show_all",)
+
+    answers: tuple[AnyAnswer, ...]
     errors: tuple[NoAnswer, ...] = ()
     skipped: tuple[NoAnswer, ...] = ()
     show_all: bool = False
-    exit_code: int | None = None
+    exit_code: int = -1
     started: str = ""
 
+    def __post_init__(self) -> None:
+        if self.exit_code < 0:
+            # a command that found nothing to run must not look like a success
+            failed = [USAGE] if self.errors or not self.answers else []
+            code = worst_exit_code([answer.exit_code for answer in self.answers] + failed)
+            object.__setattr__(self, "exit_code", code)
+
     @property
-    def code(self) -> int:
-        """The exit code of the command that made the report, or that it would have; never 0 without an answer."""
-        if self.exit_code is not None:
-            return self.exit_code
-        # a command that found nothing to run must not look like a success
-        failed = [USAGE] if self.errors or not self.answers else []
-        return worst_exit_code([answer.exit_code for answer in self.answers] + failed)
+    def outcome(self) -> Outcome:
+        """Divergent if any answer is, equivalent if all are and nothing failed."""
+        outcome = together(answer.outcome for answer in self.answers)
+        return Outcome.INCONCLUSIVE if self.errors and outcome is Outcome.EQUIVALENT else outcome
 
     @property
     def is_list(self) -> bool:
@@ -213,9 +248,7 @@ class Report:
 
 def page_of(answer: Answer) -> Page:
     """Returns the blocks that every format shows of `answer`."""
-    if isinstance(answer, Verdict):
-        return verdict_page(answer)
-    return audit_page(answer) if isinstance(answer, AuditReport) else profile_page(answer)
+    return _PAGES[type(answer)](answer)
 
 
 _EXPLANATIONS = ("GAV301",)

@@ -28,7 +28,7 @@ def verdict_page(verdict: Verdict) -> Page:
             join_title(verdict.source, verdict.name) or run.model,
             sentence(verdict),
             method(verdict),
-            f"gaverify {run.environment.gaverify}",
+            f"gaverify {verdict.environment.gaverify}",
             [_NO_ACCUMULATION] if run.steps == 1 and verdict.is_equivalent else (),
         ),
         finding_blocks(verdict.findings, verdict.parameters),
@@ -38,8 +38,8 @@ def verdict_page(verdict: Verdict) -> Page:
         run.model,
         verdict.command,
         verdict.timings.get("total", 0.0),
-        made_by(run.environment),
-        run.environment.started,
+        made_by(verdict.environment),
+        verdict.environment.started,
         patch=patch_block(verdict),
     )
 
@@ -79,7 +79,7 @@ def _facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("mode", _layers_in_evaluation(run)),
         ("reference", _reference(run)),
         ("ranks", "" if verdict.ranks is None else ranks_line(verdict.ranks, run.steps)),
-        ("where", f"{run.device}, {run.dtype}{rounded}, {autocast}, torch {run.environment.torch}"),
+        ("where", f"{run.device}, {run.dtype}{rounded}, {autocast}, torch {verdict.environment.torch}"),
         ("loss", f"full batch {value(run.losses.full)}, accumulated {value(run.losses.accumulated)}"),
     ]
     return [(label, text) for label, text in rows if text]

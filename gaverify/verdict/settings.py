@@ -10,7 +10,6 @@ import torch
 from gaverify.passes.modes import layers_in_evaluation, mode_word
 from gaverify.passes.precision import short_name
 from gaverify.passes.user_code import count_tokens
-from gaverify.records.answers import Environment
 from gaverify.records.comparison import Reference
 from gaverify.records.verdict import CountedTargets, Losses, RunInfo
 from gaverify.verdict.decision import Decision
@@ -81,7 +80,6 @@ def run_info(measurement: Measurement, decision: Decision, settings: Settings) -
         seed=settings.seed,
         mode=mode_word(settings.mode, in_evaluation),
         in_evaluation=in_evaluation,
-        environment=Environment(torch.__version__),
         autocast=short_name(runs.autocast) if runs.autocast else None,
         reference=experiment.fitting.way,
         reference_failed=tuple(experiment.fitting.failed),

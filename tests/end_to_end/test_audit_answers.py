@@ -430,7 +430,10 @@ def test_a_script_gets_its_answer(row: Row) -> None:
     update = result.document["updates"][0]
     assert row.method in ("", result.document["method"], update["decided"]), str(result)
     if row.clips is not None:
-        assert tuple(side[0]["active"] for side in (update["clips_full"], update["clips"]) if side) == row.clips
+        assert (
+            tuple(side[0]["active"] for side in (update["step"]["clips_full"], update["step"]["clips"]) if side)
+            == row.clips
+        )
 
 
 def test_findings_name_files_from_the_working_folder_and_the_repairs_of_a_run() -> None:

@@ -98,7 +98,7 @@ def test_a_wrong_scale_is_found_and_a_right_one_is_not(package: str, script: str
     assert not mark or result.line("GAV201") == marked(script, mark)
     # Lightning's Fabric leaves the division to the script.
     assert "divide" not in common or "already: remove" in result.text("GAV201"), str(result)
-    assert script != "lightning_trainer.py" or result.update(1)["backwards"] == 4
+    assert script != "lightning_trainer.py" or result.update(1)["window"]["steps"] == 4
 
 
 def test_accelerates_short_last_window_is_divided_by_k() -> None:

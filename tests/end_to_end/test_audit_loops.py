@@ -22,7 +22,7 @@ SLICED = ("loops_unusual.py", "--batch-size 8", "--batch-size 2 --accum 4")
 def test_every_window_has_its_counts() -> None:
     """Row 3: backward : step : zero_grad = K : 1 : 1."""
     result = audit("loops_scale.py", common="--loop usual --shuffle --workers 2 --dropout 0.2")
-    counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["counts"] if c["complete"]]
+    counts = [(c["backward"], c["step"], c["zero_grad"]) for c in result.document["calls"]["counts"] if c["complete"]]
     assert counts[:2] == [(4, 1, 1)] * 2, str(result)
 
 
@@ -68,7 +68,7 @@ def test_weights_are_not_compared_after_the_full_batchs_gradient() -> None:
     result = audit("loops_steps.py", common="--loop all_but_the_boundary")
     updates = result.document["updates"]
     assert updates and not any(update["judged"] for update in updates), str(result)
-    assert all(update["weights_difference"] is None for update in updates), str(result)
+    assert all(update["step"]["weights_difference"] is None for update in updates), str(result)
     assert "weights differ" not in str(result)
 
 
@@ -163,8 +163,8 @@ def test_what_has_no_values_is_left_out(odd: str) -> None:
     result = audit("odd_beside.py", "--batch-size 8 --accum 1", "--batch-size 2 --accum 4", f"--odd {odd}")
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
     if odd == "meta":  # it belongs to no update
-        assert {row["backward"] for row in result.document["counts"]} == {4}, str(result)
-    assert bool(result.document["left_out"]) == (odd in LEFT_OUT)
+        assert {row["backward"] for row in result.document["calls"]["counts"]} == {4}, str(result)
+    assert bool(result.document["calls"]["left_out"]) == (odd in LEFT_OUT)
 
 
 FULL, ACCUMULATED = "--batch-size 8 --accum 1", "--batch-size 2 --accum 4"
@@ -193,7 +193,7 @@ def test_gradients_that_are_kept_nowhere_are_not_compared(common: str) -> None:
 @slow
 def test_what_a_captured_graph_hides_is_said() -> None:
     seen = audit(SCRIPT, FULL, ACCUMULATED, "--style captured")
-    assert [why.partition(",")[0] for why in seen.document["left_out"]] == ["CUDA graph capture"], str(seen)
+    assert [why.partition(",")[0] for why in seen.document["calls"]["left_out"]] == ["CUDA graph capture"], str(seen)
     hidden = audit(SCRIPT, FULL, ACCUMULATED, "--style captured --whole")
     assert hidden.code == 2 and "calls inside the capture of a CUDA graph" in hidden.err, str(hidden)
 
@@ -202,14 +202,14 @@ def test_what_a_captured_graph_hides_is_said() -> None:
 def test_calls_alone_show_the_moves() -> None:
     result = events_of(SCRIPT, "--batch-size 2 --accum 4 --style plain", options=("--steps", "4"))
     assert (result.code, result.faults) == (0, set()), str(result)
-    assert {(count["backward"], count["step"]) for count in result.document["counts"]} == {(4, 1)}
+    assert {(count["backward"], count["step"]) for count in result.document["calls"]["counts"]} == {(4, 1)}
 
 
 def test_gradients_that_are_only_looked_at(tmp_path: Path) -> None:
     body = TRAIN.replace("    if (i", LOOKED_AT + "    if (i")
     result = audited(tmp_path / "train.py", body)
     assert (result.code, result.outcome, result.faults) == (0, "equivalent", set()), str(result)
-    counts = [count for count in result.document["counts"] if count["complete"]]
+    counts = [count for count in result.document["calls"]["counts"] if count["complete"]]
     assert {(count["backward"], count["step"]) for count in counts} == {(4, 1)}
 
 

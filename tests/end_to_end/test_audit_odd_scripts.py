@@ -44,7 +44,7 @@ def test_an_odd_script_is_recorded_all_the_same(what: str, script: Path) -> None
     script.write_text(HEAD + ODD[what], encoding="utf-8")
     result = events_of(script, "--batch-size 2 --accum 4", ("--timeout", "120"))
     assert (result.code, result.faults) == (0, set()), str(result)
-    assert [count["backward"] for count in result.document["counts"]] == [4, 4], str(result)
+    assert [count["backward"] for count in result.document["calls"]["counts"]] == [4, 4], str(result)
     assert Path.cwd() == before
 
 

@@ -87,7 +87,9 @@ def test_loops_of_several_ranks(name: str) -> None:
     assert SAID.get(name, "") in result.document["reason"], result
     assert ("GAV708" in result.notes) == ("every time" in name), result
     assert result.document["ranks"]["ranks"] == ranks
-    backwards = [(call["rank"], call["update"]) for call in result.document["timeline"] if call["kind"] == "backward"]
+    backwards = [
+        (call["rank"], call["update"]) for call in result.document["calls"]["timeline"] if call["kind"] == "backward"
+    ]
     assert set(backwards) == {(rank, update) for rank in range(ranks) for update in (1, 2)}, result
     assert len(backwards) == 2 * ranks * steps
 

@@ -137,7 +137,7 @@ def test_the_action_splits_lines_expands_globs_and_is_not_in_the_way_of_modules(
     assert code == 0, told
     assert "::error" not in told and runner.values["steps.verify.outputs.exit-code"] == "0"
     assert runner.used == {}
-    assert len(json.loads((project / "a.json").read_text())["verdicts"]) == 2
+    assert len(json.loads((project / "a.json").read_text())["answers"]) == 2
     assert (project / "b.md").exists() and (project / "c.md").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from gaverify.records.answers import Environment
 from gaverify.records.comparison import Outcome
 from gaverify.records.profile import STRATEGIES, Memory, Profile, Row, Seconds, Setting, Strategy
 
@@ -29,9 +30,6 @@ def setting(**changes: Any) -> Setting:
         optimizer=None,
         repeats=5,
         torch="2.13.0",
-        gaverify="0.1.0",
-        python="3.11.7",
-        platform="Linux",
     )
     return replace(sample, **changes)
 
@@ -59,7 +57,13 @@ def profile(**changes: Any) -> Profile:
     """The full batch, and the two other strategies with K = 2, 4, 8."""
     summed, accumulated = ([row(strategy, k) for k in (2, 4, 8)] for strategy in STRATEGIES[1:])
     rows = (row("full-batch", 1), *summed, *accumulated)
-    sample = Profile(setting(), rows, (1, 2, 4, 8), spec={"model": "mnist-mlp", "steps": 1})
+    sample = Profile(
+        setting(),
+        rows,
+        (1, 2, 4, 8),
+        spec={"model": "mnist-mlp", "steps": 1},
+        environment=Environment("2.13.0", "0.1.0", "3.11.7", "Linux", "", ""),
+    )
     return replace(sample, **changes)
 
 

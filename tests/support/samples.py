@@ -16,6 +16,8 @@ from gaverify.records.patch import Edit, Patch
 from gaverify.records.verdict import Losses, RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.records.windows import AccumulationWindow
 
+ENVIRONMENT = Environment("2.13.0", "0.1.0")
+
 
 def row(name: str = "0.weight", outcome: Outcome = Outcome.EQUIVALENT, **changes: Any) -> ParameterComparison:
     """A parameter of shape 32×16 that agrees to rounding, or differs by 88 %."""
@@ -43,7 +45,6 @@ def run(**changes: Any) -> RunInfo:
         dtype="float32",
         seed=0,
         mode="train",
-        environment=Environment("2.13.0", "0.1.0"),
         losses=Losses(2.302585, 2.302585),
     )
     return replace(sample, **changes)
@@ -52,7 +53,8 @@ def run(**changes: Any) -> RunInfo:
 def equivalent(**changes: Any) -> Verdict:
     """Four parameters that agree to rounding."""
     rows = tuple(row(name) for name in ("0.weight", "0.bias", "2.weight", "2.bias"))
-    sample = Verdict(Outcome.EQUIVALENT, rows, (), run(), "working-precision", 9.5e-7, {"total": 0.125})
+    made = {"environment": ENVIRONMENT, "timings": {"total": 0.125}}
+    sample = Verdict(Outcome.EQUIVALENT, rows, run(), "working-precision", 9.5e-7, **made)
     return replace(sample, **changes)
 
 
@@ -105,11 +107,12 @@ def divergent(**changes: Any) -> Verdict:
     sample = Verdict(
         Outcome.DIVERGENT,
         rows,
-        (batchnorm(), note),
         run(model="mlp-batchnorm", losses=Losses(2.302585, 2.41)),
         "float64-control",
         3.1e-15,
-        {"total": 0.5},
+        environment=ENVIRONMENT,
+        findings=(batchnorm(), note),
+        timings={"total": 0.5},
         spec={"model": "mlp-batchnorm", "steps": 4, "shape": (3, 32), "limit": math.nan},
     )
     return replace(sample, **changes)
@@ -145,7 +148,10 @@ def inconclusive(**changes: Any) -> Verdict:
     suspect = Finding(
         "GAV503", "non-finite-gradient", "fault", "the loss of micro-batch 2 is NaN", Location(None, None, "loss.py", 7)
     )
-    return replace(Verdict(Outcome.INCONCLUSIVE, rows, (suspect,), settings, "noise-floor", 2e-5), **changes)
+    sample = Verdict(
+        Outcome.INCONCLUSIVE, rows, settings, "noise-floor", 2e-5, environment=ENVIRONMENT, findings=(suspect,)
+    )
+    return replace(sample, **changes)
 
 
 def traced(**changes: Any) -> Verdict:
@@ -213,13 +219,13 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
         "train.py",
         outcome,
         "update 2: 1 of 1 parameter differs",
-        (batchnorm(),),
         updates,
         RecordedCalls(timeline=timeline),
         trained=TrainedModels(("Net",), ("SGD",), 512),
         arithmetic=Arithmetic("cpu", "float32"),
         environment=Environment("2", "0"),
         method="noise-floor",
+        findings=(batchnorm(),),
         timings={"total": 3.0, "full": 1.0},
     )
 

@@ -1,14 +1,18 @@
-"""The JSON documents of all answers: `schema` says what they hold and fills them, `reading` reads them back."""
+"""The JSON documents of answers and reports: the records themselves, as pydantic writes, reads and describes them."""
 
 from __future__ import annotations
 
 import json
 
-from gaverify.records.comparison import Outcome, together
-from gaverify.report.pages import Answer, Report
+from gaverify.records.answers import Answer
+from gaverify.records.audit_report import AuditReport
+from gaverify.records.json_objects import adapter_of, as_json, plain_value
+from gaverify.records.profile import Profile
+from gaverify.records.verdict import Verdict
+from gaverify.report.pages import Report
 
-VERSION = 1
-"""Version of the documents; it grows when a reader of the older one would break."""
+_PRINTED = {"run": Verdict, "audit": AuditReport, "profile": Profile}
+"""Command → its answers."""
 
 
 def answer_text(answer: Answer) -> str:
@@ -24,15 +28,16 @@ def report_text(report: Report) -> str:
     return _document_text(report) + "\n"
 
 
-def overall_outcome(report: Report) -> Outcome:
-    """Returns the outcome of a whole report: divergent if any answer is, equivalent if all are and nothing failed."""
-    outcome = together(answer.outcome for answer in report.answers)
-    return Outcome.INCONCLUSIVE if report.errors and outcome is Outcome.EQUIVALENT else outcome
-
-
 def _document_text(record: Answer | Report) -> str:
-    # Loads pydantic, which only documents need.
-    from gaverify.report.documents.schema import as_json
-
     # ASCII escapes keep lone surrogates in names legal and make the bytes the same under every encoding.
     return json.dumps(as_json(record), indent=2, ensure_ascii=True, allow_nan=False)
+
+
+def schema_text(command: str) -> str:
+    """Returns the JSON schema of what `gaverify COMMAND --format json` prints, and of one answer's `to_json()`."""
+    schema = adapter_of(Report | _PRINTED[command]).json_schema(mode="serialization")
+    schema |= {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"gaverify {command} document, version {Answer.version}",
+    }
+    return json.dumps(plain_value(schema), indent=2, ensure_ascii=False)

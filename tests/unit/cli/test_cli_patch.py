@@ -212,7 +212,7 @@ def test_a_run_says_why_there_is_no_patch(file: Path, capsys: pytest.CaptureFixt
     file.with_name("net.py").write_text(MODEL.replace("nn.BatchNorm1d(8)", "Centred()") + CENTRED, encoding="utf-8")
     assert main(["run", "net.py:factory", "--format", "json", *flags]) == 1
     out, err = capsys.readouterr()
-    verdict = json.loads(out)["verdicts"][0]
+    verdict = json.loads(out)["answers"][0]
     assert verdict["patch"] is None and "shapes that gaverify can patch" in verdict["patch_refused"]
     assert err.count(f"gaverify: no patch: {verdict['patch_refused']}") == 1
 

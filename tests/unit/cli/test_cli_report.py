@@ -63,7 +63,7 @@ def test_the_exit_code_is_that_of_what_was_saved(answers, errors, code: int, tmp
         (["gone.json"], "`gone.json` cannot be read: No such file or directory"),
         (["{folder}"], "cannot be read"),
         (["{page}"], "is no JSON"),
-        (["{old}"], "has version 7; this gaverify reads version 1"),
+        (["{old}"], "has version 7; this gaverify reads version 2"),
         (["{saved}", "--output", "{saved}"], "would overwrite the document that is read"),
         (["{saved}", "--output", "gone/x.html"], "there is no folder"),
         (["{saved}", "--output", "a.html", "--output", "./a.html"], "is named twice"),
@@ -221,7 +221,7 @@ def test_files_are_audited_and_accept(tmp_path: Path, capsys: pytest.CaptureFixt
         "broken.toml": "$.scrip"
     }
     document = json.loads(report.read_text())
-    outcomes = {Path(made["source"]).name: made["outcome"] for made in document["audits"]}
+    outcomes = {Path(made["source"]).name: made["outcome"] for made in document["answers"]}
     assert outcomes == {"right.toml": "equivalent", "wrong.toml": "divergent"}
     (tmp_path / "broken.toml").unlink()
     assert main(["audit", str(tmp_path)]) == 1

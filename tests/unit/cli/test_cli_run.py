@@ -34,11 +34,8 @@ from gaverify.spec.values import read_value
 
 
 def verdict(outcome: Outcome, model: str = "m") -> Verdict:
-    made_with = Environment("2", "0")
-    run = RunInfo(
-        model, 1, 1, 8, (2,) * 4, (0.25,) * 4, "uniform", "accumulate", "cpu", "float32", 0, "train", made_with
-    )
-    return Verdict(outcome, (), (), run, "working-precision", 1e-7)
+    run = RunInfo(model, 1, 1, 8, (2,) * 4, (0.25,) * 4, "uniform", "accumulate", "cpu", "float32", 0, "train")
+    return Verdict(outcome, (), run, "working-precision", 1e-7, environment=Environment("2", "0"))
 
 
 class Fake:
@@ -162,7 +159,7 @@ def test_json_has_stdout_for_itself(fake: Fake, tmp_path: Path, capsys: pytest.C
     fake.verify = verify
     assert main(["run", str(specs(tmp_path, "equivalent", "divergent")), "--format", "json"]) == 1
     out, err = capsys.readouterr()
-    assert [each["outcome"] for each in json.loads(out)["verdicts"]] == ["equivalent", "divergent"]
+    assert [each["outcome"] for each in json.loads(out)["answers"]] == ["equivalent", "divergent"]
     assert err.count("the model talks") == 2
 
 
@@ -197,7 +194,7 @@ def test_a_broken_spec_is_a_row_and_the_others_run(
     assert main(["run", str(folder), str(folder / "gone.toml"), "--output", str(file)]) == 2
     assert [spec.model for spec in fake.specs] == ["equivalent", "divergent"]
     document = json.loads(file.read_text())
-    assert [verdict["outcome"] for verdict in document["verdicts"]] == ["equivalent", "divergent"]
+    assert [verdict["outcome"] for verdict in document["answers"]] == ["equivalent", "divergent"]
     assert [Path(error["source"]).name for error in document["errors"]] == ["0b.toml", "0b.toml", "gone.toml"]
     assert "$.steps: must be" in document["errors"][0]["message"]
     out, err = capsys.readouterr()
@@ -222,7 +219,7 @@ def test_ctrl_c_between_specs_is_told_in_the_reports(fake: Fake, tmp_path: Path)
     file = tmp_path / "report.json"
     assert main(["run", str(specs(tmp_path, *["equivalent"] * 3)), "--output", str(file)]) == 130
     document = json.loads(file.read_text())
-    assert len(document["verdicts"]) == 1 and document["outcome"] == "inconclusive"
+    assert len(document["answers"]) == 1 and document["outcome"] == "inconclusive"
     assert [error["message"] for error in document["errors"]] == ["interrupted before there was a verdict"] * 2
     file.write_text("yesterday's, whole")
     fake.specs.clear()
@@ -630,6 +627,6 @@ def test_the_spec_is_in_the_verdict(fake: Fake, tmp_path: Path, capsys: pytest.C
     file = tmp_path / "a.toml"
     file.write_text('model = "equivalent"\nname = "mine"')
     assert main(["run", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdicts"][0]["source"] == str(file)
+    assert json.loads(capsys.readouterr().out)["answers"][0]["source"] == str(file)
     assert main(["run", "--model", "equivalent", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdicts"][0]["source"] == ""
+    assert json.loads(capsys.readouterr().out)["answers"][0]["source"] == ""

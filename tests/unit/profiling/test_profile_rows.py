@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,8 +19,8 @@ from documents import only_answer
 import gaverify
 from gaverify.cli import main
 from gaverify.profiling.launching import profile_spec
-from gaverify.records.profile import plans
-from gaverify.report.documents.schema import ProfileDocument, validate_document
+from gaverify.records.profile import Profile, plans
+from gaverify.report.documents.reading import answer_of
 from gaverify.spec import Spec
 
 MODEL = """
@@ -84,9 +85,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def profiled(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, ProfileDocument]:
+def profiled(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Profile]:
     code = main(["profile", "--format", "json", "--repeats", "1", *words])
-    return code, validate_document(capsys.readouterr().out).profiles[0]  # nothing but the document: prints go to stderr
+    (document,) = json.loads(capsys.readouterr().out)["answers"]
+    answer = answer_of(document)  # nothing but the document: prints go to stderr
+    assert isinstance(answer, Profile)
+    return code, answer
 
 
 @pytest.mark.smoke

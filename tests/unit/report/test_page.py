@@ -194,7 +194,7 @@ def test_a_module_that_holds_the_cause_is_no_bar_of_its_own() -> None:
 def test_the_page_says_when_it_was_made_and_of_which_commit() -> None:
     verdict = samples.divergent()
     environment = Environment(started="2026-11-25T07:00:00Z", commit="0123456789abcdef" * 2)
-    made = replace(verdict, run=replace(verdict.run, environment=environment))
+    made = replace(verdict, environment=environment)
     text = Reader(page(made)).text
     assert "date 2026-11-25T07:00:00Z" in text and "commit 0123456789ab" in text and "duration" in text
 

@@ -82,7 +82,7 @@ def test_equal_diffs_are_printed_once(report: Report) -> None:
 
 
 def test_a_document_holds_the_patch_and_makes_the_same_page(report: Report, tmp_path: Path) -> None:
-    document = json.loads(render(report.answers, "json"))["audits"][0]
+    document = json.loads(render(report.answers, "json"))["answers"][0]
     assert document["patch"]["codes"] == ["GAV201"]
     assert document["patch"]["unsafe"] == "it is another model"
     assert document["patch"]["edits"][0]["first_line"] == 6

@@ -242,7 +242,8 @@ def test_every_format_takes_odd_names_and_numbers(format: str, name: str, number
     losses = Losses(number, 2.302585)
     run = samples.run(model=name, weighting=name, losses=losses, weights=(), micro_batches=(), batch_size=0)
     for outcome in Outcome:
-        verdict = Verdict(outcome, rows, (finding,), run, name, number, {"total": number}, samples.traced().trace)
+        verdict = samples.traced(outcome=outcome, findings=(finding,), method=name, resolution=number)
+        verdict = replace(verdict, parameters=rows, run=run, timings={"total": number})
         text = render([verdict], format)
         text.encode("utf-8")
         assert "\x1b" not in text
