@@ -60,10 +60,10 @@ def mark_accepted(
 ) -> Answer:
     """Returns the answer with its accepted findings marked.
 
-    A fault is accepted by an entry of its code whose pattern fits its place, or by a comment at its line, if a control
-    run proved it or the entry says `suspected`, and if the entry's last day is not over. Entries of the answer's own
-    spec that fit no finding are stale; those of the project may fit another spec, so that `describe_unused_entries`
-    judges them over all answers.
+    An entry accepts a fault of its code whose place fits its pattern; so does a comment at the fault's line. A control
+    run must have proved the fault, or the entry says `suspected`; and the entry's last day is not over. Entries of the
+    answer's own spec that fit no finding are stale; those of the project may fit another spec, so that
+    `describe_unused_entries` judges them over all answers.
 
     Args:
         answer: A verdict or an audit.

@@ -60,8 +60,8 @@ def table_of_file(file: Path, what: str) -> dict[str, Any]:
 def write_whole(path: str | os.PathLike[str], text: str | bytes) -> None:
     """Writes `text`, as UTF-8, so that `path` holds the old content or the new, never a part, even after Ctrl-C.
 
-    The new content is written under a random name that must not exist yet, so that nobody who may write in the folder
-    can have put a link there. A file that is replaced keeps its owner and mode; a new one gets what the umask leaves.
+    The new content is written under a random name that must not exist yet: nobody who may write in the folder can have
+    put a link there. A file that is replaced keeps its owner and mode; a new one gets what the umask leaves.
     A device, a pipe and a file with several names or with an owner that cannot be kept are written into instead.
 
     Raises:

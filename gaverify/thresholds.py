@@ -177,8 +177,8 @@ KEPT_ELEMENTS = 4096
 SKETCH_WIDTHS = (1021, 509)
 """Buckets of a parameter's sketch, where there are few such parameters and where there are many.
 
-A norm is read from W buckets with a standard deviation of sqrt(2 / W) / 2 (2.2 % and 3.1 %), and up to twice that where
-all elements are alike; 20 % are at least three times that. Primes, so that no column of a matrix falls into few
-buckets: its elements are as far apart as a row is long."""
+A norm is read from W buckets with a standard deviation of sqrt(2 / W) / 2 (2.2 % and 3.1 %). Where all elements are
+alike it is up to twice that; 20 % are at least three times as much. Primes, so that no column of a matrix falls into
+few buckets: its elements are as far apart as a row is long."""
 MOST_WIDE_SKETCHES = 1500
 """Sketched parameters of an optimizer from which on sketches are narrow: 12 MB for each of two updates and stages."""

@@ -145,10 +145,9 @@ def _operation_of_loss(runs: WatchedRuns, update: int) -> Operation:
 
 # The control for gradients that a script transforms in each micro-batch before it adds them up.
 #
-# Such a script takes the gradient of a backward pass, transforms it (orthogonalises, clips, takes the sign), and
-# assigns the sum to `.grad` before the step. No call tells of the transformation, but the gradients that the
-# optimizer sees do: U(a, b) are those with the losses of the window's first half multiplied by a, and those of its
-# second half by b.
+# Such a script transforms the gradient of each backward pass (orthogonalises, clips, takes the sign), and assigns the
+# sum to `.grad` before the step. No call tells of the transformation, but the gradients that the optimizer sees do.
+# U(a, b) are those with the losses of the window's first half multiplied by a, and those of its second half by b.
 #
 #     U(s, s) = s U(1, 1)                       the transformation is linear: micro-batches and their sum give the same
 #     U(s, 1) + U(1, s) = U(1, 1) + U(s, s)     each micro-batch is transformed on its own, and the results are added up

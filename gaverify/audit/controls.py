@@ -64,7 +64,7 @@ def control_noise_floor(trial: Trial, record: Record) -> Record:
     """Measures the noise floor again if all differences are near it: one run may measure a floor that is too small.
 
     The gradient of terms that cancel consists of their rounding. Small weights that move by a roundoff hardly change
-    that rounding, so the losses are multiplied by odd factors as well, which rounds every term differently. The full
+    that rounding. So the losses are multiplied by odd factors as well, which rounds every term differently. The full
     batch's terms may cancel exactly where those of micro-batches do not, so both runs are perturbed. The largest floor
     counts.
     """
@@ -166,7 +166,7 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     """Clears the gradients before each backward pass, if each pass may overwrite those of the passes before it.
 
     If the same gradient reaches the step, only the last pass ever reached it. A pass that overwrites seems to add its
-    own gradient less that of the pass before, so the weights that fit fall from pass to pass.
+    own gradient less that of the pass before: the weights that fit fall from pass to pass.
     """
     update_and_fit = fitted_weights_of(record)
     if update_and_fit is None or len(update_and_fit[1].multipliers) < 2:

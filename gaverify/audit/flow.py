@@ -1,8 +1,8 @@
 """The whole audit: three runs of the script, their comparison, the rules, the report.
 
-The first runs only record. If they did not see the same samples, or drew random numbers outside the model's forwards,
-they are made again with a replay: the full-batch run stores the samples of its loaders and the draws of its loop, and
-the other runs are given the rows of the same samples.
+The first runs only record. They may not see the same samples, or draw random numbers outside the model's forwards.
+Then they are made again with a replay: the full-batch run stores the samples of its loaders and the draws of its
+loop. The other runs are given the rows of the same samples.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def note_fault(error: BaseException, folder: Path) -> int:
     """Notes in a process's folder why its recorder failed; returns the exit status that says so.
 
     Neither a full disk nor a descriptor that the script has closed is a fault of gaverify's. A disk without room for a
-    text may have some for an empty file, by which the parent knows of a process that a launcher started.
+    text may have some for an empty file. By that file the parent knows of a process that a launcher started.
     """
     full = is_out_of_space(error) or is_full(folder)
     users_fault = explain_users_fault(error)

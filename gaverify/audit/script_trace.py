@@ -75,8 +75,8 @@ class Partners:
 class TraceComparison:
     """The traces of both runs, aligned.
 
-    Calls of one name and line correspond in their order, where the accumulated run has as many as the full-batch run,
-    or K times as many.
+    Calls of one name and line correspond in their order, if the accumulated run has as many as the full-batch run, or K
+    times as many.
 
     Args:
         full: The trace of the full-batch run.

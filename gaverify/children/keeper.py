@@ -3,8 +3,8 @@
     python -I -S keeper.py WATCHED COMMAND...
 
 It starts COMMAND and waits for one of two things: that the child ends, or that nobody holds the other end of the pipe
-WATCHED any more, because gaverify closed it or is gone. Then it ends what is left of the child's process group and
-(on Linux, where orphans come to it) everything else that the child started, and leaves as the child did. Where a child
+WATCHED any more, because gaverify closed it or is gone. Then it ends the rest of the child's process group. On Linux
+orphans come to it, and it ends everything else that the child started. It leaves as the child did. Where a child
 is forked from gaverify, `keep` runs in a fork as well.
 """
 

@@ -369,9 +369,9 @@ def _has_terminal() -> bool:
 class DelayedProgress:
     """Shows a bar once `DELAY` has passed; `report` is the callback of `verify_spec`.
 
-    The bar starts from a timer's thread, because the slow part may be a single step without any report. Where there is
-    no terminal that can move its cursor, it says in a line what was started, if there are several or a CI runs it, and
-    every `LIFE` seconds what is being done.
+    The bar starts from a timer's thread, because the slow part may be a single step without any report. A terminal
+    that cannot move its cursor gets a line for each start, if there are several or a CI runs it. Every `LIFE` seconds
+    another line says what is being done.
 
     Args:
         title: The name of the run.

@@ -23,8 +23,8 @@ from gaverify.torch_internals import BUILTIN_FUNCTIONS_MODULE, CriterionModule
 
 # Makes a loss and a batch of what a factory may return in their place.
 #
-# A criterion such as `nn.MSELoss()` becomes a loss of (model, batch), a data loader its first batch, and a module
-# with a `training_step` brings the loss itself.
+# A criterion such as `nn.MSELoss()` becomes a loss of (model, batch), a data loader its first batch. A module with a
+# `training_step` brings the loss itself.
 
 
 _FUNCTIONAL = ("torch.nn.functional", BUILTIN_FUNCTIONS_MODULE)

@@ -274,8 +274,8 @@ def _module_name(file: Path, depth: int) -> str:
 def _put_first(folder: str) -> None:
     """Makes `folder` the first place that imports look at.
 
-    It stays there: a model may import while it runs. Modules that came from another spec's folder and that this folder
-    has too are forgotten, so that two models with a `layers.py` each get their own.
+    It stays there: a model may import while it runs. Modules of another spec's folder are forgotten if this folder has
+    them too, so that two models with a `layers.py` each get their own.
     """
     for name, module in list(sys.modules.items()):
         home = _home(module) if "." not in name else ""
@@ -321,8 +321,8 @@ def _make_import_error(place: str, error: BaseException) -> ProblemError:
 def missing_package(error: BaseException) -> str:
     """Returns the package that the user's code imports and that is not installed; "" for every other error.
 
-    A name that is near to a module beside the code, or that a folder of the project has, is no package that somebody
-    would install: a wrong import must not look like a package that this machine lacks.
+    Nobody would install a package whose name is near to a module beside the code, or that a folder of the project has:
+    a wrong import must not look like a package that this machine lacks.
     """
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""

@@ -109,7 +109,6 @@ class LoopModel:
             event.place
             for window in self.context.record.calls.windows
             for event in window.events
-            # A subclass of an event stands for another kind of call.
             if type(event) is kind and event.file is not None
         )
         sites: dict[ast.Call, Site] = {}

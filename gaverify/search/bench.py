@@ -71,7 +71,7 @@ def take_rows(
     """Returns the rows of samples `start` to `stop - 1` of a full-batch tensor, in the shape of the micro-batch's.
 
     A dimension with several rows per sample may hold the samples as its outer or as its inner index (two views of a
-    batch, one after the other): where the order is not known, the reading that comes closer to the micro-batch's own
+    batch, one after the other). If the order is not known, the reading that comes closer to the micro-batch's own
     values is taken.
 
     Args:

@@ -31,8 +31,8 @@ from gaverify.verdict.sketches import Sketches, fit_runs, keep_sketch
 
 # Runs what would be printed as a repair on a second batch: rows drawn again, another seed.
 #
-# A repair is a rule that holds for every window. A change that gives the full batch's gradient on one batch and not on
-# the next (the factor of a moving average, a number that this batch's samples add up to) is a measurement.
+# A repair is a rule that holds for every window. A change that gives the full batch's gradient on one batch only is a
+# measurement: the factor of a moving average, a number that this batch's samples add up to.
 
 
 T = TypeVar("T")

@@ -59,8 +59,8 @@ def ask(bench: Bench, facts: Facts) -> Facts:
 
 def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
     """Returns a bench with the window's counts for all other questions, where nothing can be compared without them."""
-    # A micro-batch that holds nothing to count divides 0 by 0: with NaN on one side no other control tells anything,
-    # so that counts which leave any finite difference are kept for the questions after this one.
+    # A micro-batch that holds nothing to count divides 0 by 0. With NaN on one side no other control tells anything.
+    # So counts which leave any finite difference are kept for the questions after this one.
     window_counts = _attempt_counts(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
     if window_counts is None:
         return bench, facts
@@ -199,8 +199,8 @@ def _find_divisors(bench: Bench, used: Sequence[float]) -> dict[FunctionKey, _Di
     # losses that count as they are weighted, which most are, cost no further forward
     if not divisors or not any(each.contradicts(used) for each in (*divisors.values(), *terms.values())):
         return terms
-    # A count belongs to the data. A number that changes when every parameter moves by one rounding (a norm, a loss that
-    # was cut out of the graph) is no count, and no number of the window could stand in for it.
+    # A count belongs to the data. A number that changes when every parameter moves by one rounding (a norm, a loss
+    # that was cut out of the graph) is no count. No number of the window could stand in for it.
     weights = list(bench.experiment.parameters.values())
     with move_weights(weights, [SAME_NUMBER] * len(weights)):
         at_moved_parameters = _listen_to_forward(bench.experiment.with_current_state(), None)

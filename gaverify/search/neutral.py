@@ -183,10 +183,10 @@ class RestoredGradients(PassProbe):
 # The control of a coupled loss: the loss once over all outputs of the full batch, the model backward per micro-
 # batch.
 #
-# A loss may cache gradients itself: it runs the model without a graph, computes its gradient with respect to the
-# outputs, and sends that through the model in small parts, in a hook of the backward. Nothing of that can be cut
-# from outside. But where the model never gets more samples than a micro-batch has, and the result is the full
-# batch's gradient, samples interact in the loss and nowhere else.
+# A loss may cache gradients itself: it runs the model without a graph and computes its gradient with respect to the
+# outputs. A hook of the backward sends that through the model in small parts, and nothing of it can be cut from
+# outside. But samples interact in the loss and nowhere else if two things hold: the model never gets more samples than
+# a micro-batch has, and the result is the full batch's gradient.
 #
 # Shapes: B samples, micro-batches of samples `start` to `stop - 1`.
 
@@ -327,8 +327,8 @@ def _cache_gradients(inside: frozenset[int], experiment: Experiment) -> Callable
 
 # Replaces values of a micro-batch by the full batch's, so that both runs go on with the same constants.
 #
-# A value is a result of a torch call or of a custom autograd function, an output of a module, or a number that
-# Python code reads. Gradient hooks (of parameters, modules and tensors) are removed in both runs instead.
+# A value is a result of a torch call, of a custom autograd function or of a module, or a number that Python code
+# reads. Gradient hooks (of parameters, modules and tensors) are removed in both runs instead.
 #
 # Shapes: B samples, micro-batches of samples `start` to `stop - 1`; a result may hold m rows per sample.
 

@@ -121,7 +121,7 @@ def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun
 
 def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> Facts | None:
     """Looks in the backward, if only cached gradients prove the one cause and the loss differs by a constant."""
-    # Cached gradients run the loss and its backward once for all samples, so that they also remove the difference of a
+    # Cached gradients run the loss and its backward once for all samples. So they also remove the difference of a
     # backward that depends on the batch.
     (control,) = [cause.control for cause in explanation.causes] if len(explanation.causes) == 1 else [None]
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
@@ -143,8 +143,8 @@ def ask_branch(bench: Bench, facts: Facts) -> Facts:
 
 def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
     """Keeps the state constant instead of restored, if no counts of the window are needed then."""
-    # A forward that updates restored state by its batch (the number of samples so far) has a number that looks like a
-    # count of that batch.
+    # A forward may update restored state by its batch (the number of samples so far). That number looks like a count
+    # of the batch.
     state_facts = facts.state
     control = state_facts.control if state_facts is not None else None
     is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED

@@ -123,8 +123,8 @@ def try_suspect(
 def _put_on_probation(bench: Bench, trial: SuspectTrial, left: float) -> SuspectTrial | None:
     """Returns the suspect on probation if pinning its own result changes nothing; None if it does, or is impossible.
 
-    Cached gradients compute all of the loss once, so that they prove a region and not a line. A value such as a centre
-    that is subtracted from all outputs may depend on the batch although the loss does not depend on that value.
+    Cached gradients compute all of the loss once, so that they prove a region and not a line. The loss may not depend
+    on a value that depends on the batch, such as a centre that is subtracted from all outputs.
     """
     suspect = trial.cause.suspect
     functions = suspect.source_functions if suspect.source is not None else suspect.functions
@@ -328,7 +328,7 @@ def _run_remedies(
     probe = neutral.shared if neutral is not None else None
     if neutral is not None and isinstance(probe, PinnedResults) and not probe.pins_gradients:
         # The control pinned the value in both runs. As a repair of the micro-batches alone it is right only if no
-        # gradient of the full batch flows through the value, which this run shows.
+        # gradient of the full batch flows through the value. This run shows that.
         what = "the full batch's value as a constant in every micro-batch"
         repair = replace(neutral, what=what, kind=ControlKind.FULL_BATCH_VALUE, in_reference=False)
         # If it fails, the difference is only drawn in a chart: a sketch is precise enough, and saves a full batch.

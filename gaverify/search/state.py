@@ -237,8 +237,8 @@ def measure_next_update(bench: Bench, state_facts: State) -> tuple[NextUpdate, L
     The weights stay, so that only the state can make a difference.
 
     Returns:
-        How far the second update's gradients are from the full batch's, and the state that the first full batch left,
-        if micro-batches can start from it; None where the state that is blamed has no name.
+        The distance of the second update's gradients from the full batch's, and the state that the first full batch
+        left, if micro-batches can start from it; None where the state that is blamed has no name.
     """
     names = [change.name for change in state_facts.changes]
     blamed = [change.name for change in state_facts.blamed]

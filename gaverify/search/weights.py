@@ -56,8 +56,8 @@ def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
     """Tries weights without a meaning that hold for moved parameters as well."""
     if facts.weights_first:
         return facts
-    # Where weights fit with constant state too, the factor may be a number that changes from forward to forward (a
-    # divisor that is a moving average). It does not depend on the parameters, so that moving them would not expose it;
+    # Weights that fit with constant state too may be a factor that changes from forward to forward (a divisor that
+    # is a moving average). It does not depend on the parameters, so that moving them would not expose it;
     # the next question runs with constant state.
     pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
     if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):

@@ -44,15 +44,15 @@ from gaverify.verdict.sketches import GradientSketches, Sums, fit_runs
 #     the rest    ‖g_full − Σ w_k g_k‖, compared with what the same few samples differ by in working precision, at once
 #                 and one by one: that is rounding, since the higher precision says that they agree
 #
-# Rounding is not coherent with the micro-batches' gradients, and a wrong weight is nothing else: so c is known
-# better than any single parameter is (one weight of four that is 3 % off is seen in bfloat16, where parameters are
-# 2 to 90 % apart). Moving every weight by a unit roundoff is no measure of rounding below float32: it moves a
+# Rounding is not coherent with the micro-batches' gradients, and a wrong weight is nothing else. So c is known better
+# than any single parameter is: one weight of four that is 3 % off is seen in bfloat16, where parameters are
+# 2 to 90 % apart. Moving every weight by a unit roundoff is no measure of rounding below float32: it moves a
 # bfloat16 gradient by 10 to 90 %.
 #
-# In float32 two samples settle the few parameters that are open: structure and rounding as above. Only both
-# together settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there
-# (of a parameter that shifts the logits of a softmax, as the bias of attention's keys). The rest goes to the float64
-# control of the whole batch.
+# In float32 two samples settle the few parameters that are open: structure and rounding as above. Only both together
+# settle anything, and only differences below 1e-5 of the gradient, or of a gradient that is zero there. (The bias of
+# attention's keys has one: it shifts the logits of a softmax.) The rest goes to the float64 control of the whole
+# batch.
 
 
 def judge_few_samples(measurement: Measurement) -> tuple[Outcome, FewSamples] | None:

@@ -113,8 +113,8 @@ def _allowed_rounding(
 ) -> float:
     """Returns the rounding to expect without a control: a few u of the norms, and more only where it hides no fault.
 
-    Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts where what it allows is at most 1e-5 of
-    the gradient, or where the gradient itself is no more than the rounding of its terms; a floor up to 1e-5, or where
+    Σ|terms| and a floor may be far larger than the gradient. Σ|terms| counts if it allows at most 1e-5 of the gradient,
+    or if the gradient itself is no more than the rounding of its terms. A floor counts up to 1e-5, or where
     the gradient is zero but for rounding.
     """
     allowed = FEW_UNITS * unit * scale

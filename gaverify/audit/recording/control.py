@@ -1,9 +1,9 @@
 """The machinery of changes: losses scaled, gradients cleared, weights moved, steps led along the full-batch run.
 
 A run is led along the full-batch run if its optimizers step with that run's gradients. Its own gradients are recorded
-before. So its next update starts from the full-batch run's weights and optimizer state (and other state, by `carried`),
-and is judged for its own faults only. How the step treats the same gradients is compared as well: a step that divides
-by K shows.
+before. So its next update starts from the full-batch run's weights and optimizer state; `carried` sets other state.
+Each update is judged for its own faults only. The step's treatment of the same gradients is compared as well: a step
+that divides by K shows.
 """
 
 from __future__ import annotations

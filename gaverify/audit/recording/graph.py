@@ -1,8 +1,8 @@
 """Reads facts about a script's code from the graph of autograd.
 
-It tells which parameters lie behind a number, which forwards a backward pass reaches (a forward whose result is only
-looked at feeds no window), and in which lines the rows of a batch meet. For a loss it tells by which factor the script
-multiplies it (`loss / K` gives 1/K), and which terms it adds.
+It tells which parameters lie behind a number, and in which lines the rows of a batch meet. It tells which forwards a
+backward pass reaches: a forward whose result is only looked at feeds no window. For a loss it tells by which factor
+the script multiplies it (`loss / K` gives 1/K), and which terms it adds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def meetings(
 ) -> list[Place]:
     """Returns the user's lines in which rows of a batch meet, in the order in which they ran.
 
-    They meet where something with rows becomes something without that is given back to rows or kept in another shape
-    than a number (a mean, a deviation), and in a matrix whose two dimensions both count rows.
+    They meet in a mean or a deviation: an operation makes something without rows of something with rows, and its result
+    goes back to rows or stays in another shape than a number. They also meet in a matrix whose two dimensions both
+    count rows.
 
     Args:
         roots: Operations, from which the graph is looked at.
@@ -162,9 +163,9 @@ _DEEPEST = 8  # steps from what is differentiated down to the loss itself
 class Weight:
     """Listens, while a backward pass runs, to the gradient of the innermost number that the loss was made from.
 
-    From the root of the graph the chain of operations that have one operand with a gradient is followed for as long as
+    The chain of operations that have one operand with a gradient is followed from the root of the graph, for as long as
     the operands are single numbers. The gradient that flows into the last of them is what the script multiplied it by.
-    The gradient of the rows behind it is 1/n of that for a mean over n of them, and so tells how many the script has
+    The gradient of the rows behind it is 1/n of that for a mean over n of them, which tells how many the script has
     counted; for a sum of several terms the first tells it.
     """
 

@@ -1,8 +1,8 @@
 """Samples of `DataLoader`s that the script reads, and which of them fed a forward.
 
-A loader is known by its number in the order in which loaders are first iterated. A micro-batch is made by the loader's
-own `collate_fn` from its share of the samples of a batch of the full-batch run, so that padding and the offsets of
-graphs are those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows. So
+A loader is known by its number in the order in which loaders are first iterated. The loader's own `collate_fn` makes
+a micro-batch from its share of the samples of a batch of the full-batch run. So padding and the offsets of graphs are
+those of the micro-batch. A loader without automatic batching gives whole batches: these are cut by rows. So
 are, where that is asked for, the batches of a `collate_fn` that draws random numbers, such as the masks of a language
 model: it would draw others for a micro-batch.
 
@@ -41,8 +41,8 @@ from gaverify.torch_internals import pin_memory
 #
 # Boxes, edges and nodes of several samples may lie in one list, with columns that count samples (or nodes) within
 # their batch: the same box has another number in a smaller batch. So a tensor that may hold such numbers is
-# fingerprinted once more with each number replaced by the contents of that row of another input, or of all rows
-# with the same number.
+# fingerprinted once more. Each number is replaced by the contents of that row of another input, or of all rows with
+# the same number.
 
 
 _LONGEST = 4096  # steps whose running hashes are kept; longer rows are hashed whole
@@ -90,8 +90,8 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardInput
 def _ends(tensors: list[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
     """For each shape (B, T) of labels, how many steps of each row there are up to its last valid one, shape (B,).
 
-    Steps behind the last valid label are padding, whatever their value: the inputs of a decoder are its labels moved
-    by one, and keep the last label of a row only where a longer row stands beside it. Labels that do not count are
+    Steps behind the last valid label are padding, whatever their value. The inputs of a decoder are its labels moved by
+    one; they keep the last label of a row only where a longer row stands beside it. Labels that do not count are
     negative (-100), as no index of an embedding is.
     """
     last_steps: dict[tuple[int, ...], torch.Tensor] = {}

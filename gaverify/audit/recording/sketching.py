@@ -1,7 +1,7 @@
 """Gradients as a run keeps and stores them: the values of small parameters, the sketch and the norm of each other one.
 
-A sketch adds as the gradient does, so that the difference of two sketches is that of their difference, and shards' ones
-add up to the whole parameter's. Its signs hang on the optimizer, the place of the parameter in it, and the position of
+A sketch adds as the gradient does: the difference of two sketches is that of their difference, and shards' ones add
+up to the whole parameter's. Its signs hang on the optimizer, the place of the parameter in it, and the position of
 the element in the whole parameter: all processes of an audit agree on them, whatever they call the parameter.
 
 Shapes: W buckets of a sketch.

@@ -39,8 +39,9 @@ CAPTURED = "CUDA graph capture, whose replays are seen only at optimizer steps"
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns a tensor's own values as an ordinary tensor that shares its memory; None where it has none to read.
 
-    A `DTensor` gives the shard of this process. Tensors on the meta device, fake ones, those of a running transform
-    (`torch.func`), parameters that a lazy module has yet to make, and nested or quantised layouts have nothing to read.
+    A `DTensor` gives the shard of this process. Tensors on the meta device, fake ones, and those of a running transform
+    (`torch.func`) have nothing to read. Nor do parameters that a lazy module has yet to make, and nested or quantised
+    layouts.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if hasattr(tensor, "to_local"):

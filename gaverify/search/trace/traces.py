@@ -258,8 +258,8 @@ class ModuleCall:
 class OperationTrace:
     """The operations of one forward, in order.
 
-    Traces of other batches may contain more or fewer operations (a loop over the samples, a branch), so the same
-    operation is found by its signature and occurrence, and not by its position.
+    Traces of other batches may contain more or fewer operations (a loop over the samples, a branch). So an operation
+    is found again by its signature and occurrence, and not by its position.
     """
 
     steps: list[TracedOperation] = field(default_factory=list)
