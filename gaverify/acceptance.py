@@ -67,7 +67,7 @@ def mark_accepted(
 
     Args:
         answer: A verdict or an audit.
-        entries: Of its spec or options.
+        entries: The entries of its spec or options.
         project: The settings of `pyproject.toml`; notes that it does not want are left out.
         expect: The outcome that the spec expects.
         strict: Stale entries make the exit code 1.

@@ -157,7 +157,7 @@ class LineHunt:
 
     Args:
         changed: Whether what is looked for has come about, given the line that has run last; True ends the hunt.
-        least: Whose lines are looked at.
+        least: The owner whose lines are looked at.
     """
 
     def __init__(self, changed: Callable[[Place], bool], least: Owner) -> None:

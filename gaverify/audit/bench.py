@@ -50,7 +50,7 @@ class ScriptBench:
     Args:
         trial: The runs that were compared.
         record: The facts of these runs.
-        update: Whose gradients are compared.
+        update: The gradients of this update are compared.
         shown_as: How the report calls the runs; empty: like the trial's.
         watch: Changes of all runs that only record more, and alter no gradient.
         summed: Compare gradients as the last backward pass left them; None: at the stage that decided the update.

@@ -204,7 +204,7 @@ def compare_responses(
     Args:
         record: The facts of the runs.
         update: The first that differs.
-        names: Of the parameters.
+        names: The names of the parameters.
         unchanged: U(1, 1), the gradients that the optimizer sees.
         first: U(s, 1).
         second: U(1, s).

@@ -441,7 +441,7 @@ def pin_code(
     Args:
         bench: Makes the runs.
         what: It in words.
-        paths: Of the modules whose code it is, or `SCRIPT`.
+        paths: The modules whose code it is, or `SCRIPT`.
         first: The pairs of the runs without pins, which tell the rows of each forward.
         kind: The control for rules.
         blamed: The pinned values that have to differ before.

@@ -137,7 +137,7 @@ class HandedValue(NamedTuple):
 
     reader: Node
     path: str
-    """Of the argument."""
+    """The path of the argument."""
     maker: Node
     """The call that made it."""
 

@@ -200,7 +200,7 @@ class PatchTrials:
     """Makes the audit again with patched sources.
 
     Args:
-        runner: Of the unpatched audit.
+        runner: The runner of the unpatched audit.
         runs: Its runs.
         updates: How many updates it compared.
     """
@@ -288,7 +288,7 @@ class ComparedRuns:
     full: RecordedRun
     accumulated: RecordedRun
     changes: Changes = ()
-    """Of both runs."""
+    """The changes of both runs."""
     trial: Trial | None = None
     """Makes the controls that explain a difference; None: there are no two runs to compare."""
 

@@ -150,7 +150,7 @@ class DifferentiateTerm(Change):
     """Lets the gradient of a loss that is a sum flow into one term only."""
 
     number: int
-    """Of the term, from 1."""
+    """The number of the term, from 1."""
 
     def install(self, recorder: Recorder) -> None:
         """Surrounds backward passes, and lets their events tell the term's line."""

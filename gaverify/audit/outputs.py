@@ -45,7 +45,7 @@ def enter(folder: Path, passed: Sequence[Path], needed: Sequence[Path]) -> str:
     """Gives this process its own view of the files; call it before any thread is started.
 
     Args:
-        folder: Of the run: seen as it is, and the changes to all others are kept in it.
+        folder: The run's folder: it is seen as it is, and the changes to all others are kept in it.
         passed: More folders that are seen as they are.
         needed: Folders that must be covered, wherever they lie.
 

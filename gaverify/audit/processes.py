@@ -178,7 +178,7 @@ def _cause(child: Child, folder: Path) -> tuple[str, str]:
 
     Args:
         child: The run.
-        folder: Of its process that failed first; the run's own where none said so.
+        folder: The folder of its process that failed first; the run's own where none said so.
     """
     if (folder / ERROR).exists():
         cause, newline, trace = (folder / ERROR).read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -225,7 +225,7 @@ def progress_so_far(child: Child) -> str:
     counts = []
     for folder in folders_of(child.folder):
         rank, count = rank_of(folder), updates_of(folder)
-        # Of processes that a launcher of the user's has started, those that make no update may be no ranks.
+        # Processes without any update may be no ranks, if a launcher of the user's has started them.
         counts += [f"{count} (rank {rank.split()[0]})" if rank else f"{count}"] if rank or count else []
     who = "its processes" if child.job.has_ranks else "it"
     return f"{who} had made {', '.join(counts) or 0} of {child.job.updates} updates\n" + early_ends(child)
@@ -265,7 +265,7 @@ def run_jobs(jobs: Sequence[Job], timeout: float, progress: Callable[[str], None
     Args:
         jobs: The jobs to run.
         timeout: Seconds for each.
-        progress: Told what is running.
+        progress: Called with what is running.
 
     Raises:
         ProblemError: The kernel makes no view of the files; or a script failed, hung, or was killed, and the message

@@ -107,7 +107,7 @@ class RecordedRun:
 
         Args:
             samples: The steps.
-            reached: Of the forwards that a backward pass reached; else of all forwards of their updates.
+            reached: Read only the forwards that a backward pass reached; else all forwards of their updates.
         """
         if not reached:  # forwards whose result hides its graph count, too
             return [row for update in sorted(samples.updates) for row in self.rows(update)]

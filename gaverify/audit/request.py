@@ -218,7 +218,7 @@ class Request:
         problems += right._script_problems(right.target)
         if right.full_script is not None:
             problems += right._script_problems(right.full_script)
-        # Told before the runs: after them their time would be lost, or files of the user's overwritten.
+        # A problem is told before the runs: after them their time would be lost, or files of the user's overwritten.
         if right.keep is not None and os.path.lexists(right.keep):
             if not os.path.isdir(right.keep):
                 problems.append(f"--keep {right.keep}: it is a file; name a new folder")

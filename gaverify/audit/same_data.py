@@ -44,7 +44,7 @@ class StepSample:
     weights: torch.Tensor | None = None
     """Weights after the step, shape (S,); None where the step did not end."""
     from_whole: tuple[torch.Tensor, ...] = ()
-    """Of gradients in shards, `final` and `summed` at the elements that a process with whole parameters samples, zero
+    """`final` and `summed` of gradients in shards, at the elements that a process with whole parameters samples, zero
     where this one does not hold them; empty without shards."""
     sizes: tuple[int, ...] = ()
     """Number of sampled elements of each parameter; they add up to S."""

@@ -46,7 +46,7 @@ def fit_of(full: Samples, accumulated: Samples, *, summed: bool = True) -> Weigh
     Args:
         full: The steps of the full-batch run.
         accumulated: Those of the accumulated run.
-        summed: Of the gradients as the last backward pass left them; else as the optimizers saw them.
+        summed: Fit the gradients as the last backward pass left them; else as the optimizers saw them.
     """
     finals = [samples.summed_gradients if summed else samples.of("final") for samples in (full, accumulated)]
     return fit_gradients(finals[0], full.stretches, finals[1], accumulated.increments)
@@ -334,7 +334,7 @@ def decide_by_weights(rows: ComparedRows, fit: WeightFit | None, unit: float) ->
 
     Args:
         rows: The measured differences, decided by the noise floor.
-        fit: Of the gradients at the same stage.
+        fit: The fit of the gradients at the same stage.
         unit: Unit roundoff of the coarsest arithmetic.
     """
     # In float32 the noise floor is low enough; a fit with as many weights as elements explains anything.

@@ -28,7 +28,7 @@ class LightningCallback(_Base):  # type: ignore[misc]
     Args:
         accept: Known divergences: tables with `code`, `location` and `reason`.
         stop: Raise `DivergentTraining` on a divergence that is not accepted.
-        options: Of `gaverify.verify`.
+        options: The options of `gaverify.verify`.
     """
 
     def __init__(self, accept: Sequence[Mapping[str, Any]] = (), *, stop: bool = True, **options: Any) -> None:

@@ -40,7 +40,7 @@ class Gate:
     Args:
         accept: Known divergences, as in a spec: tables with `code`, `location` and `reason`.
         stop: Raise on a divergence that is not accepted; else it is only printed.
-        options: Of `gaverify.verify`, such as `diagnose`.
+        options: The options of `gaverify.verify`, such as `diagnose`.
     """
 
     def __init__(self, accept: Sequence[Mapping[str, Any]] = (), *, stop: bool = True, **options: Any) -> None:

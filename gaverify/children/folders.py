@@ -27,7 +27,7 @@ def working_folder(prefix: str) -> Iterator[Path]:
     a folder whose lock is free has no owner any more.
 
     Args:
-        prefix: Of the folder's name.
+        prefix: The beginning of the folder's name.
     """
     remove_abandoned(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))

@@ -88,7 +88,7 @@ def open_group(prefix: str = "") -> Iterator[Group]:
     SIGTERM and SIGHUP interrupt the block.
 
     Args:
-        prefix: Of the name of the group's folder for temporary files; empty: it has none.
+        prefix: The beginning of the name of the group's folder for temporary files; empty: it has none.
     """
     with ended_as_interrupted(), working_folder(prefix) if prefix else nullcontext() as folder:
         group = Group(folder)

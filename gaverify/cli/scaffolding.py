@@ -34,7 +34,7 @@ class Scaffold:
 
     Args:
         model: The model that the spec names.
-        text: Of the factory's file; empty where the spec needs none.
+        text: The text of the factory's file; empty where the spec needs none.
     """
 
     model: str

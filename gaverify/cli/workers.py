@@ -72,7 +72,7 @@ class _Worker:
         """Returns the answer to its spec that a message is, or None where it is none.
 
         Args:
-            message: Of its process; None: its time is over.
+            message: The message of its process; None: its time is over.
             progress: As of `verify_in_workers`.
         """
         if isinstance(message, Ended):
@@ -115,7 +115,7 @@ def verify_in_workers(
     Args:
         specs: The specs to verify.
         count: How many at a time.
-        progress: Told the number of a spec, what is done, and how many parts of how many are.
+        progress: Called with the number of a spec, what is done, and how many parts of how many are.
         debug: Print the traceback of what a verification raised.
         sources: Texts of files, by their real paths, that stand for what the files hold; None: no others.
     """

@@ -353,7 +353,7 @@ def bare_problem(
     Args:
         model: The module; a first layer that looks up embeddings gets integers, any other normal numbers.
         name: How messages call it.
-        input_shape: Of one sample.
+        input_shape: The shape of one sample.
         loss: A function of `torch.nn.functional` that takes (input, target).
         classes: Number of classes, checked against the output.
         batch_size: B.

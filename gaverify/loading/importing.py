@@ -386,7 +386,7 @@ def _find_attribute(module: ModuleType, place: str, dotted: str) -> Any:
 
 
 def _likely(owner: Any, names: list[str]) -> list[str]:
-    """Of the attributes, those that the user wrote there and that can be called; imported ones are no factories."""
+    """Returns the names that the user wrote there and that can be called; imported ones are no factories."""
     home = getattr(owner, "__name__", None)
     callables = [name for name in names if callable(getattr(owner, name, None))]
     return [name for name in callables if getattr(getattr(owner, name), "__module__", None) == home] or callables

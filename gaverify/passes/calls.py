@@ -192,8 +192,8 @@ def listening(
 
     Args:
         paths: The modules that are known, by path.
-        begins: Told of every call.
-        ends: Told of every call that ends.
+        begins: Called for every call.
+        ends: Called for every call that ends.
         outside: Path that an outermost call is `under`, where only these modules are listened to; None: every module
             is, by hooks that run before its own and know no arguments by name, and a call that raised has no output.
     """

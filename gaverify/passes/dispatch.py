@@ -197,7 +197,7 @@ class PassMode:
     """Watches one forward and its backward.
 
     Args:
-        state: Told before an operation writes to a tensor.
+        state: Is called before an operation writes to a tensor.
         random: Runs random operations (`DrawRecorder` or `Dealer`).
         lift: Raise casts and mixed inputs to this precision, float64 or float32 (a control run); None leaves them.
         observe_terms: Measure Σ|terms| of the sums that the backward forms.

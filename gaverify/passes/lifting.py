@@ -47,7 +47,7 @@ class LiftedWeights(PassProbe):
     """Lifts the trainable weights of an experiment for the operations that take them.
 
     Args:
-        experiment: Whose weights are lifted to its `lift`; those that are so precise already, or complex, stay.
+        experiment: Its weights are lifted to its `lift`; those that are so precise already, or complex, stay.
         listen: Is given every gradient.
 
     Raises:

@@ -188,7 +188,7 @@ def buffers_differ(ours: torch.Tensor, full: torch.Tensor, unit: float) -> bool:
     if ours.shape != full.shape:
         return True
     ours, full = (part.to_dense() if part.layout is not torch.strided else part for part in (ours, full))
-    # Of the larger one: a moving average that starts at zero is small in one run and large in the other.
+    # The larger norm counts: a moving average that starts at zero is small in one run and large in the other.
     difference, *sizes = (float(torch.linalg.vector_norm(part.double())) for part in (ours - full, ours, full))
     return difference > MANY_UNITS * unit * max(sizes)
 
@@ -406,7 +406,7 @@ def move_weights(parameters: Sequence[torch.Tensor], shares: Sequence[float], se
     Args:
         parameters: The parameters to move.
         shares: By how much each; `rounding_share` for a noise floor.
-        seed: Of the coins.
+        seed: The seed of the random signs.
     """
     saved = [parameter.detach().clone() for parameter in parameters]
     coins = Coins(seed)

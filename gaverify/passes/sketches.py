@@ -164,7 +164,7 @@ def sum_by_bucket(flat: torch.Tensor, name: str, width: int, start: int = 0) -> 
 
     Args:
         flat: Some elements, which follow each other in the whole tensor.
-        name: Of the tensor.
+        name: The tensor's name.
         width: Number of buckets.
         start: Position of the first element in the whole tensor.
     """

@@ -291,6 +291,6 @@ def _names_in(divisor: ast.expr) -> list[ast.expr]:
     if isinstance(divisor, ast.Name | ast.Attribute | ast.Subscript):
         return []
     parts = [node for node in ast.walk(divisor) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript)]
-    # Of `args.accum` the name `args` is no divisor of its own.
+    # `args` is a part of the name `args.accum`, and no divisor of its own.
     within = {inner for part in parts for inner in ast.walk(part) if inner is not part}
     return [part for part in parts if part not in within]

@@ -66,7 +66,7 @@ def search_patch(
     """Returns the first patch that makes the runs equivalent, or None and a sentence why there is none.
 
     Args:
-        findings: Of the unpatched audit.
+        findings: The findings of the unpatched audit.
         context: Its record and the sources.
         trial: Makes the audit again with patched sources.
         allow_unsafe: Whether a patch may change the model, or the meaning of a hyperparameter.

@@ -85,7 +85,7 @@ def all_gather(tensor: torch.Tensor, group: Any = None) -> tuple[torch.Tensor, .
     gradients that are not contiguous.
 
     Args:
-        tensor: Of the same shape on every rank.
+        tensor: A tensor of the same shape on every rank.
         group: A process group; None: that of all ranks.
     """
     return _Gather.apply(tensor, group).unbind()  # type: ignore[no-any-return,no-untyped-call]

@@ -283,7 +283,7 @@ class Bench:
 
         Args:
             accumulate: Runs the repaired micro-batches; it is given the full-batch pass, perhaps without gradients.
-            compared: With what it is compared, for an error.
+            compared: The words for the gradients that it is compared with, for an error.
             exactly: Whether more than rounding is measured; else the sketch tells its size to a few percent.
         """
         reference, accumulated = self.reference, None

@@ -218,7 +218,7 @@ def confirm_in_working_precision(
     """Returns the facts of the full batch with the cause that the first samples showed; None without confirmation.
 
     Args:
-        measurement: Of the whole batch.
+        measurement: The measurement of the whole batch.
         decision: By its part.
         facts: The facts of both.
         part_facts: The facts that the search found in the part.

@@ -287,7 +287,7 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
     A search that has a time limit returns what it found until then.
 
     Args:
-        measurement: Of both strategies.
+        measurement: The measurement of both strategies.
         decision: The verdict about them.
         diagnose: Whether to look for the cause of a divergence.
         in_part: Whether the batch is the first samples of a larger one.
@@ -335,7 +335,7 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
     First samples that diverge are searched even if they decide nothing; float64 then decides the whole batch.
 
     Args:
-        measurement: Of the whole batch, in working precision.
+        measurement: The measurement of the whole batch, in working precision.
         decision: The open decision from that measurement.
         searches: Whether to look for the cause of a divergence.
     """

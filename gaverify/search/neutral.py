@@ -57,8 +57,8 @@ class RestoredState(PassProbe):
     """Starts every micro-batch from the state that the full batch started from, or from these parts of it.
 
     Args:
-        experiment: Whose state.
-        names: Of the values that are restored; None: everything, also what has no name.
+        experiment: The state of this experiment is restored.
+        names: The values that are restored; None: everything, also what has no name.
     """
 
     def __init__(self, experiment: Experiment, names: Sequence[str] | None = None) -> None:
@@ -76,8 +76,8 @@ class LeftState(PassProbe):
     """Keeps some values as the last forward and backward of a pass leave them.
 
     Args:
-        experiment: Whose state.
-        names: Of the values.
+        experiment: The values belong to the state of this experiment.
+        names: The names of the values.
     """
 
     def __init__(self, experiment: Experiment, names: Sequence[str]) -> None:
@@ -341,7 +341,7 @@ class PinnedValues(PassProbe):
     """Keeps the full batch's values without a graph, and gives each micro-batch its rows of them.
 
     Args:
-        experiment: Whose micro-batches.
+        experiment: Its micro-batches are given the values.
         order: How samples lie in results with several rows of each, as in `take_rows`.
     """
 
@@ -412,7 +412,7 @@ class _KeptGradients:
     the difference. With these gradients the parameters before it stay connected, and a hook there still shows.
 
     Args:
-        experiment: Whose micro-batches.
+        experiment: Its micro-batches are given the gradients.
         order: How samples lie in tensors with several rows of each, as in `take_rows`.
     """
 
@@ -531,9 +531,9 @@ class PinnedCode(PinnedValues):
     """Pins what code returns; `with_gradients` also what it sends back to its inputs.
 
     Args:
-        experiment: Whose micro-batches.
+        experiment: Its micro-batches are given the values.
         order: How samples lie in results with several rows of each, as in `take_rows`.
-        parameters: Those that the code reads without an input.
+        parameters: The parameters that the code reads without an input.
         with_gradients: Whether its gradients are pinned too, so that nothing before it is cut off.
     """
 
@@ -733,7 +733,7 @@ class PinnedConstants(PinnedValues):
     although every forward may agree.
 
     Args:
-        experiment: Whose micro-batches.
+        experiment: Its micro-batches are given the values.
         only: Lines of the user's code; None: all of them.
     """
 

@@ -41,7 +41,7 @@ def parse_spec(
         table: Keys as in `Spec`, with hyphens or underscores.
         source: The file that the table stands in, for messages.
         overrides: Fields of `Spec` that win over the table; `None` values are left out, `model_args` are merged.
-        project: Whose defaults stand for fields that neither names.
+        project: Its defaults stand for fields that neither names.
 
     Raises:
         SpecError: Anything is wrong; all problems at once, `$.steps` for the table and `--steps` for overrides.

@@ -30,7 +30,7 @@ class Kind:
         fits: Whether a value is one; `"4"` and `true` are no numbers, although Python could read them so.
         read: Returns what a word of the command line spells; the word where it spells nothing.
         load: Returns what a value of a TOML file stands for.
-        words: Those that completion offers.
+        words: The words that completion offers.
         completes: The kind of paths or names that completion offers besides words.
         repeats: The command line has any number of words, which `read` is given together.
         entry: The kind of each value of a table; None: the value is no table.

@@ -184,7 +184,7 @@ def worst_elements(
 
     Args:
         pairs: Gradients as real numbers, not empty; complex ones as pairs of real numbers in a last dimension.
-        shapes: Of the parameters: an index counts complex elements once.
+        shapes: The parameters' shapes: an index counts complex elements once.
     """
     devices: dict[torch.device, list[int]] = {}
     for at, (expected, _) in enumerate(pairs):

@@ -147,7 +147,7 @@ def _sketch_samples(
     """Sketches the gradients of the first samples.
 
     Args:
-        measurement: Of the whole batch.
+        measurement: The measurement of the whole batch.
         experiment: Its own, or that in a higher precision.
         count: How many samples.
         at_once: Their gradient at once, where it is known.

@@ -50,7 +50,7 @@ class Decision:
     needs_float64: bool = False
     """Working precision could not tell, or float64 was asked for: `decide_open` has to decide."""
     exceeds_rounding: bool = False
-    """Of an open decision: the difference is clearly more than rounding, so that a diagnosis is to be expected."""
+    """The difference of an open decision is clearly more than rounding, so that a diagnosis is to be expected."""
     float64: Float64Run | None = None
     """The float64 runs; None: none was needed, or it failed."""
     float64_failure: str = ""

@@ -125,13 +125,13 @@ class FirstRuns:
     rounded: dict[str, str]
     """Kind of product → format that its float32 inputs were rounded to."""
     losses: tuple[float, float]
-    """Of the full batch, and accumulated."""
+    """The losses of the full batch, and accumulated."""
     differences: dict[str, Difference]
     """Parameter name → gradient norms and their difference."""
     may_have_wrong_weights: bool = False
     """Whether the micro-batches' weights or targets are not alike."""
     sketches: tuple[torch.Tensor, ...] = ()
-    """Of both gradients where parameters are below float32, else none."""
+    """The sketches of both gradients where parameters are below float32, else none."""
 
 
 @dataclass
@@ -151,11 +151,11 @@ class Measurement:
     plain_terms: Mapping[str, float] = field(default_factory=dict)
     """The entries of `terms` whose operation was a plain sum."""
     sketch: SketchedPass | None = None
-    """Of the full batch's gradient; None: no diagnosis is expected."""
+    """The sketch of the full batch's gradient; None: no diagnosis is expected."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase → seconds."""
     first_runs: FirstRuns | None = None
-    """Of the runs in the precision that the user trains in, where these are in another one."""
+    """The runs in the precision that the user trains in; None: this measurement is in it."""
     precision: PrecisionLoss | None = None
     """Relative errors of the first runs' gradients, where their parameters are below float32."""
     decides_in_float32: bool = False
@@ -193,7 +193,7 @@ class Measurement:
 
     @property
     def in_users_precision(self) -> FirstRuns:
-        """Of the runs in the precision that the user trains in: these, or the ones before them."""
+        """The runs in the precision that the user trains in: these, or the ones before them."""
         if self.first_runs is not None:
             return self.first_runs
         return FirstRuns(
@@ -247,7 +247,7 @@ def measure_again(first_runs: FirstRuns, experiment: Experiment) -> Measurement:
     """Measures once more with the same draws, in float32, or without rounded products.
 
     Args:
-        first_runs: Of the user's precision.
+        first_runs: The runs in the user's precision.
         experiment: The same experiment in the other precision.
 
     Raises:

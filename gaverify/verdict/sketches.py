@@ -113,7 +113,7 @@ class GradientSketches:
     """Sketches what each backward pass gives every parameter, before it is added to `.grad`.
 
     Args:
-        experiment: Whose parameters are listened to.
+        experiment: The parameters of this experiment are listened to.
         release: Free each gradient once it is sketched, so that there is never a set of them.
     """
 

@@ -99,11 +99,11 @@ def build(
     Args:
         batch_size: B.
         vocab: Number of tokens, the first of which is padding.
-        width: Of the residual stream.
+        width: The width of the residual stream.
         depth: Number of blocks.
-        heads: Of each block; a divisor of `width`.
+        heads: The heads of each block; a divisor of `width`.
         context: Length of the longest row, to which the others are padded.
-        dropout: Of the embeddings, the attention and both residual branches.
+        dropout: The rate of the embeddings, the attention and both residual branches.
         padding: "ignored": its targets are `ignore_index`, so that each micro-batch's mean has its own number of
             targets; "counted": it is predicted like any token.
         ignore_index: The target that does not count.

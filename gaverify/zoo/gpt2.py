@@ -44,9 +44,9 @@ def build(
 
     Args:
         batch_size: B; from the ninth sentence on, two are joined.
-        width: Of the residual stream, without `pretrained`.
+        width: The width of the residual stream, without `pretrained`.
         depth: Number of blocks, without `pretrained`.
-        heads: Of each block, without `pretrained`.
+        heads: The heads of each block, without `pretrained`.
         dropout: Everywhere, without `pretrained`.
         padding: "ignored": its labels are −100; "counted": it is predicted like any token.
         pretrained: A name or folder for `from_pretrained`; "": random weights.

@@ -165,7 +165,7 @@ class Perturbation:
 
     Args:
         roundoff: Unit roundoff of the coarsest arithmetic in the script; a parameter's own may be coarser still.
-        seed: Of the directions.
+        seed: The seed of the directions.
         at_optimizer: Whether the weights are moved as soon as an optimizer is made.
     """
 

@@ -254,7 +254,7 @@ class Terms:
         """Lets no gradient flow into the other terms; a loss without such a term gives none at all.
 
         Args:
-            number: Of the term, from 1.
+            number: The number of the term, from 1.
         """
         other_edges = [edge for at, group in enumerate(self._groups, 1) if at != number for edge in group]
         # Cut at the sum, not at the term's own node: a term that is also part of another one counts there still.

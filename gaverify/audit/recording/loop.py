@@ -343,7 +343,7 @@ class KeptLoopDraws(LoopDraws):
     """The full-batch run: everything that its loop draws is written when it ends.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -67,7 +67,7 @@ class RecordedCall(TypedDict):
     numbers: bool
     """Whether it returns a number with a graph, as a loss is."""
     gradients: Summaries
-    """Of its outputs."""
+    """The gradients of its outputs."""
     changed: list[str]
     """Buffers that the call has written."""
     scales: bool
@@ -322,7 +322,7 @@ class PinnedModules:
 
     Args:
         work: The guard that the recorder's own code runs in.
-        paths: Of the modules, or `SCRIPT`.
+        paths: The paths of the modules, or `SCRIPT`.
         source: Folder of the full-batch run; None where this is it.
         rows: For each rank and forward the number of the full-batch run's and the places of its rows in that; None for
             a forward that belongs to the pinned code itself.
@@ -464,8 +464,8 @@ class PinnedModules:
         """Returns the rows of a micro-batch of what the full-batch run kept; None where it has none of them.
 
         Args:
-            number: Of the micro-batch's forward.
-            name: Of the place.
+            number: The number of the micro-batch's forward.
+            name: The name of the place.
             like: Tensor of the micro-batch there.
             tensors_of: Chooses values or gradients.
             once: Give a tensor without rows to one micro-batch, and zeros to the others: their sum counts.
@@ -506,7 +506,7 @@ def rows_at(tensor: torch.Tensor, shape: tuple[int, ...], rows: int, places: Seq
         tensor: Its first or second dimension has one or several entries for each row.
         shape: That of the result.
         rows: How many rows it holds.
-        places: Those that are wanted.
+        places: The places that are wanted.
     """
     layout = SampleLayout.find_leading(tensor.shape, shape, rows, len(places))
     return None if layout is None else layout.take(tensor, places, rows)

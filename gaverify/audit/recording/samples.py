@@ -136,7 +136,7 @@ def _pointing(at: int, tensor: torch.Tensor, inputs: list[Fingerprints]) -> dict
 
     Args:
         at: Where the tensor stands among the inputs.
-        tensor: Of shape (N,), (N, C) or, as edges are, (2, N).
+        tensor: A tensor of shape (N,), (N, C) or, as edges are, (2, N).
         inputs: The fingerprints of all inputs of the forward.
     """
     if tensor.dim() > 2 or len(inputs) > _INPUTS or tensor.dtype not in _COUNTING:
@@ -387,7 +387,7 @@ class KeptSamples(_WithSamples):
     """The full-batch run: one file for every batch that the script is given.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
         quiet: As for `Loaders`.
         tail: Share of a batch that is left of the second one, which then ends the pass; 0 leaves passes alone.
         collated: Batches are kept as they were collated.

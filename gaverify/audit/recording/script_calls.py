@@ -57,9 +57,9 @@ class Description(TypedDict):
 
     shape: tuple[int, ...]
     along: list[torch.Tensor]
-    """Of each entry of the first and of the second dimension, shape (entries, 3)."""
+    """The fingerprints of each entry of the first and of the second dimension, shape (entries, 3)."""
     whole: torch.Tensor
-    """Of all numbers in their order, shape (3,)."""
+    """The fingerprint of all numbers in their order, shape (3,)."""
     is_integer: bool
     """Whether it holds integers, such as places of rows."""
 
@@ -114,7 +114,7 @@ class ScriptTrace(TypedDict):
 
 
 class CallKey(NamedTuple):
-    """By what a call is found again in another run: how often it came before in the update counts as well."""
+    """Finds a call again in another run, together with the number of such calls before it in the update."""
 
     name: str
     place: Place
@@ -440,7 +440,7 @@ class PinnedCall(NamedTuple):
 
     @property
     def key(self) -> CallKey:
-        """By what it is found."""
+        """The key by which it is found."""
         return CallKey(self.name, (self.file, self.line), self.module)
 
 
@@ -458,7 +458,7 @@ class PinnedArguments(ScriptCalls):
         recording: The objects that listeners share.
         pinned: The calls.
         parts: Which rows of the full batch each micro-batch holds.
-        note_replacement: Told of each replaced value whether it had been different.
+        note_replacement: Called for each replaced value with whether it had been different.
     """
 
     def __init__(

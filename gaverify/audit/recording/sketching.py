@@ -128,7 +128,7 @@ def sketch_piece(
         piece: The part of it that this process holds.
         name: Decides its signs.
         width: W.
-        shape: Of the whole parameter.
+        shape: The shape of the whole parameter.
         shard: The place of the piece in it; None where this is all of it.
     """
     if piece.is_complex():

@@ -101,7 +101,7 @@ class StateRestorer:
     A micro-batch begins with the first forward behind a backward pass, a window with the first one behind a step.
 
     Args:
-        names: Of the values; `EVERYTHING` stands for all.
+        names: The names of the values; `EVERYTHING` stands for all.
         work: Surrounds the recorder's own code.
     """
 

@@ -122,7 +122,7 @@ class Update:
 
         Args:
             entry: The optimizer.
-            forwards: Those that its window's passes reached.
+            forwards: The forwards that its window's passes reached.
             moved: The sampled weights before a step that the script has made itself, which may have cleared what it
                 used: then each gradient is taken as it was when its weights moved.
 
@@ -157,7 +157,7 @@ class Update:
 
         Args:
             entry: The optimizer.
-            buffers: Of the script's models.
+            buffers: The buffers of the script's models.
             led: Whether the step used the full-batch run's gradients.
         """
         self._steps[entry.index] = replace(

@@ -131,6 +131,6 @@ class Waiting:
     reached: list[int]
     """Numbers of the forwards that it reached."""
     targets: tuple[tuple[int, int], ...]
-    """Of each loss: targets that count, and all."""
+    """The targets of each loss: those that count, and all."""
     changes: dict[int, torch.Tensor]
     """Gradients at the sampled elements, by optimizer."""

@@ -99,7 +99,7 @@ class StandIn:
     """Stands for the optimizer of a model whose weights the script moves itself; has what optimizers have.
 
     Args:
-        parameters: Those that the model trains.
+        parameters: The parameters that the model trains.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:

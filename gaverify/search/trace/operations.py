@@ -146,7 +146,7 @@ class OperationTracer(PassProbe):
         template: An earlier trace of a micro-batch without fingerprints, whose shapes show where the samples are; None
             records only shapes.
         plan: The layouts found by the trace of the full batch; the micro-batches follow them.
-        described: Of results with these layouts fingerprints are kept; reading every row costs more than the forward.
+        described: Fingerprints of results with these layouts are kept; reading every row costs more than the forward.
     """
 
     def __init__(

@@ -227,7 +227,7 @@ class TracedOperation:
     tensor_inputs: int
     """Number of its tensor inputs."""
     signature: Signature
-    """By which it is found in other traces."""
+    """Finds it in other traces."""
     occurrence: int = 0
     """How many steps with this signature came before it."""
     caller: Frame = None

@@ -265,7 +265,7 @@ class LoadListener:
 
     Args:
         recording: The objects that listeners share.
-        folder: Of this run, beside those of the audit's other runs.
+        folder: The folder of this run, beside those of the audit's other runs.
     """
 
     def __init__(self, recording: Recording, folder: Path) -> None:

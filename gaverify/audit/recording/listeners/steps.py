@@ -184,7 +184,7 @@ class StepHooks:
     Args:
         recording: The objects that listeners share.
         bus: Where steps are announced.
-        data: Whose loop pauses while a step runs.
+        data: Its loop pauses while a step runs.
         controls: May move weights when an optimizer is made.
     """
 
