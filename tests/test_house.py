@@ -111,7 +111,7 @@ def test_layers_hold() -> None:
 def test_a_wrong_import_is_seen(tmp_path: Path, line: str) -> None:
     shutil.copy(readme.ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(readme.ROOT / "gaverify", tmp_path / "gaverify", ignore=shutil.ignore_patterns("__pycache__"))
-    rule = tmp_path / "gaverify" / "rules" / "wrong_shares.py"
+    rule = tmp_path / "gaverify" / "rules" / "shares.py"
     rule.write_text(rule.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
     done = _lint(tmp_path)
     assert done.returncode == 1, done.stdout

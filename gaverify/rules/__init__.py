@@ -39,6 +39,13 @@ from gaverify.rules.remainder import (
     uninformative_batch,
 )
 from gaverify.rules.rule import Rule, harm
+from gaverify.rules.shares import (
+    empty_micro_batch,
+    find_shares,
+    mean_of_means,
+    trailing_window_misscaled,
+    wrong_loss_scale,
+)
 from gaverify.rules.state import (
     aligned_randomness,
     buffer_drift,
@@ -48,8 +55,6 @@ from gaverify.rules.state import (
     unrepeatable_backward,
 )
 from gaverify.rules.steps import gradients_not_cleared, step_inside_window
-from gaverify.rules.wrong_scale import trailing_window_misscaled, wrong_loss_scale
-from gaverify.rules.wrong_shares import empty_micro_batch, find_wrong_shares, mean_of_means
 
 FORWARD = (batch_statistics, cross_sample_operation, batch_coupled_loss)
 """Rules about samples that meet in a forward: beside them it is told how far outputs depend on other samples."""
@@ -129,8 +134,8 @@ def findings_for(facts: Facts) -> tuple[Finding, ...]:
 
 def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
     """All rules; of a wrong factor and wrong shares of one update the larger fault comes first."""
-    shares = find_wrong_shares(facts, facts.record)
-    if shares is None or shares.share_error <= abs(shares.total(facts.tolerance) - 1):
+    shares = find_shares(facts)
+    if shares is None or shares.share_error <= abs(shares.total - 1):
         return RULES
     at = RULES.index(wrong_loss_scale)
     return (*RULES[:at], mean_of_means, wrong_loss_scale, *RULES[at + 2 :])

@@ -23,7 +23,7 @@ from gaverify.rules.rule import (
     trace_evidence,
     word_control,
 )
-from gaverify.rules.wrong_shares import empty_micro_batches
+from gaverify.rules.shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
 
 

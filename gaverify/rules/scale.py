@@ -5,111 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.comparison import Method, Outcome, ParameterComparison
-from gaverify.records.events import Backward, Framework, FrameworkLoop
 from gaverify.records.experiment import ControlRun, LossTerm, WeightFit, alike, are_shares, is_constant
 from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
 from gaverify.records.windows import AccumulationWindow
 from gaverify.rules.rule import control_evidence, word_other_fixes, word_trial
-from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
-
-# Repairs in the words of the framework that runs the loop.
-
-
-_BY_TARGETS = ("targets", "counted")  # kinds of GAV202 whose right weights are shares of targets
-
-
-def framework_of(loop: Record, update: UpdateComparison) -> FrameworkLoop | None:
-    """Returns the framework whose loop made an update; None where it is the script's own."""
-    window = loop.calls.window_of(update.number)
-    # the last backward pass is the one that steps: a script may run passes of its own before
-    passes = window.of(Backward) if window is not None else ()
-    return passes[-1].framework if passes else None
-
-
-def repair_scale(loop: Record, update: UpdateComparison, factor: float) -> str:
-    """Returns how to repair a gradient that is `factor` times the full batch's; empty where no framework is behind it.
-
-    A loss that the framework divides, and the script as well, shows two divisions by K in its graph.
-    """
-    framework = framework_of(loop, update)
-    if framework is None:
-        return ""
-    steps = framework.steps
-    if math.isclose(factor, 1 / steps, rel_tol=loop.tolerance) and framework.divides:
-        scales = update.window.scales
-        # without a graph that shows the divisions, the framework's own one is what is known
-        twice = bool(scales) and all(_divisions(of_pass, steps, loop.tolerance) > 1 for of_pass in scales)
-        # Where the Trainer has no number of targets to hand on, it divides whatever the loss accepts.
-        if not twice and framework.framework is Framework.TRANSFORMERS and not framework.counts_items:
-            return ""
-        return _repair_division(framework, twice=twice)
-    return _repair_counts(framework) if math.isclose(factor, steps, rel_tol=loop.tolerance) else ""
-
-
-def _repair_division(framework: FrameworkLoop, *, twice: bool) -> str:
-    """Returns how to make up for the framework's division by K; `twice`: the script divides as well."""
-    steps = framework.steps
-    if framework.framework is Framework.TRANSFORMERS:
-        divides = f"the Trainer divides each loss by `gradient_accumulation_steps` = {steps}"
-        double = f"remove the division by {steps} from `compute_loss` or the model"
-        single = "set its `model_accepts_loss_kwargs` to True, which turns this off"
-    elif framework.framework is Framework.ACCELERATE:
-        divides = f"Accelerate divides each loss by `gradient_accumulation_steps` = {steps}"
-        double = f"remove the script's own division by {steps}"
-        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
-    else:
-        divides = f"Lightning's Trainer divides each loss by `accumulate_grad_batches` = {steps}"
-        double = f"remove the division by {steps} from `training_step`"
-        single = f"multiply the loss by {steps} if it is already divided by the count over all micro-batches"
-    return f"{divides} already: {double}" if twice else f"{divides}: {single}"
-
-
-def _divisions(scales: tuple[float, ...], steps: int, tolerance: float) -> int:
-    """How many of the factors on the way from what is differentiated to the loss are 1/K."""
-    return sum(math.isclose(inner * steps, outer, rel_tol=tolerance) for outer, inner in pairwise(scales))
-
-
-def repair_shares(loop: Record, update: UpdateComparison, kind: str) -> str:
-    """Returns how to repair losses whose means over targets are averaged; empty where no framework counts these.
-
-    Args:
-        loop: What was recorded.
-        update: The update that differs.
-        kind: What the right weights are shares of.
-    """
-    framework = framework_of(loop, update)
-    if framework is None or framework.framework is not Framework.TRANSFORMERS or kind not in _BY_TARGETS:
-        return ""
-    return _repair_counts(framework)
-
-
-def _repair_counts(framework: FrameworkLoop) -> str:
-    """The sentence of the Trainer for a loss that ignores the number of the window's targets; empty where none is."""
-    if framework.counts_items is None:
-        return (
-            "use transformers 4.46 or newer, whose Trainer passes the number of targets in all micro-batches to the "
-            "loss as "
-            "`num_items_in_batch`"
-        )
-    if not framework.counts_items:
-        return ""
-    remedy = (
-        "sum the losses and divide by `num_items_in_batch`, which the Trainer passes to `compute_loss`, and to a model "
-        "whose forward accepts it"
-    )
-    if not framework.divides:
-        return remedy
-    return (
-        f"{remedy}, and set the Trainer's `model_accepts_loss_kwargs` to True, because otherwise it divides by "
-        "`gradient_accumulation_steps` as well"
-    )
-
+from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
 # What the accumulated run with the right weights of its micro-batches showed: a run and an audit fill one record.
 
@@ -170,44 +75,36 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
         number: The update; None: the one that was compared.
         means: Whether the weights stand for something; others make up for a number that moves as well.
     """
-    loop, run = facts.loop, facts.weights_run
-    if loop is not None and loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
+    loop, run = facts.record, facts.weights_run
+    if loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
         return WeightsTrial(proven=means)
-    differing = loop.divergent if loop is not None else None
     # weights of another update were not tried
-    if loop is not None and (differing is None or differing.number != (number or facts.compared.update)):
-        return WeightsTrial()  # an audit makes this run of the first update that differs only
+    if facts.weights_update != (number or facts.compared.update):
+        return WeightsTrial()
     if run is None:
         return WeightsTrial(failure=facts.window.failure)
     # A script's own step that may divide uses other gradients than those which the weights were tried on.
-    may_take_factor = differing is not None and differing.step.may_take_factor
+    may_take_factor = loop.divergent is not None and loop.divergent.step.may_take_factor
     means = means and not may_take_factor
-    # A search adds up the repairs that it finds, and tries weights beside them; every control of an audit runs alone.
-    is_explained = loop is None and (facts.cleared or facts.weights_first)
+    # A search adds up the repairs that it finds, and tries weights beside them.
+    is_explained = facts.runs_repairs and (facts.cleared or facts.weights_first)
+    result = f"the difference is {run.left:.0e}" + (": proven" if means else "")
+    if not run.rounding:
+        share = run.left / facts.compared.total if facts.weights_first else 0.0  # 0 where there was no number
+        result = f"a difference of {run.left:.0e} is left{f', {share:.1g} of what it was' if share else ''}: "
+        result += (
+            "the other causes listed explain it" if facts.runs_repairs and facts.cleared else "another cause remains"
+        )
     return WeightsTrial(
         run,
-        # The names under which documents show this evidence are public.
-        probe="micro-batch-weights" if loop is None else "control",
-        result=_word_result(facts, run, means=means) + _MAY_DIVIDE * may_take_factor,
+        probe=facts.weights_probe,
+        result=result + _MAY_DIVIDE * may_take_factor,
         proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
         refuted=means and not (run.rounding or is_explained),
-        tested=f"; {word_trial(run, word_other_fixes(facts) if loop is None else '')}"
+        tested=f"; {word_trial(run, word_other_fixes(facts) if facts.runs_repairs else '')}"
         if run.rounding and not may_take_factor
         else "",
     )
-
-
-def _word_result(facts: Facts, run: ControlRun, *, means: bool) -> str:
-    if run.rounding:
-        return f"the difference is {run.left:.0e}" + (": proven" if means else "")
-    if facts.loop is not None:
-        return f"the difference is {run.left:.0e}: another cause remains"
-    text = f"a difference of {run.left:.0e} is left"
-    if not facts.weights_first:
-        return text
-    remainder = "the other causes listed explain it" if facts.cleared else "another cause remains"
-    share = run.left / facts.compared.total  # 0 where there was no number
-    return f"{text}{f', {share:.1g} of what it was' if share else ''}: {remainder}"
 
 
 # What a difference is worth in weights: one factor for everything, or other weights for the micro-batches.
@@ -444,31 +341,3 @@ def find_steps(loop: Record, factor: float) -> int:
     numbers = (number for number in loop.calls.numbers if number > 1)
     near = {"rel_tol": loop.tolerance}
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)
-
-
-def word_factor(facts: Facts, factor: float, steps: int, *, ranks: int = 1, what: str = "the loss") -> str:
-    """Says what a factor stands for: K, R or B, or a quotient of them; empty where it is none of these.
-
-    Args:
-        facts: What was measured.
-        factor: What the accumulated gradient is times the full batch's.
-        steps: K; 0 where it is not known.
-        ranks: R, where the factor may be of the ranks as well.
-        what: What is divided.
-    """
-    is_run, size = facts.loop is None, facts.batch_size
-    # A run's K counts the micro-batches of all ranks. A script's are those of one rank, as many as ranks by chance.
-    divided, parts = (steps / ranks, "(K · R)" if ranks > 1 else "K") if is_run else (float(steps), "K")
-    may_be_ranks = not is_run and ranks == steps > 1
-    verb = "was" if is_run else "is"
-    without = f" (= K{' = R' * may_be_ranks}): {what} {verb} not divided by K"
-    without += ", or gradients are summed over the ranks instead of averaged" * may_be_ranks
-    often = f" (= 1/{parts}{' = 1/R' * may_be_ranks}): {what} {verb} divided by {parts} once too often"
-    often += ", or by the number of ranks" * may_be_ranks
-    meanings = [(divided, without), (1 / max(steps, 1), often)]
-    # K and 1/K come first: with B = K² the quotients would be the same numbers
-    if is_run:  # how many samples a script's loss is divided by is not known
-        quotients = [(steps / size, "K/B"), (size / steps, "B/K"), (1.0 / size, "1/B"), (float(size), "B")]
-        meanings += [(value, f" (= {name})") for value, name in quotients]
-    close = COMPUTED_FLOAT32 if facts.loop is None else facts.loop.tolerance
-    return next((text for value, text in meanings if math.isclose(factor, value, rel_tol=close)), "")

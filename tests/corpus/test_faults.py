@@ -453,7 +453,7 @@ def test_a_scale_beside_state_is_one_factor_and_was_tested_with_the_state_held()
     """A moving average divides every micro-batch by a number of its own: that of this window is no weight."""
     for case in (case for case in COMBINED if case.id.endswith("divisor-and-scale")):
         scale = next(finding for finding in case.verify().findings if finding.code == "GAV201")
-        assert "0.25 times the full-batch gradient (= 1/K)" in scale.summary
+        assert "0.25 times the full batch's (= 1/K)" in scale.summary
         assert (
             scale.remedy
             == "multiply each micro-batch's loss by 4 (loss weights 1, 1, 1, 1); gaverify ran it with the state kept "

@@ -112,8 +112,8 @@ def test_a_factor_is_told_by_what_was_forgotten() -> None:
         for case in CASES
         if case.steps == 2 and case.codes == {"GAV201"}
     }
-    assert "is 0.25 times the full-batch gradient (= 1/(K · R))" in lines[ranks.fixed_total]
-    assert "is 2 times the full-batch gradient (= K): the loss was not divided by K" in lines[ranks.plain_mean]
+    assert "is 0.25 times the full batch's (= 1/(K · R))" in lines[ranks.fixed_total]
+    assert "is 2 times the full batch's (= K): the loss is not divided by K" in lines[ranks.plain_mean]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from gaverify.rules import (
     wrong_rank_scale,
 )
 from gaverify.rules.rule import shares
-from gaverify.rules.scale import word_factor
+from gaverify.rules.shares import FittedWeights, find_share, word
 from gaverify.thresholds import U32
 from gaverify.verdict.criteria import Difference
 
@@ -87,7 +87,7 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
 
 
 @pytest.mark.parametrize(
-    ("factor", "steps", "ranks", "text"),
+    ("factor", "steps", "count", "text"),
     [
         (4.0, 4, 1, " (= K): the loss is not divided by K"),
         (4.0, 4, 2, " (= K): the loss is not divided by K"),
@@ -98,15 +98,14 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
             " (= K = R): the loss is not divided by K, or gradients are summed over the ranks instead of averaged",
         ),
         (0.25, 4, 2, " (= 1/K): the loss is divided by K once too often"),
+        (0.5, 2, 2, " (= 1/K = 1/R): the loss is divided by K once too often, or by the number of ranks"),
         (3.0, 4, 2, ""),
     ],
 )
-def test_readings_of_a_factor(factor: float, steps: int, ranks: int, text: str) -> None:
-    assert word_factor(facts_of_loop(Record()), factor, steps, ranks=ranks) == text
-
-
-def test_a_factor_below_one_has_both_readings_as_well() -> None:
-    assert "1/K = 1/R" in word_factor(facts_of_loop(Record()), 0.5, 2, ranks=2)
+def test_readings_of_a_factor(factor: float, steps: int, count: int, text: str) -> None:
+    facts = replace(facts_of_loop(Record()), ranks=replace(ranks(None), ranks=count))
+    weights = FittedWeights(facts, None, 0.0, total=factor, micro_batches=steps)
+    assert word(weights, find_share(weights).wrong) == text
 
 
 LOOP_RULES = (

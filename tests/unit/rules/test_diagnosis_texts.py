@@ -170,8 +170,8 @@ def test_backward_names_parameters_hooks_and_module() -> None:
 @pytest.mark.parametrize(
     ("factor", "meaning"),
     [
-        (4.0, "K): the loss was not divided by K"),
-        (0.25, "1/K): the loss was divided by K once too often"),
+        (4.0, "K): the loss is not divided by K"),
+        (0.25, "1/K): the loss is divided by K once too often"),
         (16.0, "B)"),
         (1 / 16, "1/B)"),
         (0.8, None),
@@ -180,8 +180,8 @@ def test_backward_names_parameters_hooks_and_module() -> None:
 )
 def test_wrong_loss_scale_says_which_factor(factor: float, meaning: str | None) -> None:
     finding = only(divergent(weights=(0.25 * factor,) * 4, **fitted(*QUARTERS)))
-    assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full-batch gradient")
-    assert (f" (= {meaning}" in finding.summary) if meaning else finding.summary.endswith("gradient")
+    assert finding.summary.startswith(f"the accumulated gradient is {factor:.6g} times the full batch's")
+    assert (f" (= {meaning}" in finding.summary) if meaning else finding.summary.endswith("full batch's")
     assert finding.evidence[0].values["factor"] == pytest.approx(factor)
     assert finding.remedy.endswith("(loss weights 0.25, 0.25, 0.25, 0.25); gaverify ran it: equivalent")
     assert finding.proven
@@ -197,18 +197,18 @@ def test_mean_of_means_says_what_the_weights_are() -> None:
     lengths = (8.0, 4.0, 11.0, 6.0)
     shares = tuple(length / 29 for length in lengths)
     tokens = only(divergent(valid_targets=lengths, **fitted(*shares)))
-    assert evidence(tokens, "control").endswith("of valid targets: 8 of 29, 4 of 29, 11 of 29, 6 of 29")
+    assert evidence(tokens, "weights").endswith("of valid targets: 8 of 29, 4 of 29, 11 of 29, 6 of 29")
     assert "--weighting tokens" in tokens.remedy and tokens.remedy.endswith("gaverify ran it: equivalent")
     samples = only(divergent(sizes=(6, 6, 2, 2), **fitted(6 / 16, 6 / 16, 2 / 16, 2 / 16)))
     assert "--weighting samples" in samples.remedy
-    unknown = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5)))
+    unknown = only(divergent(valid_targets=(1.0, 2.0, 2.0, 3.0), **fitted(0.1, 0.2, 0.3, 0.5)))
     assert unknown.remedy == "weight each micro-batch by its share of what the full batch's mean averages over"
-    assert "0.1, 0.2, 0.3, 0.5" in evidence(unknown, "control"), "numbers of this batch are a measurement, no repair"
+    assert "0.1, 0.2, 0.3, 0.5" in evidence(unknown, "weights"), "numbers of this batch are a measurement, no repair"
 
 
 def test_mean_of_means_admits_what_it_cannot_tell() -> None:
     finding = only(divergent(**fitted(0.1, 0.2, 0.3, 0.5, determined=False)))
-    assert "other weights fit as well" in evidence(finding, "control")
+    assert "other weights fit as well" in evidence(finding, "weights")
     unproven = findings_for(divergent(**fitted(0.1, 0.2, 0.3, 0.5, left=0.1)))[0]
     assert not unproven.proven and "gaverify ran it" not in unproven.remedy
 
@@ -378,7 +378,7 @@ def test_state_is_proven_by_its_control_only(place: str) -> None:
         ),
         (
             divergent(weighting="samples", **fitted(0.1, 0.2, 0.3, 0.5)),
-            "micro-batches get wrong loss weights",
+            "micro-batches get loss weights that are not their shares of the full batch's mean",
         ),
         (record(drift={"a": 0.1}), "`a` is updated 4 times per optimizer step and ends up different"),
         (
