@@ -226,7 +226,7 @@ class Walk:
         partners = self.comparison.partners.get(node)
         return partners is None or (partners.is_split and len(partners.parts) < len(self.comparison.parts))
 
-    def reached(self, starts: Sequence[Node]) -> list[Node]:
+    def trace_back(self, starts: Sequence[Node]) -> list[Node]:
         """Returns the calls that some depend on, back to the nearest that agree, in the order of the run."""
 
         def onwards(node: Node) -> list[Node]:
@@ -260,7 +260,7 @@ class Walk:
         A value that each micro-batch computes from that of the one before, as a moving average, depends on itself.
         """
         full = self._places[node][0]
-        behind = self.reached(self.inputs(node)) if self.is_tainted(node) else []
+        behind = self.trace_back(self.inputs(node)) if self.is_tainted(node) else []
         return any(self._places[at][0] != full for at in behind if at in candidates)
 
     def _differs_by_itself(self, node: Node) -> bool:
@@ -281,9 +281,9 @@ class Walk:
         """Returns the first difference; None where nothing that can be compared differs."""
         comparison = self.comparison
         roots = list(self._roots[0]), [-1 - at for at in self._roots[1]]
-        in_micro = self.reached(roots[1])
+        in_micro = self.trace_back(roots[1])
         origins = self._origins(in_micro)
-        alone = [at for at in (*self.reached(roots[0]), *in_micro) if self.is_alone(at) and not self.is_tainted(at)]
+        alone = [at for at in (*self.trace_back(roots[0]), *in_micro) if self.is_alone(at) and not self.is_tainted(at)]
         alone = [at for at in alone if not self._only_scales(at)]
         first_alone = min(alone, key=self._time_of, default=None)
         if first_alone is not None and (not origins or self._time_of(first_alone) < self._time_of(origins[0])):
@@ -446,7 +446,7 @@ class Walk:
             number=number,
             assigned=assigned,
         )
-        handed = self._handed(full) if kind is DifferenceKind.VALUES and not _is_state(difference_found) else []
+        handed = self._find_handed(full) if kind is DifferenceKind.VALUES and not _is_state(difference_found) else []
         rows_of_maker = comparison.rows_of(handed[0].maker) if handed else []
         if rows_of_maker and not samples:  # it is made of several lines, and only in the last one it has rows
             difference, samples = self._compare_rows(rows_of_maker)
@@ -476,7 +476,7 @@ class Walk:
     def _state_behind(self, node: Node) -> tuple[Node, str, Node] | None:
         """Returns the call at or behind one that reads what an earlier micro-batch left, with argument and maker."""
         full, _ = self._places[node]
-        calls = [full, *(self._places[at][0] for at in self.reached(self.inputs(node)) if at in self._places)]
+        calls = [full, *(self._places[at][0] for at in self.trace_back(self.inputs(node)) if at in self._places)]
         left_values = ((each, *left) for each in dict.fromkeys(calls) for left in self._left_behind(each))
         return next(left_values, None)
 
@@ -499,7 +499,7 @@ class Walk:
 
     def _sources(self, node: Node) -> list[Node]:
         """Returns the calls behind one that read what agrees, and that return other shapes, or sums."""
-        behind = self.reached(self.inputs(node))
+        behind = self.trace_back(self.inputs(node))
         origins = []
         for each in behind:
             inputs = self.inputs(each)
@@ -522,13 +522,13 @@ class Walk:
             return DifferingNumber(name, number, tuple(numbers)), assigning_lines(self.comparison, full, name)
         return None, ()
 
-    def _handed(self, origin: Node) -> list[HandedValue]:
+    def _find_handed(self, origin: Node) -> list[HandedValue]:
         """Returns the arguments by which a call without gradient reaches what is differentiated."""
         comparison = self.comparison
         if comparison.call(origin)["graded"]:
             return []
         found_values = []
-        for node in self.reached(comparison.roots[0]):
+        for node in self.trace_back(comparison.roots[0]):
             call, partners = comparison.call(node), comparison.partners.get(node)
             if not call["graded"] or partners is None or not partners.is_split:
                 continue
@@ -542,7 +542,7 @@ class Walk:
 
     def _leads_to(self, node: Node, origin: Node) -> bool:
         """Whether a call of the accumulated run returns what a call, or what another one makes of it."""
-        return any(self._places.get(at, (None, 0))[0] == origin for at in self.reached([node]))
+        return any(self._places.get(at, (None, 0))[0] == origin for at in self.trace_back([node]))
 
     def value_of(self, found: Found) -> LossValue | None:
         """Returns what the first handed value is called, who reads it, and how it differs; None where there is none."""

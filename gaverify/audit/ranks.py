@@ -385,7 +385,7 @@ def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[S
             (step.from_whole[0][is_held] * scale, used.of("final")[at][is_held] * scale)
             for at, step in run.samples(round_).steps.items()
             if step.from_whole and len(used.of("final").get(at, ())) == len(step.from_whole[0])
-            for is_held in [_held(run, at)]
+            for is_held in [_find_held_elements(run, at)]
             for scale in [used.stretches[at][is_held].sqrt()]
         ]
         of_rank, of_all = (
@@ -400,7 +400,7 @@ def _shares(full: RecordedRun, accumulated: RankedRun, round_: Round) -> tuple[S
     return tuple(shares)
 
 
-def _held(run: RecordedRun, optimizer: int) -> torch.Tensor:
+def _find_held_elements(run: RecordedRun, optimizer: int) -> torch.Tensor:
     """Returns which elements that a process with whole parameters samples this one holds, shape (S,)."""
     shapes = [shape for (index, _), (_, shape) in run.parameters.items() if index == optimizer]
     counts = [math.prod(shape) for shape in shapes]

@@ -62,7 +62,7 @@ class RecordedRun:
             round_: The steps.
             summed: As the window's last backward pass left them, where something changed them before the step.
         """
-        stored = self._stored(round_, summed=summed)
+        stored = self._read_stored(round_, summed=summed)
         return {
             (optimizer, at): numbers
             for optimizer, each in stored.items()
@@ -71,10 +71,10 @@ class RecordedRun:
 
     def norms(self, round_: Round, *, summed: bool = False) -> dict[ParameterPlace, float]:
         """Returns the norms of the gradients that `gradients` returns sketches of; without those that are not known."""
-        stored = self._stored(round_, summed=summed)
+        stored = self._read_stored(round_, summed=summed)
         return {(optimizer, at): norm for optimizer, each in stored.items() for at, norm in each.norms.items()}
 
-    def _stored(self, round_: Round, *, summed: bool) -> dict[int, StoredGradients]:
+    def _read_stored(self, round_: Round, *, summed: bool) -> dict[int, StoredGradients]:
         stored: dict[int, StoredGradients] = {}
         for optimizer, step in round_:
             paths = [self.folder / f"{kind}-{optimizer}-{step}.pt" for kind in ("summed", "gradients")]

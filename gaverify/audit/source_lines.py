@@ -96,20 +96,20 @@ def assignments_of(name: str, place: Place, files: Collection[str] = ()) -> list
     function, tree = _function_around(file, line), _tree_of(file)
     if function is None or tree is None:
         return []
-    inside = [(file, *found) for found in _assignments(function, name)]
+    inside = [(file, *assignment) for assignment in _assignments(function, name)]
     # A variable belongs to its function, unless an outer one has it; an attribute may be assigned anywhere.
     if not inside:
         suffix = name[name.rindex(".") :] if "." in name and not name.endswith("]") else None
         if _is_argument(function, name):  # what the function is given may be an attribute of that name
             suffix = f".{name}"
-        trees = {each: found for each in dict.fromkeys((file, *files)) if (found := _tree_of(each)) is not None}
+        trees = {each: parsed for each in dict.fromkeys((file, *files)) if (parsed := _tree_of(each)) is not None}
         inside = [
-            (each, *found)
+            (each, *assignment)
             for each, scope in trees.items()
-            for found in _assignments(scope, name if each == file or suffix else "", suffix)
-            if not _is_first(scope, found[0])
+            for assignment in _assignments(scope, name if each == file or suffix else "", suffix)
+            if not _is_first(scope, assignment[0])
         ]
-    from_itself = [found for found in inside if found[2]]
+    from_itself = [assignment for assignment in inside if assignment[2]]
     return list(dict.fromkeys((each, at) for each, at, _ in from_itself or inside))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _OTHERWISE = (
     *("steps", "strategy", "lr", "reference", "expect", "ranks", "engine", "timeout"),
-    *(name for name, known in OPTIONS.items() if known.kind is FLAG),
+    *(name for name, each in OPTIONS.items() if each.kind is FLAG),
 )
 """Options of a run that mean something else here, or nothing: what the full batch costs is what is measured."""
 
@@ -51,7 +51,7 @@ class Measurements:
 
 
 _MEASUREMENTS = options_of(Measurements)
-_SPEC_OPTIONS = {name: known for name, known in OPTIONS.items() if name not in _OTHERWISE}
+_SPEC_OPTIONS = {name: each for name, each in OPTIONS.items() if name not in _OTHERWISE}
 
 
 @click.command(short_help="Measure memory and time of accumulation.")

@@ -340,7 +340,7 @@ def _answers(jobs: Sequence[Job], plan: RunPlan, *, debug: bool) -> Generator[An
                     at, answer = next(worker_answers)
                     answers[numbers[at]] = answer
                     progress.finish(numbers[at])
-                with progress.hidden():
+                with progress.hide_bar():
                     yield answers.pop(number)
 
 

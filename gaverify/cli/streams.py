@@ -486,7 +486,7 @@ class DelayedProgress:
         self._bar.update(self._task, description=text, completed=done)
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hide_bar(self) -> Iterator[None]:
         """Takes the bar off the terminal while something is printed."""
         with self._lock:
             if self._bar is not None:
@@ -510,7 +510,7 @@ class SeveralProgress:
             self._shown = DelayedProgress(titles[0], quiet=quiet)
         else:
             self._shown = DelayedProgress("", quiet=quiet, unit="spec")
-        self.hidden = self._shown.hidden
+        self.hide_bar = self._shown.hide_bar
 
     def __enter__(self) -> SeveralProgress:
         self._shown.__enter__()

@@ -77,7 +77,7 @@ class KeptGradients:
         replaced.sampled = torch.cat(pieces)
         return replaced
 
-    def stored(self, divisor: float, left_out: Collection[int]) -> StoredGradients:
+    def to_storage(self, divisor: float, left_out: Collection[int]) -> StoredGradients:
         """Returns what is written of them, on the host.
 
         Args:

@@ -30,7 +30,7 @@ def kept(*gradients: torch.Tensor | None) -> KeptGradients:
 
 def test_a_small_parameter_keeps_its_values_and_a_large_one_a_sketch() -> None:
     small, large = torch.randn(64, 64), torch.randn(65, 64)
-    stored = kept(small, None, large).stored(2.0, [])
+    stored = kept(small, None, large).to_storage(2.0, [])
     assert torch.equal(stored.values[0], small / 2) and stored.values.keys() == {0}
     assert stored.sketches[2].shape == (WIDTH,) and stored.sketches[2].dtype is torch.float64
     assert stored.norms == {2: pytest.approx(float(large.double().norm()) / 2)}
@@ -138,5 +138,5 @@ def test_sampled_elements_are_found_in_their_shards(cut: str) -> None:
 
 
 def test_replicas_of_another_rank_are_not_stored() -> None:
-    stored = kept(torch.ones(2), torch.ones(5000), torch.ones(1)).stored(1.0, [0, 1])
+    stored = kept(torch.ones(2), torch.ones(5000), torch.ones(1)).to_storage(1.0, [0, 1])
     assert stored.values.keys() == {2} and not stored.sketches and not stored.norms

@@ -155,7 +155,7 @@ class WindowListener:
         captured = update.capture(entry, self._updates.positions(sorted(entry.forwards)), moved)
         if self.stores_gradients and update.number <= max(job.updates, 1):
             divisor, left_out = divisor_of(entry), self._replicas(entry)
-            stored = {kind: gradients.stored(divisor, left_out) for kind, gradients in captured.items()}
+            stored = {kind: gradients.to_storage(divisor, left_out) for kind, gradients in captured.items()}
             self._write(entry, stored, max(job.updates, 1) - update.number + 1)
         entry.pending, entry.increments, entry.forwards = 0, [], set()
         entry.summed, entry.used = None, {}
