@@ -342,18 +342,16 @@ class PlainModel:
         self._modules = [_snapshot(module) for root in experiment.modules for module in root.modules()]
 
     @contextmanager
-    def alone(self, wrapped: Experiment | None = None) -> Iterator[Experiment]:
+    def alone(self, wrapped: Experiment) -> Iterator[Experiment]:
         """Gives the experiment with the plain model, for as long as the block runs in a group of one rank.
 
         Args:
-            wrapped: The experiment under the engine, whose draws are used again; None: nothing has been drawn yet.
+            wrapped: The experiment under the engine, whose draws are used again.
         """
         everyone, sharded = dist.group.WORLD, list(map(_snapshot, (module for module, _, _ in self._modules)))
-        experiment = self._experiment
-        if wrapped is not None:
-            experiment = replace(
-                experiment, draws=wrapped.draws, reading=wrapped.reading, math_kernels=wrapped.math_kernels
-            )
+        experiment = replace(
+            self._experiment, draws=wrapped.draws, reading=wrapped.reading, math_kernels=wrapped.math_kernels
+        )
         _put_back(self._modules)
         set_default_group(self._group)
         try:
@@ -361,7 +359,7 @@ class PlainModel:
         finally:
             set_default_group(everyone)
             _put_back(sharded)
-            self._renew_reducers()
+            self.renew_reducers()
 
     def run_own(self, recorded: Experiment, full: PassResult, own: range) -> WithoutEngine:
         """Runs this rank's micro-batches among all ranks, but without an engine.
@@ -390,18 +388,7 @@ class PlainModel:
         self._sharded = {name: parameter for name, parameter in wrapped.parameters.items() if is_sharded(parameter)}
         return wrapped
 
-    @contextmanager
-    def in_float64(self, wrapped: Experiment) -> Iterator[Experiment]:
-        """Gives the experiment under the engine in float64, for as long as the block runs."""
-        # Call sites are known by the plain model's modules, so that the wrappers are not among the experiment's.
-        try:
-            with wrapped.in_float64() as exact:
-                self._renew_reducers()
-                yield exact
-        finally:
-            self._renew_reducers()
-
-    def _renew_reducers(self) -> None:
+    def renew_reducers(self) -> None:
         """Lets DistributedDataParallel hear of the weights, which may have had another type meanwhile."""
         renew_reducers(self._wrapped, hooks=True)
 

@@ -11,7 +11,6 @@ The cause is looked for where a window diverges: with the same micro-batches, al
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,33 +19,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gaverify.collective.engines import PlainModel, WithoutEngine, of_every_rank
+from gaverify.collective.engines import PlainModel, of_every_rank
 from gaverify.collective.facts import facts_of_ranks
-from gaverify.collective.membership import Member, TrafficMeter, is_lost
-from gaverify.collective.window import OwnCollectives, Trained, bare, description, users_engine
-from gaverify.errors import Agreed, ProblemError
+from gaverify.collective.membership import Member
+from gaverify.collective.window import RankedExperiment, Trained, bare, description, users_engine
+from gaverify.errors import Agreed
 from gaverify.passes.batching import Problem, batch_size_of, micro_batch_sizes
 from gaverify.passes.experiment import Experiment
-from gaverify.passes.gradients import Gradients, PassResult
 from gaverify.passes.layouts import children, digest_of, leaves, with_children
 from gaverify.passes.precision import RANKED, resolve_device, unit_roundoff
-from gaverify.passes.wrappers import RankSum, dividing, hooks_left_out
+from gaverify.passes.wrappers import dividing, hooks_left_out
 from gaverify.preparation import Progress, prepare_experiment, reporter, settings_of
 from gaverify.records.comparison import Method, Outcome, relative_total
 from gaverify.records.facts import Facts
 from gaverify.records.ranks import Engine
 from gaverify.search.investigation import collect_facts, investigate
 from gaverify.spec import Spec
-from gaverify.thresholds import CAPPED_UNITS, U32, U64
-from gaverify.tracebacks import is_own_fault
+from gaverify.thresholds import CAPPED_UNITS
 from gaverify.verdict.comparison import measure
-from gaverify.verdict.control import Float64Run, failure_sentence, judge_by_floor, noise_floor
-from gaverify.verdict.criteria import Difference, decide_at_once, record
-from gaverify.verdict.decision import Decision, decide_by_float64, measure_and_decide
-from gaverify.verdict.measurement import Measurement, measure_strategies
+from gaverify.verdict.criteria import record
+from gaverify.verdict.decision import Decision, measure_and_decide
+from gaverify.verdict.measurement import Measurement
 from gaverify.verdict.settings import Settings
-
-_PATIENCE = 10.0  # seconds, and as long again as the control took: others that fail in it fail by then
 
 
 def judge_together(
@@ -64,18 +58,14 @@ def judge_together(
         ProblemError: The problem cannot be verified by ranks.
     """
     with dividing(experiment.modules) as factors:
-        trained = replace(trained, factors=factors)
-        started = time.perf_counter()
-        full = None
-        if trained.plain is not None:
-            experiment, full, without_engine = _run_without_engine(trained)
-            experiment = trained.plain.wrap(experiment, trained.engine, without_engine.reach)
-            trained = replace(trained, without_engine=without_engine)
-        measurement, meter = _measure_window(experiment, trained, full)
-        experiment = measurement.experiment
-        measured_at = time.perf_counter()
-        decision = _decide(trained, measurement, exact)
-        measurement.seconds = {"passes": measured_at - started, "control": time.perf_counter() - measured_at}
+        ranked = RankedExperiment.of(experiment, replace(trained, factors=factors))
+        measurement, decision = measure_and_decide(ranked, exact=exact, keep_gradients=True)
+        assert isinstance(measurement.experiment, RankedExperiment)
+        trained, meter = measurement.experiment.trained, measurement.experiment.meters[0]
+        experiment = measurement.experiment.by_one_process()
+        measurement = replace(measurement, experiment=experiment)
+        if decision.float64 is not None and trained.has_own_hooks(experiment):
+            decision = _decide_hooks(trained, measurement, decision)
         own_sizes = tuple(experiment.sizes[k] for k in trained.own(experiment))
         own = replace(measurement, experiment=replace(experiment, sizes=own_sizes))
         if not decision.is_divergent:
@@ -88,120 +78,6 @@ def judge_together(
         rows = replace(facts.compared, rows=decision.rows, method=decision.method)
         facts = replace(facts, compared=rows, diagnosed=diagnose)
     return measurement, decision, replace(facts, ranks=ranks)
-
-
-def _run_without_engine(trained: Trained) -> tuple[Experiment, PassResult, WithoutEngine]:
-    """Runs the full batch and this rank's micro-batches before the model is put under an engine.
-
-    Returns:
-        The plain experiment with the draws of the full batch, that pass, and what the micro-batches showed.
-
-    Raises:
-        ProblemError: The loss of the full batch is not finite.
-    """
-    plain = trained.plain
-    assert plain is not None
-    with plain.alone() as single:
-        single.progress("the whole batch on every rank")
-        recorded, full = single.record()
-    _check_loss(full)
-    own = trained.own(recorded)
-    without_engine = plain.run_own(recorded, full, own)
-    if without_engine.ambiguous_draws:
-        # One process tries both readings of the draws on all micro-batches, and keeps the one that fits.
-        with plain.alone() as single:
-            measurement = measure_strategies(single)
-        recorded, full = measurement.experiment, measurement.full
-        without_engine = plain.run_own(recorded, full, own)
-    if without_engine.calls.count() and not trained.shared_batch:
-        raise ProblemError(
-            "the model or the loss calls `torch.distributed` itself, and the ranks have different batches; give every "
-            "rank the full batch, and gaverify selects its micro-batches"
-        )
-    return recorded, full, without_engine
-
-
-def _check_loss(full: PassResult) -> None:
-    if not math.isfinite(full.loss):
-        raise ProblemError(
-            f"the full batch's loss is {full.loss}, so its gradient proves nothing; check the model and the batch"
-        )
-
-
-def _measure_window(
-    experiment: Experiment, trained: Trained, full: PassResult | None
-) -> tuple[Measurement, TrafficMeter]:
-    """The window, and the whole batch on every rank where that has not run yet, measured and not yet decided.
-
-    Returns:
-        The measurement, and what counted the window's collectives.
-
-    Raises:
-        ProblemError: A loss is not finite, or the user's code talks to other ranks itself.
-    """
-    # the engine has wrapped the model since the experiment was prepared
-    member, listener = trained.member, OwnCollectives()
-    experiment = replace(experiment, ranks=RankSum(member.count, member.total)).with_current_state()
-    if full is None:
-        experiment.progress("the whole batch on every rank")
-        with trained.reference(experiment) as reference:
-            recorded, full = reference.record(listener)
-        if listener.found:
-            raise ProblemError(
-                f"the model or the loss calls `torch.distributed` itself ({listener.found}). The reference runs the "
-                "full batch on every rank, and this call would combine copies of it. Use `gaverify run --ranks` "
-                "without a launcher"
-            )
-        _check_loss(full)
-        experiment = replace(
-            experiment, draws=recorded.draws, reading=recorded.reading, math_kernels=recorded.math_kernels
-        )
-    full = replace(full, gradients=trained.place(full.gradients))
-    experiment.progress(f"the window of {trained.member.count} ranks")
-    window, meter = trained.window(experiment, full)
-    window.loss = float(trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
-    return Measurement(experiment, full, window, _measure_by_name(experiment, window.gradients, full.gradients)), meter
-
-
-def _measure_by_name(experiment: Experiment, gradients: Gradients, reference: Gradients) -> dict[str, Difference]:
-    return {row.name: row for row in measure(gradients, reference, experiment.ranks)}
-
-
-def _decide(trained: Trained, measurement: Measurement, exact: bool) -> Decision:
-    """Decides every parameter by the passes of a window."""
-    # each rank has seen its own micro-batches alone: what decides is the coarsest that any has seen
-    unit = max(trained.member.everyones("unit", measurement.unit))
-    decision = _decide_window(trained, measurement, unit, exact)
-    if decision.float64 is not None and trained.has_own_hooks(measurement.experiment):
-        return _decide_hooks(trained, measurement, decision)
-    return decision
-
-
-def _decide_window(trained: Trained, measurement: Measurement, unit: float, exact: bool) -> Decision:
-    """Decides every parameter of a window by its differences.
-
-    Args:
-        trained: How the ranks train.
-        measurement: What was run.
-        unit: Unit roundoff of the coarsest arithmetic that any rank computed in.
-        exact: In float64 whatever working precision says.
-    """
-    rows = decide_at_once(measurement.differences.values(), unit, measurement.plain_terms)
-    decision = Decision(tuple(rows), Method.WORKING_PRECISION)
-    is_undecided = any(row.outcome is Outcome.INCONCLUSIVE and row.why is None for row in rows)
-    if not is_undecided and (unit <= U64 or (unit <= U32 and not exact)):
-        return decision
-    control = _control(trained, measurement) if unit > U64 else None
-    if isinstance(control, Float64Run):
-        return decide_by_float64(measurement, decision, control, unit)
-    decision = replace(decision, float64_failure=control or "")
-    if not is_undecided and unit <= U32:  # `exact` alone asked for float64
-        return decision
-    full, gradients = measurement.full, trained.gather(measurement.full.gradients)
-    with trained.reference(measurement.experiment) as reference:
-        floor = noise_floor(reference, replace(full, gradients=gradients), unit)
-    rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
-    return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR)
 
 
 def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision) -> Decision:
@@ -224,34 +100,6 @@ def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision
         for row, changed, decided in zip(measurement.differences.values(), rows, decision.rows, strict=True)
     )
     return replace(decision, rows=decided_rows)
-
-
-def _control(trained: Trained, measurement: Measurement) -> Float64Run | str:
-    """Runs both passes in float64, on every rank; on all of them returns why one could not, where one could not.
-
-    Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
-    """
-    failure, control, begun = "", None, time.monotonic()
-    try:
-        with trained.reference(measurement.experiment) as reference, reference.in_float64() as exact:
-            exact.progress("float64 control")
-            full = exact.full_batch()
-        full = replace(full, gradients=trained.place(full.gradients))
-        with trained.in_float64(measurement.experiment) as exact:
-            window, _ = trained.window(exact, full)
-        control = Float64Run(_measure_by_name(exact, window.gradients, full.gradients), full, window)
-    except Agreed:
-        raise
-    except Exception as error:
-        if is_own_fault(error) or is_lost(error):
-            raise
-        failure = failure_sentence(error)
-    within = 2 * (time.monotonic() - begun) + _PATIENCE if failure else None
-    own_failure = f"the float64 control failed on this rank alone: {failure}" if failure else ""
-    failures = [said for said in trained.member.everyones("control", failure, within, own_failure) if said]
-    if failures or control is None:
-        return str(failures[0])
-    return control
 
 
 def _measure_alone(experiment: Experiment, trained: Trained) -> tuple[Measurement, Decision]:

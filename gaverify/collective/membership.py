@@ -224,7 +224,7 @@ class Member:
     store: Any
     timeout: float
     tell_end: Callable[[str], None] | None = None
-    _windows: int = 0
+    _stages: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _heard: dict[int, Said] = field(default_factory=dict)
     _failing: threading.Event = field(default_factory=threading.Event)
@@ -233,7 +233,7 @@ class Member:
         """Returns what each rank has to say at a stage, by rank.
 
         Args:
-            stage: Its name, of this verification alone.
+            stage: Its name.
             value: What this rank has to say; picklable.
             within: Seconds to wait for the others; None: as long as ranks wait for each other.
             alone: The reason where the others do not come: this rank does not take part in what they wait for.
@@ -241,8 +241,9 @@ class Member:
         Raises:
             Agreed: A rank failed, or did not arrive in time; the sentence names it.
         """
-        self.store.set(f"{stage}/{self.rank}", pickle.dumps(value))
-        keys = [f"{stage}/{rank}" for rank in range(self.count)]
+        self._stages += 1
+        keys = [f"{self._stages} {stage}/{rank}" for rank in range(self.count)]
+        self.store.set(keys[self.rank], pickle.dumps(value))
         limit = time.monotonic() + (self.timeout if within is None else within)
         while not self.store.check(keys):
             if self._failures_of_ranks():
@@ -259,8 +260,7 @@ class Member:
         Raises:
             Agreed: A rank does not end it.
         """
-        self._windows += 1
-        self.everyones(f"window {self._windows}", None)
+        self.everyones("window", None)
 
     def _late(self, missing: Sequence[int]) -> str:
         return f"{_ranks(missing)} did not come as far as the others within {self.timeout:g} s: {_SAME_PASSES}"

@@ -8,26 +8,28 @@ were put together, it runs its own: those from r · K on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from gaverify.collective.engines import PlainModel, Synchronised, WithoutEngine, loss_factor
-from gaverify.collective.membership import NAMESPACES, Member, TrafficMeter
-from gaverify.errors import ProblemError
+from gaverify.collective.membership import NAMESPACES, Member, TrafficMeter, is_lost
+from gaverify.errors import Agreed, ProblemError
 from gaverify.passes.calls import OperationMode
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import (
+    AfterBackward,
     Gradients,
     PassProbe,
     PassResult,
 )
 from gaverify.passes.layouts import digest_of
 from gaverify.passes.wrappers import (
+    RankSum,
     dividing,
     engine_of,
     is_flattened,
@@ -37,6 +39,7 @@ from gaverify.passes.wrappers import (
 from gaverify.records.ranks import Engine
 from gaverify.torch_internals import SYNC_BATCH_NORM_MODULE, gather
 from gaverify.tracebacks import Owner, display_path, owner_of
+from gaverify.verdict.measurement import measure_strategies
 
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", SYNC_BATCH_NORM_MODULE, "torch.distributed.tensor")
 """What calls collectives for the user, `SyncBatchNorm` among it."""
@@ -98,22 +101,6 @@ class Trained:
     shared_batch: bool = False
     without_engine: WithoutEngine | None = None
 
-    @contextmanager
-    def reference(self, experiment: Experiment) -> Iterator[Experiment]:
-        """Gives the experiment that runs the whole batch on every rank: without DDP, which is part of what is tested.
-
-        Without any engine, and in a group of one rank, where gaverify put the model under it.
-        """
-        if self.plain is not None:
-            with self.plain.alone(experiment) as single:
-                yield single
-        else:
-            yield bare(experiment) if self.engine is Engine.DDP else experiment
-
-    def in_float64(self, experiment: Experiment) -> AbstractContextManager[Experiment]:
-        """Gives the experiment in float64."""
-        return experiment.in_float64() if self.plain is None else self.plain.in_float64(experiment)
-
     def place(self, gradients: Gradients) -> Gradients:
         """Returns gradients of the reference as the ranks hold theirs: whole, or their shards."""
         return gradients if self.plain is None else self.plain.place(gradients)
@@ -136,18 +123,174 @@ class Trained:
         steps = experiment.steps // self.member.count
         return range(number * steps, (number + 1) * steps)
 
-    def window(self, experiment: Experiment, full: PassResult) -> tuple[PassResult, TrafficMeter]:
+    def window(
+        self, experiment: Experiment, full: PassResult, *probes: PassProbe, after_backward: AfterBackward | None = None
+    ) -> tuple[PassResult, TrafficMeter]:
         """Returns the gradient that the ranks end up with, and what counted the window's collectives."""
         meter, rank_range = TrafficMeter(), self.own(experiment)
         factor = loss_factor(experiment, self.member.count)
         probe = Synchronised(experiment, self.engine, rank_range[-1], factor, self.shares)
         with meter.counting(), dividing(experiment.modules, self.factors):
-            result = experiment.micro_batches(full, probe, own=rank_range)
+            result = experiment.micro_batches(full, *probes, probe, after_backward=after_backward, own=rank_range)
         self.member.window_ended()
         if any(getattr(module, "gradient_as_bucket_view", False) for module in experiment.modules):
             # views into DDP's buckets, which the next pass writes to
             result.gradients = {name: None if g is None else g.clone() for name, g in result.gradients.items()}
         return result, meter
+
+
+_CONTROL_PATIENCE = 10.0
+"""Seconds, and twice as long as the control took: other ranks that fail in it, too, fail by then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedExperiment(Experiment):
+    """The batch of all ranks, each of which runs its own micro-batches of it."""
+
+    on_ranks: ClassVar[bool] = True
+    trained: Trained
+    """How the ranks train."""
+    full: PassResult | None = None
+    """The full batch, its gradients as the ranks hold theirs; None: it has not run, and a plain model has no engine."""
+    meters: list[TrafficMeter] = field(default_factory=list)
+    """What counted the collectives of each window that was run."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, trained: Trained, full: PassResult | None = None) -> RankedExperiment:
+        """Returns an experiment as the ranks run it."""
+        ranks = RankSum(trained.member.count, trained.member.total)
+        return cls(**{**_fields(experiment), "ranks": ranks}, trained=trained, full=full)
+
+    def by_one_process(self) -> Experiment:
+        """Returns the experiment whose passes run on this rank what they run in one process."""
+        return Experiment(**_fields(self))
+
+    def record(self, *probes: PassProbe, seed: int | None = None) -> tuple[Experiment, PassResult]:
+        """Runs the full batch on every rank, then puts a plain model under its engine.
+
+        Raises:
+            ProblemError: The problem cannot be verified by ranks.
+        """
+        if self.full is not None:
+            return self, self.full
+        trained = self.trained
+        self.progress("the whole batch on every rank")
+        if trained.plain is not None:
+            recorded, full, without_engine = self._run_without_engine(trained.plain)
+            experiment = trained.plain.wrap(recorded, trained.engine, without_engine.reach)
+            trained = replace(trained, without_engine=without_engine)
+        else:
+            listener = OwnCollectives()
+            with self.as_reference() as reference:
+                recorded, full = reference.record(listener, *probes, seed=seed)
+            if listener.found:
+                raise ProblemError(
+                    f"the model or the loss calls `torch.distributed` itself ({listener.found}). The reference runs "
+                    "the full batch on every rank, and this call would combine copies of it. Use `gaverify run "
+                    "--ranks` without a launcher"
+                )
+            experiment = replace(
+                self.by_one_process(),
+                draws=recorded.draws,
+                reading=recorded.reading,
+                math_kernels=recorded.math_kernels,
+            )
+        # What bounds the rounding of a sum was seen in parts of it: no number of all ranks.
+        full = replace(full, gradients=trained.place(full.gradients), terms={})
+        # The engine has wrapped the model since the experiment was prepared.
+        return RankedExperiment.of(experiment, trained, full).with_current_state(), full
+
+    def _run_without_engine(self, plain: PlainModel) -> tuple[Experiment, PassResult, WithoutEngine]:
+        """Runs the full batch and this rank's micro-batches before the model is put under an engine.
+
+        Returns:
+            The plain experiment with the draws of the full batch, that pass, and what the micro-batches showed.
+        """
+        with plain.alone(self) as single:
+            recorded, full = single.record()
+        without_engine = plain.run_own(recorded, full, self.trained.own(recorded))
+        if without_engine.ambiguous_draws:
+            # One process tries both readings of the draws on all micro-batches, and keeps the one that fits.
+            with plain.alone(self) as single:
+                measurement = measure_strategies(single)
+            recorded, full = measurement.experiment, measurement.full
+            without_engine = plain.run_own(recorded, full, self.trained.own(recorded))
+        if without_engine.calls.count() and not self.trained.shared_batch:
+            raise ProblemError(
+                "the model or the loss calls `torch.distributed` itself, and the ranks have different batches; give "
+                "every rank the full batch, and gaverify selects its micro-batches"
+            )
+        return recorded, full, without_engine
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Experiment]:
+        """Gives the experiment that runs the whole batch on every rank: without DDP, which is part of what is tested.
+
+        Without any engine, and in a group of one rank, where gaverify put the model under it.
+        """
+        if self.trained.plain is not None:
+            with self.trained.plain.alone(self) as single:
+                yield single
+        else:
+            yield bare(self.by_one_process()) if self.trained.engine is Engine.DDP else self.by_one_process()
+
+    def full_batch(self, *probes: PassProbe) -> PassResult:
+        """Runs the full batch on every rank; its gradients are as the ranks hold theirs."""
+        with ExitStack() as stack:
+            reference = stack.enter_context(self.as_reference())
+            if reference.lift is not self.lift:  # a plain model under FSDP2 has weights of its own
+                reference = stack.enter_context(reference.in_float64())
+            full = reference.full_batch(*probes)
+        return replace(full, gradients=self.trained.place(full.gradients), terms={})
+
+    def micro_batches(
+        self,
+        full: PassResult,
+        *probes: PassProbe,
+        after_backward: AfterBackward | None = None,
+        own: Collection[int] | None = None,
+    ) -> PassResult:
+        """Runs this rank's micro-batches with the engine's reduction; their loss is that of all ranks."""
+        window, meter = self.trained.window(self.by_one_process(), full, *probes, after_backward=after_backward)
+        self.meters.append(meter)
+        window.loss = float(self.trained.member.total(torch.tensor([window.loss], dtype=torch.float64, device="cpu")))
+        return window
+
+    @contextmanager
+    def in_float64(self, *, weights: bool = True) -> Iterator[Experiment]:
+        """Gives the experiment under the engine in float64, for as long as the block runs."""
+        # Call sites are known by the plain model's modules, so that the wrappers are not among the experiment's.
+        renew = self.trained.plain.renew_reducers if self.trained.plain is not None else _do_nothing
+        try:
+            with super().in_float64(weights=weights) as exact:
+                renew()
+                yield exact
+        finally:
+            renew()
+
+    def coarsest(self, unit: float) -> float:
+        """Returns the coarsest unit roundoff of all ranks, each of which has seen its own micro-batches alone."""
+        return float(max(self.trained.member.everyones("unit", unit)))
+
+    def agree_on_control(self, failure: str, error: Exception | None, seconds: float) -> str:
+        """Returns why the first rank that could not run a control could not.
+
+        Where one could not alone, such as for its memory, the others wait for it in a collective that no word ends.
+        """
+        if isinstance(error, Agreed) or (error is not None and is_lost(error)):
+            raise error
+        within = 2 * seconds + _CONTROL_PATIENCE if failure else None
+        own_failure = f"the float64 control failed on this rank alone: {failure}" if failure else ""
+        failures = self.trained.member.everyones("control", failure, within, own_failure)
+        return next(filter(None, failures), "")
+
+
+def _fields(experiment: Experiment) -> dict[str, Any]:
+    return {each.name: getattr(experiment, each.name) for each in fields(Experiment)}
+
+
+def _do_nothing() -> None:
+    """Stands for the renewal of reducers where the user's code made them: the conversion of weights renews those."""
 
 
 class OwnCollectives(PassProbe):

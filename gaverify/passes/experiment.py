@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -48,6 +48,8 @@ class Placement(NamedTuple):
 class Experiment:
     """A problem made ready to run: both strategies start from the same state and use the same random draws."""
 
+    on_ranks: ClassVar[bool] = False
+    """Whether each rank runs micro-batches of its own, so that no part of the batch can stand for all of it."""
     problem: Problem
     """Model, loss, batch and split."""
     parameters: dict[str, nn.Parameter]
@@ -216,6 +218,27 @@ class Experiment:
     def _combine(self, probes: Sequence[PassProbe]) -> PassProbe | None:
         store = () if self.store is None else (self.store,)
         return combine_probes((*store, *self.probes, *probes))
+
+    # What ranks do in another way.
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Experiment]:
+        """Gives the experiment that runs the full batch as one process does: this one."""
+        yield self
+
+    def coarsest(self, unit: float) -> float:
+        """Returns the coarsest unit roundoff that any process computed in."""
+        return unit
+
+    def agree_on_control(self, failure: str, error: Exception | None, seconds: float) -> str:
+        """Returns why a control is impossible in any process; "" where it ran in all.
+
+        Args:
+            failure: Why it is in this one; "" where it ran.
+            error: What was raised.
+            seconds: How long it took.
+        """
+        return failure
 
     # Its variants.
 

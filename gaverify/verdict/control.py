@@ -384,8 +384,8 @@ def _run_watched(exact: Experiment, make_watch: MakeWatch | None) -> tuple[PassR
 
 def float64_floor(experiment: Experiment, float64_run: Float64Run) -> dict[str, float]:
     """Returns the noise floor of a float64 run: its full batch with each weight moved by one unit roundoff."""
-    with experiment.in_float64() as exact:
-        return noise_floor(exact, float64_run.full, U64)
+    with experiment.as_reference() as reference, reference.in_float64() as exact:
+        return noise_floor(exact, float64_run.full if reference is experiment else exact.full_batch(), U64)
 
 
 def judge_by_float64(

@@ -100,7 +100,7 @@ def measure_and_decide(
     Raises:
         ProblemError: The loss of the full batch is not finite, or the user's code raised.
     """
-    measurement = measure_strategies(experiment, with_sketch=not exact)
+    measurement = measure_strategies(experiment, with_sketch=not exact and not experiment.on_ranks)
     measured_at = time.perf_counter()
     decision = decide(measurement, exact=exact)
     if not keep_gradients and not needs_gradients(measurement, decision):
@@ -110,7 +110,7 @@ def measure_and_decide(
         if not keep_gradients:
             measurement.free_gradients()
     if exact and decision.float64_failure:
-        failure = decision.float64_failure
+        failure, experiment = decision.float64_failure, measurement.experiment
         del measurement, decision  # their gradients take the memory of the next passes
         measurement, decision = measure_and_decide(experiment, keep_gradients=keep_gradients, make_watch=make_watch)
         return measurement, replace(decision, float64_failure=decision.float64_failure or failure)
@@ -120,7 +120,7 @@ def measure_and_decide(
 
 def needs_gradients(measurement: Measurement, decision: Decision) -> bool:
     """Whether a run in float64 still measures what adding up loses: from sketches it was read already."""
-    is_low = unit_roundoff(measurement.dtype) > U32
+    is_low = unit_roundoff(measurement.dtype) > U32 and not measurement.experiment.on_ranks
     return decision.needs_float64 and is_low and measurement.window is None and measurement.has_gradients
 
 
@@ -191,7 +191,7 @@ def _close_rows(measurement: Measurement, decision: Decision) -> Decision | None
     if not open_rows:
         return decision
     # In float64 there is nothing finer that two samples could be run in.
-    if measurement.coarse_unit <= U64:
+    if measurement.coarse_unit <= U64 or measurement.experiment.on_ranks:
         return None
     decided_rows = decide_open_rows(measurement, open_rows)
     if decided_rows is None:
@@ -248,26 +248,30 @@ def decide_open(
         exact: Only float64 is asked for: where it is impossible the decision stays as it is, and says why.
         make_watch: Makes what looks on at the float64 runs where a diagnosis is to be expected.
     """
-    unit = measurement.coarse_unit
+    unit, experiment = measurement.coarse_unit, measurement.experiment
     if measurement.unit > U64:
+        began, float64_run, failure, raised = time.perf_counter(), None, "", None
         try:
             watch, keeps = make_watch if decision.exceeds_rounding else None, needs_gradients(measurement, decision)
-            float64_run = run_in_float64(measurement.experiment, watch, keep_gradients=keeps)
+            float64_run = run_in_float64(experiment, watch, keep_gradients=keeps)
             # A kernel without float64 does not always say so: some read a wrong number of bytes.
             float64_run.check_losses(measurement.full, measurement.accumulated)
         except Exception as error:
             if is_own_fault(error):
                 raise
-            decision = replace(decision, float64_failure=failure_sentence(error))
-            if exact:
-                return decision
-        else:
+            failure, raised = failure_sentence(error), error
+        failure = experiment.agree_on_control(failure, raised, time.perf_counter() - began)
+        if float64_run is not None and not failure:
             if keeps:
                 decision = replace(decision, precision=precision_loss(measurement, float64_run))
                 float64_run.accumulated.gradients = dict.fromkeys(float64_run.accumulated.gradients)
             return decide_by_float64(measurement, decision, float64_run, unit)
+        decision = replace(decision, float64_failure=failure)
+        if exact:
+            return decision
     # Run once more: the gradients of the measurement were freed, and the moved runs are compared with them.
-    floor = noise_floor(measurement.experiment, measurement.experiment.full_batch(), unit)
+    with experiment.as_reference() as reference:
+        floor = noise_floor(reference, reference.full_batch(), unit)
     rows = judge_by_floor(measurement.differences, floor, measurement.plain_terms, unit)
     return replace(decision, rows=tuple(rows), method=Method.NOISE_FLOOR, needs_float64=False)
 

@@ -164,7 +164,7 @@ class Measurement:
     @cached_property
     def unit(self) -> float:
         """Unit roundoff of the coarsest arithmetic that gradients were computed in."""
-        return working_unit(self.experiment, self.full, self.accumulated)
+        return self.experiment.coarsest(working_unit(self.experiment, self.full, self.accumulated))
 
     @cached_property
     def rounded_products(self) -> dict[str, str]:
@@ -306,7 +306,7 @@ def _measure_after(experiment: Experiment, full: PassResult, started: float, wan
     experiment = experiment.with_counts_of(accumulation.result.draws)
     # a gradient on one side alone, or one that is not finite, is no question of precision
     repeats = wanted.repeats and all(row.why in (None, NotCompared.UNUSED) for row in accumulation.differences)
-    is_open = accumulation.result.draws.ambiguous and not repeats
+    is_open = accumulation.result.draws.ambiguous and not repeats and not experiment.on_ranks
     if is_open and not _agree_in_float32(experiment, full, accumulation):
         # Draws that agree in shape alone may belong to other samples than their order says.
         experiment, accumulation = _choose_reading(experiment, full, accumulation, wanted)

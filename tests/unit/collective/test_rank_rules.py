@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from measured import GATHERED, fit, ranks, record
 
-from gaverify import Outcome
-from gaverify.collective import flow
 from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
 from gaverify.records.audit import Calls, Record
-from gaverify.records.comparison import Method
 from gaverify.records.events import Backward, Clipping, Step
 from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
@@ -34,8 +30,6 @@ from gaverify.rules import (
 )
 from gaverify.rules.rule import shares
 from gaverify.rules.shares import FittedWeights, find_share, word
-from gaverify.thresholds import U32
-from gaverify.verdict.criteria import Difference
 
 RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
 CASES = {
@@ -313,15 +307,3 @@ def test_the_first_share_that_leaves_rounding_is_the_last_that_is_tried() -> Non
     found = with_shares(ranks(None, targets=targets), left)
     assert len(found.shares_of_targets) == 2 and tried == [found.shares_tried] and found.weights_control == 1e-9
     assert math.isnan(with_shares(ranks(fit(residual=0.5)), left).weights_control)
-
-
-def test_exact_changes_nothing_over_ranks_where_float64_is_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise floor, which needs passes, is not asked: this judgement has none."""
-    row = Difference("weight", (2, 3), 1.0, 1.0, 1e-8, None, None)
-    measurement: Any = SimpleNamespace(
-        differences={"weight": row}, plain_terms={}, experiment=SimpleNamespace(ranks=None)
-    )
-    monkeypatch.setattr(flow, "_control", lambda *_: "a kernel has no float64")
-    decision = flow._decide_window(SimpleNamespace(), measurement, U32, True)  # type: ignore[arg-type]
-    assert decision.method is Method.WORKING_PRECISION and decision.float64_failure == "a kernel has no float64"
-    assert [decided.outcome for decided in decision.rows] == [Outcome.EQUIVALENT]
