@@ -17,9 +17,9 @@ from problems import Problem, fault_codes, story
 from torch import nn
 
 import gaverify
-from gaverify import Outcome, Verdict
+from gaverify import Outcome, Verdict, errors
 from gaverify.cli import main
-from gaverify.passes import experiment, gradients
+from gaverify.passes import gradients
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.sketches import SKETCH
 from gaverify.verdict import measurement
@@ -141,7 +141,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
 
     def stopped(*begins: object, **options: object) -> Verdict:
         clock = Clock(*begins)  # type: ignore[arg-type]
-        monkeypatch.setattr(experiment, "time", clock)
+        monkeypatch.setattr(errors, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         targets = torch.randint(3, (16,))
