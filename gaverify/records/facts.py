@@ -224,13 +224,8 @@ class Facts:
     """Whether repairs were run, each on top of those before it; every control of an audit runs alone."""
     weights_probe: str = "micro-batch-weights"
     """The name under which documents show the run with the right weights."""
-    loop: Record | None = None
-    """Windows and compared updates of a training script; None outside an audit."""
-
-    @property
-    def record(self) -> Record:
-        """Windows, ledgers, compared updates and controls of a training script; those of a run are empty."""
-        return self.loop if self.loop is not None else Record()
+    record: Record = field(default_factory=Record)
+    """Calls, compared updates and controls of a training script; those of a run are empty."""
 
     @property
     def calls(self) -> Calls:
@@ -301,46 +296,46 @@ class Facts:
         return self.repeatability is None or self.repeatability.forward <= self.repeats
 
 
-def facts_of_loop(loop: Record) -> Facts:
+def facts_of_loop(record: Record) -> Facts:
     """Returns what an audit knows in the parts that a run delivers: the first differing update, else the first.
 
     An update whose runs had other samples or other weights gives no rows: they would mean nothing.
     """
-    update = loop.divergent or next(iter(loop.updates), None)
+    update = record.divergent or next(iter(record.updates), None)
     compared, window = Compared((), Method.EVENTS), AccumulationWindow()
     if update is not None:
         rows = update.parameters if update.judged else ()
         compared, window = Compared(rows, Method.NOISE_FLOOR, update=update.number), update.window
     # Buffers of later updates start from values that differ already.
-    first_drift = next((candidate for candidate in loop.updates if candidate.judged and candidate.step.drifted), None)
+    first_drift = next((candidate for candidate in record.updates if candidate.judged and candidate.step.drifted), None)
     buffers = Buffers()
     if first_drift is not None:
         # An audit compares them with the rounding of their type and keeps no difference.
         buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
-    state = loop.controls.state
+    state = record.controls.state
     # The state's control comes last: it explains what those of interacting samples leave.
-    controls = [cause.control for cause in loop.controls.coupling if cause.control is not None]
+    controls = [cause.control for cause in record.controls.coupling if cause.control is not None]
     controls += [state.control] if state is not None and state.control is not None else []
     return Facts(
         batch_size=update.data.full if update is not None else 0,
         compared=compared,
         window=window,
-        draws=Draws(loop.dealt, loop.dealt, is_counted=False, can_be_constant=False, unaligned=loop.unaligned),
+        draws=Draws(record.dealt, record.dealt, is_counted=False, can_be_constant=False, unaligned=record.unaligned),
         buffers=buffers,
-        forward=ForwardComparison(loop.controls.coupling),
+        forward=ForwardComparison(record.controls.coupling),
         state=state,
         cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
-        ranks=loop.together,
-        stopped_after=loop.stopped_after,
-        failures=loop.failures,
-        diagnosed=_can_show_causes(loop),
+        ranks=record.together,
+        stopped_after=record.stopped_after,
+        failures=record.failures,
+        diagnosed=_can_show_causes(record),
         runs_repairs=False,
         weights_probe="control",
-        loop=loop,
+        record=record,
     )
 
 
-def _can_show_causes(loop: Record) -> bool:
+def _can_show_causes(record: Record) -> bool:
     """Whether the controls of an audit are conclusive about the samples and draws of the update that differs."""
-    is_altered = loop.together is not None and loop.together.is_altered
-    return loop.divergent is not None and loop.divergent.data.checked and not loop.unaligned and not is_altered
+    is_altered = record.together is not None and record.together.is_altered
+    return record.divergent is not None and record.divergent.data.checked and not record.unaligned and not is_altered

@@ -37,7 +37,7 @@ from gaverify.rules.rule import (
     measured_evidence,
     place,
     quote_names,
-    rule_of_loops,
+    rule,
     show_distinct,
     times,
     trace_evidence,
@@ -50,12 +50,13 @@ _SMALLER = "with losses too small to be clipped, the difference"
 _CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
-@rule_of_loops("GAV606")
-def clip_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV606")
+def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a fault where clipping inside a window changed gradients, a note where it did not.
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
+    record = facts.record
     update, inside = record.divergent, record.calls.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and record.edit is not None:
@@ -236,9 +237,10 @@ def _finding_of_edits(record: Record, update: UpdateComparison, edits: Sequence[
     )
 
 
-@rule_of_loops("GAV607")
-def scheduler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV607")
+def scheduler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a scheduler steps inside a window."""
+    record = facts.record
     inside = record.calls.inside(SchedulerStep)
     if not inside:
         return
@@ -273,10 +275,10 @@ def _word_rates(update: UpdateComparison | None) -> str:
     return f"; learning rate of update {update.number}: {rates}, in the full-batch run {full}"
 
 
-@rule_of_loops("GAV608")
-def scaler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV608")
+def scaler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
-    inside = [call for call in record.calls.inside(ScalerCall) if not call.skipped]
+    inside = [call for call in facts.calls.inside(ScalerCall) if not call.skipped]
     # `step` inside the window is GAV601, for scaled and unscaled training alike
     inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
@@ -301,10 +303,10 @@ def scaler_per_micro_batch(facts: Facts, record: Record) -> Iterator[Finding]:
 _SHOWN = 4  # settings that are listed
 
 
-@rule_of_loops("GAV609")
-def step_settings_differ(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV609")
+def step_settings_differ(facts: Facts) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
-    calls = record.calls
+    record, calls = facts.record, facts.calls
     for update in record.updates:
         # the step cancels a factor of the gradient (Adam does) and the weights change alike: nothing is left to explain
         if not update.judged or update.step.takes_factor:

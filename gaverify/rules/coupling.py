@@ -28,7 +28,6 @@ from gaverify.rules.rule import (
     proven,
     quote_names,
     rule,
-    rule_of_loops,
     weights_text,
     word_assignments,
     word_control,
@@ -206,8 +205,8 @@ def _remedy(facts: Facts, cause: Cause) -> str:
     )
 
 
-@rule_of_loops("GAV610")
-def loss_inputs_differ(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV610")
+def loss_inputs_differ(facts: Facts) -> Iterator[Finding]:
     """Yields a finding per value that a loop hands to the loss and that differs for the same samples."""
     for cause in facts.forward.causes:
         suspect, value = cause.suspect, cause.suspect.value

@@ -26,7 +26,6 @@ from gaverify.rules.rule import (
     passes,
     place,
     rule,
-    rule_of_loops,
     updates,
     word_difference_left,
 )
@@ -341,9 +340,10 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
     )
 
 
-@rule_of_loops("GAV604")
-def trailing_window_lost(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV604")
+def trailing_window_lost(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
+    record = facts.record
     tails = cut_off(record)
     if not tails:
         return

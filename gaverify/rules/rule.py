@@ -10,7 +10,7 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any, Generic, ParamSpec
 
-from gaverify.records.audit import Record, Stage, UpdateComparison
+from gaverify.records.audit import Stage, UpdateComparison
 from gaverify.records.events import Backward, Event
 from gaverify.records.experiment import (
     MOVES_ROWS,
@@ -49,19 +49,6 @@ class Rule(Generic[Asked]):
 def rule(code: str) -> Callable[[Callable[Asked, Iterable[Finding]]], Rule[Asked]]:
     """Makes a rule of a judgement; it is named as the function is."""
     return lambda judgement: Rule(code, judgement.__name__.replace("_", "-"), judgement)
-
-
-def rule_of_loops(code: str) -> Callable[[Callable[[Facts, Record], Iterable[Finding]]], Rule[[Facts]]]:
-    """The same for a judgement of a script's calls: of a run, which has none, it finds nothing."""
-
-    def make_rule(judgement: Callable[[Facts, Record], Iterable[Finding]]) -> Rule[[Facts]]:
-        @wraps(judgement)
-        def judge(facts: Facts) -> Iterable[Finding]:
-            return judgement(facts, facts.record)
-
-        return rule(code)(judge)
-
-    return make_rule
 
 
 def rule_of_ranks(code: str) -> Callable[[Callable[[Facts, RankFacts], Iterable[Finding]]], Rule[[Facts]]]:

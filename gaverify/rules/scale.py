@@ -75,8 +75,8 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
         number: The update; None: the one that was compared.
         means: Whether the weights stand for something; others make up for a number that moves as well.
     """
-    loop, run = facts.record, facts.weights_run
-    if loop.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
+    record, run = facts.record, facts.weights_run
+    if record.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
         return WeightsTrial(proven=means)
     # weights of another update were not tried
     if facts.weights_update != (number or facts.compared.update):
@@ -84,7 +84,7 @@ def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -
     if run is None:
         return WeightsTrial(failure=facts.window.failure)
     # A script's own step that may divide uses other gradients than those which the weights were tried on.
-    may_take_factor = loop.divergent is not None and loop.divergent.step.may_take_factor
+    may_take_factor = record.divergent is not None and record.divergent.step.may_take_factor
     means = means and not may_take_factor
     # A search adds up the repairs that it finds, and tries weights beside them.
     is_explained = facts.runs_repairs and (facts.cleared or facts.weights_first)
@@ -120,14 +120,19 @@ class GradientFactor:
     """What it leaves over, relative to the full batch's gradient."""
 
 
-def factor_in_loop(loop: Record, update: UpdateComparison) -> GradientFactor | None:
+def factor_in_loop(record: Record, update: UpdateComparison) -> GradientFactor | None:
     """Returns the factor of an update whose accumulated gradient is c ≠ 1 times the full batch's, to rounding."""
-    if not update.judged or not _differs(update) or update.window.fit is None or _of_one_rank(loop, update.window.fit):
+    if (
+        not update.judged
+        or not _differs(update)
+        or update.window.fit is None
+        or _of_one_rank(record, update.window.fit)
+    ):
         return None
-    if loop.edit is not None:  # the passes have the right weights
+    if record.edit is not None:  # the passes have the right weights
         return None
     # Not as in `factor_in_run`: this fit found the weights in use as well, to the noise of the script's own runs.
-    return None if contradict_losses(loop, update) else constant_factor(update.window.fit, loop.tolerance)
+    return None if contradict_losses(record, update) else constant_factor(update.window.fit, record.tolerance)
 
 
 def word_count_place(weights: AccumulationWindow) -> str:
@@ -139,7 +144,7 @@ def word_count_place(weights: AccumulationWindow) -> str:
     return f"; computed by {place}{line}" + (f" ({place.caller})" if place.caller else "")
 
 
-def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple[ParameterComparison, ...]] | None:
+def factor_of_some(record: Record, update: UpdateComparison) -> tuple[float, tuple[ParameterComparison, ...]] | None:
     """Returns K or 1/K, and the parameters whose gradients are so many times the full batch's while all others agree.
 
     ‖a‖ = c ‖f‖ and ‖a − f‖ = |c − 1| ‖f‖ together mean a = c f.
@@ -147,11 +152,16 @@ def factor_of_some(loop: Record, update: UpdateComparison) -> tuple[float, tuple
     rows = tuple(row for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     agree = [row for row in update.parameters if row.outcome is Outcome.EQUIVALENT]
     # every parameter has to be judged: an undecided one could have any factor
-    if update.window.steps < 2 or not rows or len(rows) + len(agree) < len(update.parameters) or loop.edit is not None:
+    if (
+        update.window.steps < 2
+        or not rows
+        or len(rows) + len(agree) < len(update.parameters)
+        or record.edit is not None
+    ):
         return None
     for factor in (float(update.window.steps), 1 / update.window.steps):
         # Without a parameter that agrees, this is one factor for the whole gradient.
-        if agree and all(_is_times(row, factor, loop.tolerance) for row in rows):
+        if agree and all(_is_times(row, factor, record.tolerance) for row in rows):
             return factor, rows
     return None
 
@@ -180,33 +190,35 @@ def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
     return factor
 
 
-def weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
+def weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches should have other weights."""
-    update_and_fit = fitted_weights_of(loop)
-    return None if update_and_fit is None or contradict_losses(loop, update_and_fit[0]) else update_and_fit
+    update_and_fit = fitted_weights_of(record)
+    return None if update_and_fit is None or contradict_losses(record, update_and_fit[0]) else update_and_fit
 
 
-def fitted_weights_of(loop: Record) -> tuple[UpdateComparison, WeightFit] | None:
+def fitted_weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
     """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
-    update = loop.divergent
+    update = record.divergent
     fit = update.window.fit if update is not None else None
-    if update is None or fit is None or fit.residual > loop.tolerance or not fit.weights or not _differs(update):
+    if update is None or fit is None or fit.residual > record.tolerance or not fit.weights or not _differs(update):
         return None
-    if loop.edit is not None:
+    if record.edit is not None:
         return None
-    return (update, fit) if _unequal(fit, loop.tolerance) and not _of_one_rank(loop, fit) else None
+    return (update, fit) if _unequal(fit, record.tolerance) and not _of_one_rank(record, fit) else None
 
 
-def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
+def contradict_losses(record: Record, update: UpdateComparison) -> bool:
     """Whether weights explain an update's gradients, and its losses add up to the full batch's without them.
 
     A micro-batch that weighs wrongly does so in its loss and in its gradient. Where the losses are right, the backward
     depends on the batch.
     """
     fit, losses, full = update.window.fit, update.window.losses, update.window.full_loss
-    if fit is None or loop.ranks > 1 or not fit.determined or fit.residual > loop.tolerance:
+    if fit is None or record.ranks > 1 or not fit.determined or fit.residual > record.tolerance:
         return False
-    if loop.controls.overwritten is not None:  # weights fit to passes that set the gradients, whatever their losses are
+    if (
+        record.controls.overwritten is not None
+    ):  # weights fit to passes that set the gradients, whatever their losses are
         return False
     # a loss that was not seen is NaN
     if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
@@ -218,46 +230,46 @@ def contradict_losses(loop: Record, update: UpdateComparison) -> bool:
         for weights in (fit.used, fit.weights)
     )
     # Constants and terms without a gradient make both sums wrong: such losses say nothing about the fitted weights.
-    return misses <= loop.tolerance * scale and misses_fitted > weight_tolerance(loop.tolerance) * scale
+    return misses <= record.tolerance * scale and misses_fitted > weight_tolerance(record.tolerance) * scale
 
 
-def multipliers_of(loop: Record) -> tuple[float, ...]:
+def multipliers_of(record: Record) -> tuple[float, ...]:
     """Returns what each loss of the first differing update should be multiplied by; empty where nothing tells."""
-    update, weights = loop.divergent, weights_of(loop)
-    factor = factor_in_loop(loop, update) if update is not None else None
+    update, weights = record.divergent, weights_of(record)
+    factor = factor_in_loop(record, update) if update is not None else None
     if update is not None and factor is not None:
         return (1 / factor.value,) * update.window.steps
     return weights[1].multipliers if weights is not None else ()
 
 
-def _of_one_rank(loop: Record, fit: WeightFit) -> bool:
+def _of_one_rank(record: Record, fit: WeightFit) -> bool:
     """Whether a gradient holds the backward passes of some ranks only: it was taken before a script reduced by hand.
 
     What is short of it then is no weight of a loss. Those of one micro-batch stand side by side, one for each rank.
     """
-    used = [fit.used[at : at + loop.ranks] for at in range(0, len(fit.used), loop.ranks)]
+    used = [fit.used[at : at + record.ranks] for at in range(0, len(fit.used), record.ranks)]
     most = LOST_SHARE * max(map(abs, fit.used), default=0.0)
     reached = [[abs(weight) > most for weight in micro_batch] for micro_batch in used]
     return any(any(micro_batch) and not all(micro_batch) for micro_batch in reached)
 
 
-def weighted_term(loop: Record) -> LossTerm | None:
+def weighted_term(record: Record) -> LossTerm | None:
     """Returns the first term of the loss that alone gives the full batch's gradient with other weights."""
-    for term in loop.controls.terms:
+    for term in record.controls.terms:
         fit = term.fit
-        fits = fit.residual <= loop.tolerance < fit.factor_residual and bool(fit.weights) and not fit.vacuous
-        if term.samples and fits and _unequal(fit, loop.tolerance):
+        fits = fit.residual <= record.tolerance < fit.factor_residual and bool(fit.weights) and not fit.vacuous
+        if term.samples and fits and _unequal(fit, record.tolerance):
             return term
     return None
 
 
-def unexplained_term(loop: Record) -> bool:
+def unexplained_term(record: Record) -> bool:
     """Whether a term of the loss has no weights that alone give the full batch's gradient: samples meet in it."""
-    state = loop.controls.state
+    state = record.controls.state
     if state is not None and state.control is not None and state.control.rounding:
         return False  # with other state all terms agree
-    fits = [term.fit for term in loop.controls.terms if term.samples and not term.fit.vacuous]
-    return any(loop.tolerance < min(fit.residual, fit.factor_residual) < math.inf for fit in fits)
+    fits = [term.fit for term in record.controls.terms if term.samples and not term.fit.vacuous]
+    return any(record.tolerance < min(fit.residual, fit.factor_residual) < math.inf for fit in fits)
 
 
 def _unequal(fit: WeightFit, tolerance: float) -> bool:
@@ -333,11 +345,11 @@ def _factor_of_counts(known: AccumulationWindow) -> float | None:
     return ratios[0] if len(counts) == 1 or agrees else None
 
 
-def find_steps(loop: Record, factor: float) -> int:
+def find_steps(record: Record, factor: float) -> int:
     """K where no backward pass was seen: the number among the run's own arguments that the factor is, or is one over.
 
     Returns 0 where there is none.
     """
-    numbers = (number for number in loop.calls.numbers if number > 1)
-    near = {"rel_tol": loop.tolerance}
+    numbers = (number for number in record.calls.numbers if number > 1)
+    near = {"rel_tol": record.tolerance}
     return next((n for n in numbers if math.isclose(factor, n, **near) or math.isclose(factor, 1 / n, **near)), 0)

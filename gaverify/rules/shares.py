@@ -52,7 +52,6 @@ from gaverify.rules.rule import (
     passes,
     quote_names,
     rule,
-    rule_of_loops,
     share_texts,
     weights_text,
     word_control,
@@ -609,10 +608,10 @@ def find_shares(facts: Facts) -> FittedWeights | None:
             return None
         basis = "equal" if basis == "uniform" else basis
         return FittedWeights(facts, None, fit.residual, fit, right=fit.weights, in_use=facts.window.used, basis=basis)
-    loop, update = facts.record, facts.record.divergent
-    if update is None or factor_in_loop(loop, update) is not None:
+    record, update = facts.record, facts.record.divergent
+    if update is None or factor_in_loop(record, update) is not None:
         return None
-    loop_weights, term = weights_of(loop), weighted_term(loop)
+    loop_weights, term = weights_of(record), weighted_term(record)
     # Weights of the whole loss say more than those of one of its terms.
     if loop_weights is not None:
         (update, fit), term = loop_weights, None
@@ -623,16 +622,16 @@ def find_shares(facts: Facts) -> FittedWeights | None:
     multipliers = _needed_multipliers(fit, update)
     micro_batches = len(multipliers)
     found = FittedWeights(facts, update, fit.residual, fit, right=multipliers, term=term, micro_batches=micro_batches)
-    script = next(identify_weights(update, multipliers, loop.tolerance), None)
+    script = next(identify_weights(update, multipliers, record.tolerance), None)
     if script is None:
         return found
     basis, in_use, total = script
     products = [weight * multiplier for weight, multiplier in zip(in_use, multipliers, strict=True)]
     right = [product / sum(products) for product in products]
     # A fit leaves rounding where a micro-batch has no right to any weight.
-    right = [0.0 if abs(weight) < loop.tolerance else weight for weight in right]
+    right = [0.0 if abs(weight) < record.tolerance else weight for weight in right]
     found = replace(found, right=tuple(right), in_use=in_use, basis=basis)
-    is_named = abs(total - 1) >= loop.tolerance and find_share(found).name in _AMOUNTS
+    is_named = abs(total - 1) >= record.tolerance and find_share(found).name in _AMOUNTS
     return replace(found, total=total) if is_named else found
 
 
@@ -690,21 +689,21 @@ def weigh_total(facts: Facts, update: UpdateComparison | None) -> FittedWeights 
     Without an update that differs, those with all steps undone: unless steps come too early, undoing them joins windows
     that were meant to be smaller than the full batch.
     """
-    loop, undone, steps = facts.record, facts.record.controls.steps_undone, facts.window.steps
+    record, undone, steps = facts.record, facts.record.controls.steps_undone, facts.window.steps
     if facts.window.has_recipe:
         factor = factor_in_run(facts)
         # A factor that is 1 to what it leaves over is none.
         if factor is not None and abs(factor.value - 1) < max(SAME_NUMBER, factor.residual):
             factor = None
     elif update is not None:
-        factor, steps = factor_in_loop(loop, update), update.window.steps
-    elif undone is not None and undone.residual < loop.tolerance and early_windows(loop):
-        factor, steps = constant_factor(undone, loop.tolerance), len(undone.weights)
+        factor, steps = factor_in_loop(record, update), update.window.steps
+    elif undone is not None and undone.residual < record.tolerance and early_windows(record):
+        factor, steps = constant_factor(undone, record.tolerance), len(undone.weights)
     else:
         return None
     if factor is None:
         return None
-    steps = steps or find_steps(loop, factor.value)
+    steps = steps or find_steps(record, factor.value)
     return FittedWeights(facts, update, factor.residual, total=factor.value, micro_batches=steps)
 
 
@@ -891,26 +890,26 @@ def _finding_of_sum(weights: FittedWeights, update: UpdateComparison) -> Finding
 
 def _find_shared_divisor(weights: FittedWeights) -> int | None:
     """The whole number that both runs divide every loss by, although one pass of the full batch needs no division."""
-    update, loop = weights.update, weights.facts.record
+    update, record = weights.update, weights.facts.record
     full_windows = [
-        window for window in loop.calls.full_windows if update is not None and window.number == update.number
+        window for window in record.calls.full_windows if update is not None and window.number == update.number
     ]
     full_scales = [backward.scales for window in full_windows[:1] for backward in window.of(Backward)]
     scales = [each[-1] if each else math.nan for each in (*full_scales, *weights.window.scales)]
     if len(full_scales) != 1 or not 0 < scales[0] < 1:  # several passes of the full batch may have a weight each
         return None
     divisor = round(1 / scales[0])
-    return divisor if all(math.isclose(each * divisor, 1.0, rel_tol=loop.tolerance) for each in scales) else None
+    return divisor if all(math.isclose(each * divisor, 1.0, rel_tol=record.tolerance) for each in scales) else None
 
 
 def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
     """Returns the number of an update of as many passes with another factor, and that factor; None where none has."""
-    loop = weights.facts.record
-    for later in loop.updates if weights.update is not None else ():
+    record = weights.facts.record
+    for later in record.updates if weights.update is not None else ():
         # windows of other lengths, or with skipped micro-batches, have other factors for a reason of their own
-        if not later.judged or later.window.steps != weights.window.steps or find_skipped(loop, later) is not None:
+        if not later.judged or later.window.steps != weights.window.steps or find_skipped(record, later) is not None:
             continue
-        factor = factor_in_loop(loop, later)
+        factor = factor_in_loop(record, later)
         value = factor.value if factor is not None else 1.0 if later.outcome is Outcome.EQUIVALENT else None
         if value is not None and not weights.is_total(value):
             return later.number, value
@@ -920,12 +919,13 @@ def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
 # GAV605: their sum, in a window that is short.
 
 
-@rule_of_loops("GAV605")
-def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
+@rule("GAV605")
+def trailing_window_misscaled(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a short window differs by r/K."""
-    if not loop.updates:
-        yield from _judge_calls(facts, loop)
-    for update in loop.updates:
+    record = facts.record
+    if not record.updates:
+        yield from _judge_calls(facts, record)
+    for update in record.updates:
         weights = weigh_total(facts, update)
         share = find_share(weights) if weights is not None else None
         if weights is None or share is None or share.code != "GAV605":
@@ -940,7 +940,7 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
                 factor=short / full_count,
                 update=update.number,
             ),
-            count_calls(loop.calls.complete, "counts"),
+            count_calls(record.calls.complete, "counts"),
             *trial.evidence(),
             remedy=word(weights, share.repair),
             location=backward_place(facts, update.number),
@@ -949,11 +949,11 @@ def trailing_window_misscaled(facts: Facts, loop: Record) -> Iterator[Finding]:
         return
 
 
-def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
+def _judge_calls(facts: Facts, record: Record) -> Iterator[Finding]:
     """Yields a finding where losses are multiplied by 1/K in a window of fewer than K micro-batches as well."""
-    for window in loop.calls.complete:
-        full_count, short = loop.calls.steps or loop.calls.usual(window), window.backwards
-        alike = [similar for similar in loop.calls.complete if similar.optimizers == window.optimizers]
+    for window in record.calls.complete:
+        full_count, short = record.calls.steps or record.calls.usual(window), window.backwards
+        alike = [similar for similar in record.calls.complete if similar.optimizers == window.optimizers]
         weights = {weight for similar in alike for weight in _round_weights(similar)}
         if not 0 < short < full_count or alike[0].backwards != full_count or len(weights) != 1:
             continue
@@ -965,7 +965,7 @@ def _judge_calls(facts: Facts, loop: Record) -> Iterator[Finding]:
                 measured_evidence(
                     "events", f"every loss is multiplied by {weight:.4g} = 1/{full_count}", weight=weight
                 ),
-                count_calls(loop.calls.complete, "counts"),
+                count_calls(record.calls.complete, "counts"),
                 remedy=f"divide the losses of this update by {short}, its number of micro-batches",
                 location=backward_place(facts, window.number),
                 proven=False,
@@ -1024,12 +1024,12 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
 
 def _judge_skipped(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
-    loop, update = facts.record, facts.record.update_of(facts.compared.update)
-    skipped = find_skipped(loop, update) if update is not None else None
+    record, update = facts.record, facts.record.update_of(facts.compared.update)
+    skipped = find_skipped(record, update) if update is not None else None
     if update is None or skipped is None or update.window.fit is None:
         return
-    explained = explains_skipped(loop, update)
-    if update.window.fit.residual <= loop.tolerance and not explained:
+    explained = explains_skipped(record, update)
+    if update.window.fit.residual <= record.tolerance and not explained:
         return
     trial = read_trial(facts, update.number) if explained else WeightsTrial()
     summary = f"{skipped.subject} no backward pass: {skipped.number} of {skipped.count} do not reach the gradient"
@@ -1048,16 +1048,16 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _judge_other_samples(loop: Record) -> Iterator[Finding]:
+def _judge_other_samples(record: Record) -> Iterator[Finding]:
     """Yields a finding of the first update that is not judged because skipped micro-batches leave it other samples."""
-    joined = {each.window.number for each in missed_boundaries(loop)}
-    for update in loop.updates:
-        skipped = find_skipped(loop, update)
+    joined = {each.window.number for each in missed_boundaries(record)}
+    for update in record.updates:
+        skipped = find_skipped(record, update)
         # updates that were joined by a skipped step are GAV602
         if update.data.is_comparable or skipped is None or update.number in joined:
             continue
-        window, steps = skipped.window, loop.calls.expected_passes(skipped.window)
-        if skipped.positions or (steps is not None and is_meant(loop, [(window, steps)])):
+        window, steps = skipped.window, record.calls.expected_passes(skipped.window)
+        if skipped.positions or (steps is not None and is_meant(record, [(window, steps)])):
             summary = f"{skipped.subject} no backward pass, and samples of the next update are used instead"
             values: dict[str, Any] = {"update": update.number, "dropped": list(skipped.positions)}
             if not skipped.positions:

@@ -19,7 +19,7 @@ from gaverify.rules.rule import (
     first_place,
     passes,
     place,
-    rule_of_loops,
+    rule,
     times,
     updates,
 )
@@ -27,10 +27,10 @@ from gaverify.rules.rule import (
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
 
 
-@rule_of_loops("GAV601")
-def step_inside_window(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV601")
+def step_inside_window(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a step comes too early, and one where parameters move without a step."""
-    calls = record.calls
+    record, calls = facts.record, facts.calls
     early = early_windows(record)
     if early and is_ramp(calls):
         yield _finding_of_ramp(calls)
@@ -227,10 +227,10 @@ def _finding_of_moves(calls: Calls, moved: list[tuple[Window, Event]]) -> Findin
     )
 
 
-@rule_of_loops("GAV602")
-def gradients_not_cleared(facts: Facts, record: Record) -> Iterator[Finding]:
+@rule("GAV602")
+def gradients_not_cleared(facts: Facts) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
-    calls = record.calls
+    record, calls = facts.record, facts.calls
     joined = missed_boundaries(record)
     if joined:
         yield _finding_of_joined(calls, joined)
