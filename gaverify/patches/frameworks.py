@@ -62,7 +62,7 @@ def guard_by_accelerator(model: LoopModel, finding: Finding) -> Iterator[Candida
     kinds = {"GAV606": Clipping, "GAV607": SchedulerStep, "GAV603": ZeroGrad, "GAV601": Step}
     kind = kinds.get(finding.code)
     for site in model.find_sites(kind) if kind is not None else ():
-        accelerator = _accelerator_around(site)
+        accelerator = _find_accelerator(site)
         statement = find_movable_statement(model, site)
         if not accelerator or statement is None:
             continue
@@ -77,7 +77,7 @@ def guard_by_accelerator(model: LoopModel, finding: Finding) -> Iterator[Candida
         yield Candidate(f"Makes this call only where `{accelerator}.sync_gradients`.", edits)
 
 
-def _accelerator_around(site: Site) -> str:
+def _find_accelerator(site: Site) -> str:
     """The text of the accelerator whose `accumulate` surrounds a call; "" where none does."""
     for node in site.code.nodes_around(site.call):
         for item in node.items if isinstance(node, ast.With) else ():

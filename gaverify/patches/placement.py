@@ -128,7 +128,7 @@ def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
                 yield Candidate("Divides the loss by the number of micro-batches in its window.", divisions)
             continue
         # The test knows the last round already.
-        if index.length in code.text_of(_whole_test(code, test)):
+        if index.length in code.text_of(_find_outermost_test(code, test)):
             continue
         parent = code.parents[test]
         # `or` binds less than everything around it.
@@ -141,7 +141,7 @@ def repair_tail(model: LoopModel, finding: Finding) -> Iterator[Candidate]:
         yield Candidate("Steps after the last micro-batch as well.", (edit,))
 
 
-def _whole_test(code: Code, test: ast.expr) -> ast.expr:
+def _find_outermost_test(code: Code, test: ast.expr) -> ast.expr:
     """The outermost expression that a test is part of."""
     outermost = test
     for each in code.nodes_around(test):

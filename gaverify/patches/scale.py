@@ -100,13 +100,13 @@ def _find_losses(model: LoopModel, finding: Finding) -> Iterator[tuple[Code, ast
         return
     for node in ast.walk(function):
         if isinstance(node, ast.Return) and node.value is not None:
-            yield code, _returned_loss(node.value)
+            yield code, _find_returned_loss(node.value)
 
 
 _LOSS_METHODS = ("compute_loss", "training_step", "forward")
 
 
-def _returned_loss(value: ast.expr) -> ast.expr:
+def _find_returned_loss(value: ast.expr) -> ast.expr:
     """The loss in what a method returns: `(loss, outputs) if return_outputs else loss`, `{"loss": loss}`."""
     if isinstance(value, ast.IfExp):
         return value.orelse

@@ -63,7 +63,7 @@ def _list_amounts(model: LoopModel, site: Site) -> list[_Amount]:
     sizes = update.window.sizes if update is not None else ()
     targets = list(_find_targets(site.code, scope))
     counted = [_Amount("targets", text, tensor) for text, tensor in targets]
-    counted += [_Amount("weights", code_text, "") for code_text in _counted_divisors(model, site, scope)]
+    counted += [_Amount("weights", code_text, "") for code_text in _find_counted_divisors(model, site, scope)]
     rows = [
         _Amount("samples", "len({})", tensor) for tensor in _find_rows(site.code, loop, [each for _, each in targets])
     ]
@@ -72,13 +72,13 @@ def _list_amounts(model: LoopModel, site: Site) -> list[_Amount]:
 
 
 def _find_targets(code: Code, scope: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yields how the valid targets of a loss are counted, and the tensor of these targets."""
-    ignored = _ignored_index(code)
+    """Yields an expression that counts the valid targets of a loss, and the tensor of these targets."""
+    ignored = _find_ignored_index(code)
     for node in ast.walk(scope):
         if not isinstance(node, ast.Call) or callee_name(node).rpartition(".")[2] not in _LOSSES or len(node.args) < 2:
             continue
         of_loss = next((code.text_of(each.value) for each in node.keywords if each.arg == "ignore_index"), "")
-        target = _without_shape(node.args[1])
+        target = _strip_shape_calls(node.args[1])
         yield f"({{}} != {of_loss or ignored}).sum()", code.text_of(target)
     # Models of transformers are given labels and compute their loss inside. Causal ones use no first label.
     for node in ast.walk(scope):
@@ -89,7 +89,7 @@ def _find_targets(code: Code, scope: ast.AST) -> Iterator[tuple[str, str]]:
             return
 
 
-def _ignored_index(code: Code) -> str:
+def _find_ignored_index(code: Code) -> str:
     """The index that the source's losses ignore, as text."""
     for node in ast.walk(code.tree):
         if isinstance(node, ast.Call) and callee_name(node) in ("CrossEntropyLoss", "NLLLoss"):
@@ -97,7 +97,7 @@ def _ignored_index(code: Code) -> str:
     return "-100"
 
 
-def _without_shape(node: ast.expr) -> ast.expr:
+def _strip_shape_calls(node: ast.expr) -> ast.expr:
     """A tensor without the calls that only change its shape: `y.view(-1)`."""
     while isinstance(node, ast.Call) and callee_name(node) in ("view", "reshape", "flatten", "ravel", "contiguous"):
         if not isinstance(node.func, ast.Attribute):
@@ -106,7 +106,7 @@ def _without_shape(node: ast.expr) -> ast.expr:
     return node
 
 
-def _counted_divisors(model: LoopModel, site: Site, scope: ast.AST) -> Iterator[str]:
+def _find_counted_divisors(model: LoopModel, site: Site, scope: ast.AST) -> Iterator[str]:
     """Yields the sums that a loss is divided by: `(losses * mask).sum() / mask.sum()`."""
     for node in ast.walk(scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
@@ -169,7 +169,7 @@ def _sum_in_inner_loop(model: LoopModel, site: Site, total: str) -> Iterator[Can
     losses = [node for node in nodes if isinstance(node, ast.Call) and callee_name(node) in _LOSSES and _is_mean(node)]
     divisions = [division for node in nodes if (division := division_by_steps(model, code, node)) is not None]
     if len(losses) == 1 and len(divisions) == 1:
-        edits = (_sum_reduction(code, losses[0]), code.replace(divisions[0].divisor, total))
+        edits = (_set_sum_reduction(code, losses[0]), code.replace(divisions[0].divisor, total))
         yield Candidate("Sums the losses and divides by the targets of all micro-batches.", edits)
 
 
@@ -205,7 +205,7 @@ def _find_cut_tensors(code: Code, loop: ast.For) -> dict[str, str]:
     for part, cut in zip(parts, cuts, strict=False):
         # `for part in x.split(4):` cuts each part from `x`.
         if isinstance(part, ast.Name) and callee_name(cut) in ("split", "chunk", "tensor_split"):
-            source = _cut_tensor(cut)
+            source = _find_cut_tensor(cut)
             if source is not None:
                 wholes[part.id] = code.text_of(source)
     for node in loop.body:
@@ -221,7 +221,7 @@ def _find_cut_tensors(code: Code, loop: ast.For) -> dict[str, str]:
     return wholes
 
 
-def _cut_tensor(cut: ast.expr) -> ast.expr | None:
+def _find_cut_tensor(cut: ast.expr) -> ast.expr | None:
     """The tensor of `x.split(4)` or `torch.split(x, 4)`."""
     if not isinstance(cut, ast.Call) or not isinstance(cut.func, ast.Attribute):
         return None
@@ -258,11 +258,11 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     # The total is counted between two statements of one function; two optimizers would need two totals.
     if code.scope_of(step.call) is not code.scope_of(site.call) or len(model.find_sites(Step)) > 1:
         return
-    optimizer = _optimizer_of(step)
+    optimizer = _write_optimizer(step)
     first = find_first_of_update(model, step)
     if not optimizer or first is None or not code.owns_lines(site.statement):
         return
-    total = _unused_name(code, loop, f"window_{amount.noun}")
+    total = _choose_unused_name(code, loop, f"window_{amount.noun}")
     count = amount.of(amount.tensor)
     removed: list[Edit] = []
     # A division by K is superfluous: the gradient is divided by the total.
@@ -300,7 +300,7 @@ def _divide_at_step(model: LoopModel, finding: Finding, site: Site, amount: _Amo
     yield Candidate(f"Divides the gradient by the number of {amount.noun} in the window.", join_edits(edits))
 
 
-def _optimizer_of(step: Site) -> str:
+def _write_optimizer(step: Site) -> str:
     """The text of the optimizer that steps; "" where it is not told."""
     func = step.call.func
     if not isinstance(func, ast.Attribute):
@@ -309,7 +309,7 @@ def _optimizer_of(step: Site) -> str:
     return step.code.text_of(step.call.args[0]) if step.call.args and "scaler" in receiver.lower() else receiver
 
 
-def _unused_name(code: Code, loop: Loop, name: str) -> str:
+def _choose_unused_name(code: Code, loop: Loop, name: str) -> str:
     names = {node.id for node in ast.walk(code.scope_of(loop)) if isinstance(node, ast.Name)}
     while name in names:
         name += "_"
@@ -349,10 +349,10 @@ def _is_mean(call: ast.Call) -> bool:
 def _divide_sum(code: Code, call: ast.Call, items: str) -> tuple[Edit, ...]:
     """Returns the edits from the mean of a loss to its sum over a number."""
     end = code.span(call)[1]
-    return _sum_reduction(code, call), code.replace_between(end, end, f" / {items}")
+    return _set_sum_reduction(code, call), code.replace_between(end, end, f" / {items}")
 
 
-def _sum_reduction(code: Code, call: ast.Call) -> Edit:
+def _set_sum_reduction(code: Code, call: ast.Call) -> Edit:
     """Returns the edit that makes a loss the sum over its targets."""
     reduction = next((each.value for each in call.keywords if each.arg == "reduction"), None)
     if reduction is not None:
