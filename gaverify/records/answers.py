@@ -69,6 +69,7 @@ class Answer(JsonRecord):
     kind: ClassVar[str]
     """Which answer it is, as documents say it."""
     written: ClassVar[tuple[str, ...]] = ("version", "kind", "name", "outcome", "exit_code")
+    """Keys at the beginning of a document."""
 
     if TYPE_CHECKING:  # a field of a verdict and of an audit; a profile computes it
 

@@ -137,6 +137,7 @@ class AuditReport(Answer):
     """The answer of an audit, with everything that it rests on."""
 
     kind: ClassVar[Literal["audit"]] = "audit"
+    """The word for it in documents."""
     written = (*Answer.written, "accepted")
 
     script: str

@@ -170,6 +170,7 @@ class Profile(Answer):
     """All rows of one call, in the order in which they ran."""
 
     kind: ClassVar[Literal["profile"]] = "profile"
+    """The word for it in documents."""
 
     setting: Setting | None
     """What was profiled; None when no process got as far as loading the model."""

@@ -142,6 +142,7 @@ class Verdict(Answer):
     """The answer to "does accumulation compute the full-batch gradient?", with everything that it rests on."""
 
     kind: ClassVar[Literal["verdict"]] = "verdict"
+    """The word for it in documents."""
     written = (*Answer.written, "accepted")
 
     outcome: Outcome
