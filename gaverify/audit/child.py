@@ -30,6 +30,10 @@ from gaverify.records.events import Ending
 if TYPE_CHECKING:
     from gaverify.audit.recording.recorder import Recorder
 
+_WITH_VALUES = str(Path(__file__).with_name("entrance") / "script_with_values.py")
+_entered: list[Job] = []
+"""The launcher's job that this process has entered, if it has."""
+
 
 def main(path: str) -> NoReturn:
     """Runs the job in the file `path` and ends the process."""
@@ -105,7 +109,8 @@ def _enter_view(job: Job, folder: Path) -> None:
 def _launch(job: Job, path: Path) -> NoReturn:
     """Replaces this process by the launcher; every Python that it starts records itself."""
     command, (first, *words) = job.command, job.command.launcher
-    words = [find_program(first), *words, *(["-m"] if command.module else []), command.script, *command.arguments]
+    script = [*(["-m"] if command.module else []), command.script] if not command.values else [_WITH_VALUES]
+    words = [find_program(first), *words, *script, *command.arguments]
     os.environ |= entry_variables(path, os.environ)
     if command.ranks:
         os.environ |= torchrun_variables(0, command.ranks, job.port)
@@ -222,6 +227,7 @@ def enter(path: str) -> None:
     except OSError as error:
         _give_up(error, Path(run_job.folder))
     job = replace(run_job, folder=str(folder))
+    _entered.append(job)
     try:
         recorder = install_recorder(job, folder)
         _seed(job.command.seed)
@@ -229,6 +235,15 @@ def enter(path: str) -> None:
         _give_up(error, folder)
     _report_failures(folder)
     atexit.register(_close_record, recorder, os.getpid())
+
+
+def run_with_values() -> None:
+    """Runs the script of the launcher's job with its values, and with the arguments that the launcher gave."""
+    job = _entered[0]
+    command = replace(job.command, arguments=tuple(sys.argv[1:]))
+    edits = Edits(command.values, command.script if command.module else "", Path(job.folder) / PLACED)
+    edits.install()
+    _run(command, edits)
 
 
 def _report_failures(folder: Path) -> None:

@@ -22,7 +22,7 @@ JOB = "GAVERIFY_AUDIT_JOB"
 
 _PORTS, _TRIES = range(10_000, 32_768), 64
 _LINGER = 0.5  # seconds
-_ENTRANCE = str(Path(__file__).with_name("entrance"))  # holds nothing but `sitecustomize.py`
+_ENTRANCE = str(Path(__file__).with_name("entrance"))  # what the script could import by accident is elsewhere
 
 
 def start_ranks(run: Path, ranks: int, port: int) -> Path:

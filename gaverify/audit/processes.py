@@ -165,11 +165,20 @@ def check(child: Child) -> None:
 def _check_values(child: Child) -> None:
     """Raises where a value of the source was asked for and nothing in the source took it."""
     # The name may lie in a module that the script imports: only the run can tell that nothing took it.
-    files = [folder / PLACED for folder in folders_of(child.folder)]
-    taken = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in files]
-    missing = [name for name, _ in child.job.command.values if any(name not in names for names in taken)]
-    if missing:
-        sentences = [explain_unplaced(name, child.job.command.script) for name in missing]
+    command, everyone = child.job.command, folders_of(child.folder)
+    files = {folder: folder / PLACED for folder in everyone}
+    taken = {at: path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for at, path in files.items()}
+    # A launcher's own process, such as torchrun's agent, runs no script.
+    trained = ranks_of(child.folder) if command.launcher else everyone
+    missing = [name for name, _ in command.values if any(name not in taken[folder] for folder in trained)]
+    sentences = [
+        f"`{name}` was changed in the process that `{command.launcher[0]}` started, and not in the ranks that the "
+        "script starts from there; use arguments or variables (--full, --accumulated, --full-env, --accumulated-env)"
+        if command.launcher and any(name in names for names in taken.values())
+        else explain_unplaced(name, command.script)
+        for name in missing
+    ]
+    if sentences:
         raise ProblemError(f"the {child.title}: " + "\n".join(sentences))
 
 

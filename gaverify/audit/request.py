@@ -275,13 +275,6 @@ class Request:
             problems.append("--launcher and --ranks: the launcher decides how many processes there are; leave one out")
         if self.full_launcher and not self.launcher:
             problems.append("--full-launcher needs --launcher, the command of the accumulated run; add it")
-        changed = [*self.both_set, *self.full_set, *self.accumulated_set]
-        # A launcher starts the script itself, so that no source can be changed before it is compiled.
-        if self.launcher and changed:
-            problems.append(
-                f"--launcher: `{changed[0]}` cannot be changed in the source of processes that a launcher starts; use "
-                "arguments (--full, --accumulated) or variables (--full-env, --accumulated-env)"
-            )
         for name, words in (("--launcher", self.launcher), ("--full-launcher", self.full_launcher)):
             if words:
                 try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from audits import SCRIPTS, audit, refused
+from audits import SCRIPTS, audit, folder, gaverify, refused
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
@@ -113,6 +113,68 @@ def test_ranks_in_both_runs_hide_their_faults_and_it_is_said() -> None:
     result = audit(SCRIPT, "--batch-size 8 --accum 1", "--batch-size 4 --accum 2", "--loop always", options)
     assert (result.code, result.outcome) == (0, "equivalent"), result
     assert "both runs trained in 2 ranks, so errors between ranks cannot show" in result.document["reason"]
+
+
+VALUES = """import argparse, os, sys, torch
+import torch.distributed as dist
+from sizes import SIZE
+
+ACCUM = 1
+parser = argparse.ArgumentParser()
+parser.add_argument("--divisor", type=int, default=1)
+args = parser.parse_args()
+
+if __name__ == "__main__":
+    assert not sys.argv[1:] and sys.path[0] == os.path.dirname(os.path.abspath(__file__)), sys.path
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(32, 4)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, 32, SIZE * ACCUM * ranks):
+        for k in range(ACCUM):
+            model.require_backward_grad_sync = k == ACCUM - 1
+            at = start + (k * ranks + rank) * SIZE
+            (model(x[at : at + SIZE]).square().mean() / args.divisor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("divisor", "name", "module", "told"),
+    [
+        (2, "ACCUM", False, set()),
+        (2, "ACCUM", True, set()),
+        (1, "ACCUM", False, {"GAV201"}),
+        (2, "ACUM", False, "did you mean `ACCUM` (line 5)?"),
+    ],
+    ids=["right", "module", "forgotten division", "no such name"],
+)
+def test_values_are_replaced_beside_a_launcher(
+    tmp_path: Path, divisor: int, name: str, module: bool, told: str | set[str]
+) -> None:
+    """A constant of the script, one of a module that it imports, and the default of an option."""
+    (tmp_path / "made.py").write_text(VALUES, encoding="utf-8")
+    (tmp_path / "sizes.py").write_text("SIZE = 16\n", encoding="utf-8")
+    values = (f"{name}=2", "sizes.SIZE=4", f"divisor={divisor}")
+    options = [word for value in values for word in ("--accumulated-set", value)]
+    words = [*(["-m", "made"] if module else ["made.py"]), *options, "--full-env", "GLOO_SOCKET_IFNAME=lo", *TORCHRUN]
+    full = ["--full-launcher", "torchrun --standalone --nproc-per-node 1", "--format", "json"]
+    with folder(tmp_path):
+        result = gaverify(["audit", *words, *full])
+    if isinstance(told, str):
+        refused(result, told)
+    else:
+        assert result.faults == told and result.outcome == ("divergent" if told else "equivalent"), result
+
+
+def test_values_that_spawned_ranks_do_not_see_are_refused() -> None:
+    values = ("batch_size=2", "accum=2", "ranks=2")
+    options = [word for value in values for word in ("--accumulated-set", value)]
+    result = audit("ranks_spawned.py", None, None, "", ("--full-set", "batch_size=8", *options, "--launcher", "python"))
+    refused(result, "`batch_size` was changed in the process that `python` started, and not in the ranks")
 
 
 def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]

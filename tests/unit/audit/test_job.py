@@ -36,7 +36,6 @@ from gaverify.audit.outputs import IMPOSSIBLE
 from gaverify.audit.processes import Child, check
 from gaverify.audit.request import Request
 from gaverify.children.launching import start_command
-from gaverify.cli import main
 from gaverify.errors import ProblemError, SpecError
 
 HIDDEN = "import sys\nsys.hidden_one_ran = True\n"
@@ -202,14 +201,6 @@ def test_a_launcher_around_the_audit_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ({"full_launcher": ("python",)}, "--full-launcher needs --launcher"),
         ({"launcher": ("no-such-launcher", "-n", "2")}, "no program `no-such-launcher`"),
         ({"launcher": ("python",), "events_only": True}, "leave out --events-only"),
-        (
-            {"launcher": ("python",), "accumulated_set": {"K": "4"}},
-            "`K` cannot be changed in the source",
-        ),
-        (
-            {"launcher": ("python",), "full_set": {"size": "8"}},
-            "`size` cannot be changed in the source of processes that a launcher starts; use arguments",
-        ),
     ],
 )
 def test_requests_that_make_no_sense(options: dict[str, object], words: str) -> None:
@@ -232,13 +223,6 @@ def test_a_full_batch_that_stands_alone_beside_ranks_is_a_group_of_one(
 ) -> None:
     request = Request(script=__file__, full=("--a",), accumulated=("--b",), **options)
     assert (request.ranks_of("full"), request.ranks_of("accumulated")) == (full, accumulated)
-
-
-def test_set_beside_a_launcher_is_refused_at_the_front_door(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", __file__, "--full", "--a", "--accumulated", "--b", "--launcher", "python", "--set", "K=4"]
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert "--launcher: `K` cannot be changed in the source" in err and "Traceback" not in err
 
 
 def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
