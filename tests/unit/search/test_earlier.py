@@ -13,17 +13,15 @@ import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
+from forwards import forwards_of, make_large
 from problems import Problem, fault_codes, story
 from torch import nn
 
 import gaverify
 from gaverify import Outcome, Verdict, errors
 from gaverify.cli import main
-from gaverify.passes import gradients
 from gaverify.passes.gradients import PassResult
-from gaverify.passes.sketches import SKETCH
-from gaverify.verdict import measurement
-from gaverify.verdict.sketches import SketchedPass, keep_sketch, window_of
+from gaverify.verdict.sketches import SketchedPass, keep_sketch
 
 ONE_PROCESS: Any = SimpleNamespace(ranks=None)
 
@@ -71,53 +69,25 @@ def test_nothing_is_held_against_a_gradient_that_tells_nothing(value: float) -> 
     assert not earlier_of(a=torch.full((3,), value, dtype=torch.float64)).comparable
 
 
-def counted(problem: Problem, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[gaverify.Verdict, int]:
-    """The verdict, and how often the full batch was run with its backward."""
-    runs = []
-    original = gradients._run_full_batch
-
-    def full_batch(*args: Any) -> Any:
-        runs.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(gradients, "_run_full_batch", full_batch)
-    return gaverify.verify(problem, steps=4, **options), len(runs)
-
-
-@pytest.fixture
-def unsure(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Sketches that never show that only rounding is left."""
-    monkeypatch.setattr(SketchedPass, "difference", lambda *_: 0.5)
-    return monkeypatch
-
-
 def proven(verdict: gaverify.Verdict) -> set[str]:
     return {finding.code for finding in verdict.findings if finding.proven}
 
 
-def test_weights_are_tried_without_another_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Working precision, float64 control and the second batch; weights that fit exactly show that it repeats itself."""
-    verdict, runs = counted(problems_weights.mean_loss(), monkeypatch, weighting="none")
+def test_weights_are_tried_without_another_full_batch() -> None:
+    """The control follows the runs in both precisions; weights that fit exactly show that the model repeats itself."""
+    verdict, forwards = forwards_of(problems_weights.mean_loss(), steps=4, weighting="none")
     assert fault_codes(verdict) == proven(verdict) == {"GAV201"}
-    assert runs == 3
-
-
-def test_what_a_sketch_does_not_settle_is_measured(unsure: pytest.MonkeyPatch) -> None:
-    verdict, runs = counted(problems_weights.mean_loss(), unsure, weighting="none")
-    assert fault_codes(verdict) == proven(verdict) == {"GAV201"}
-    assert runs == 4
+    assert [samples for _, samples in forwards][:15] == [16, 4, 4, 4, 4, 16, 4, 4, 4, 4, 4, 4, 4, 4, 16]
 
 
 @pytest.mark.parametrize(
     ("build", "code", "runs"),
-    [(problems_coupling.contrastive, "GAV103", 6), (problems_coupling.hand_written_batch_norm, "GAV101", 6)],
+    [(problems_coupling.contrastive, "GAV103", 13), (problems_coupling.hand_written_batch_norm, "GAV101", 15)],
 )
-def test_a_repair_is_tried_without_another_full_batch(
-    build: Callable[[], Problem], code: str, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdict, found = counted(build(), monkeypatch)
+def test_a_repair_is_tried_without_another_full_batch(build: Callable[[], Problem], code: str, runs: int) -> None:
+    verdict, forwards = forwards_of(build(), steps=4)
     assert fault_codes(verdict) == proven(verdict) == {code}
-    assert found == runs
+    assert sum(samples == 16 for _, samples in forwards) == runs
 
 
 class Clock:
@@ -139,11 +109,13 @@ class Clock:
 def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
     """Verifies means over unequal counts behind a BatchNorm; an hour is over where a certain pass begins."""
 
-    def stopped(*begins: object, **options: object) -> Verdict:
+    def stopped(*begins: object, is_large: bool = False, **options: object) -> Verdict:
         clock = Clock(*begins)  # type: ignore[arg-type]
         monkeypatch.setattr(errors, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        if is_large:
+            make_large(model)
         targets = torch.randint(3, (16,))
         targets[:3] = -100
         batch = (torch.randn(16, 6), targets)
@@ -183,10 +155,9 @@ def test_a_cause_that_was_found_in_time_is_told_beside_the_end_of_the_search(
 
 
 def test_a_part_that_was_not_confirmed_in_time_leaves_the_verdict(
-    stopped_at: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+    stopped_at: Callable[..., Verdict],
 ) -> None:
-    monkeypatch.setattr(measurement, "WORTH", 0)
-    late = stopped_at("control:", weighting="uniform")
+    late = stopped_at("control:", weighting="uniform", is_large=True)
     assert late.outcome is Outcome.DIVERGENT and ended(late), story(late)
     assert late.method == "float64-part" and late.run.part and all(row.outcome for row in late.parameters)
 
@@ -205,10 +176,3 @@ def test_the_option(word: str, code: int, told: str, capsys: pytest.CaptureFixtu
 def test_a_limit_that_is_no_time_gets_a_sentence() -> None:
     with pytest.raises(gaverify.ProblemError, match=r"`time_limit`: must be a number of seconds above 0 .*, got -1"):
         gaverify.verify(nn.Linear(2, 1), lambda model, batch: model(batch).mean(), torch.ones(4, 2), time_limit=-1)
-
-
-def test_a_micro_batch_that_counts_nothing_gave_nothing_to_a_window_that_was_listened_to() -> None:
-    gradient = PassResult({"a": numbers(3)}, 1.0, weights=(0.5, 0.0))
-    listened: Any = SimpleNamespace(columns=lambda: torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(SKETCH, 2))
-    window = window_of(ONE_PROCESS, gradient, gradient, listened)
-    assert window is not None and window.columns[0].tolist() == [2.0, 0.0]

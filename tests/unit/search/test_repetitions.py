@@ -10,15 +10,14 @@ from typing import Any
 import problems_state
 import pytest
 import torch
+from forwards import forwards_of, make_large
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gaverify
-from gaverify import Verdict
-from gaverify.passes import gradients
+from gaverify import Problem, Verdict
 from gaverify.records.comparison import Method
-from gaverify.search import investigation, state, weights
-from gaverify.verdict import measurement
+from gaverify.search import investigation
 
 
 class NormAct(nn.BatchNorm1d):
@@ -53,29 +52,25 @@ def masked_problem(masked: tuple[int, ...] = (0, 5, 6, 9)) -> tuple[nn.Module, A
     return model, loss, (inputs, targets)
 
 
-def faults(given: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], int]:
-    """The codes of the faults, and how often the search repeated forwards."""
-    repeat, repeated = state.measure_repetition, []
-    monkeypatch.setattr(state, "measure_repetition", lambda *given: (repeated.append(0), repeat(*given))[1])
-    verdict = gaverify.verify(*given, steps=4)
-    return set(fault_codes(verdict)), len(repeated)
+def faults(given: tuple[nn.Module, Any, Any]) -> set[str]:
+    return set(fault_codes(gaverify.verify(*given, steps=4)))
 
 
-def verify_in_part(
-    given: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Verdict, list[int], list[int]]:
+def forwards_after_decision(given: tuple[nn.Module, Any, Any]) -> int:
+    """The number of forwards with which a cause is found."""
+    model, loss, batch = given
+    _, forwards = forwards_of(Problem(model, lambda model, batch: loss(model(batch[0]), batch[1]), batch), steps=4)
+    return len(forwards) - 10
+
+
+def verify_in_part(given: tuple[nn.Module, Any, Any]) -> tuple[Verdict, list[int], list[int]]:
     """The verdict of a batch whose first samples are searched, and the samples of each forward in both precisions."""
-    monkeypatch.setattr(measurement, "WORTH", 0)
-    loss_of, rows = gradients.loss_of, {torch.float32: list[int](), torch.float64: list[int]()}
-
-    def note(experiment: Any, batch: Any, where: str) -> torch.Tensor:
-        rows[next(experiment.problem.model.parameters()).dtype].append(len(batch[0]))
-        return loss_of(experiment, batch, where)
-
-    monkeypatch.setattr(gradients, "loss_of", note)
-    verdict = gaverify.verify(*given, steps=4)
+    model, loss, batch = given
+    problem = Problem(make_large(model), lambda model, batch: loss(model(batch[0]), batch[1]), batch)
+    verdict, forwards = forwards_of(problem, steps=4)
     assert verdict.run.part == (2, 2)
-    return verdict, rows[torch.float32], rows[torch.float64]
+    single, double = ([n for dtype, n in forwards if dtype == wanted] for wanted in ("float32", "float64"))
+    return verdict, single, double
 
 
 BATCH = [16, 4, 4, 4, 4]
@@ -86,57 +81,54 @@ TRACE = [4, 2, 2]
 """The shapes of the first micro-batch are known from the passes of both strategies."""
 
 
-def test_frozen_layers_of_a_library_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(problem(network(nn.BatchNorm1d(8))), monkeypatch) == ({"GAV101"}, 0)
+def test_frozen_layers_of_a_library_need_no_repetition() -> None:
+    assert faults(problem(network(nn.BatchNorm1d(8)))) == {"GAV101"}
 
 
-def test_frozen_layers_of_two_classes_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(problem(network(nn.BatchNorm1d(8), NormAct(8))), monkeypatch) == ({"GAV101"}, 0)
+def test_frozen_layers_of_two_classes_need_no_repetition() -> None:
+    given = problem(network(nn.BatchNorm1d(8), NormAct(8)))
+    assert faults(given) == {"GAV101"}
+    assert forwards_after_decision(given) == 26
 
 
-def test_a_layer_that_follows_a_schedule_while_it_trains_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_follows_a_schedule_while_it_trains_is_told() -> None:
     """Evaluation mode takes its schedule away together with its statistics."""
-    assert faults(problem(problems_state.scheduled_norm().model), monkeypatch) == ({"GAV403"}, 1)
+    assert faults(problem(problems_state.scheduled_norm().model)) == {"GAV403"}
 
 
-def test_weights_that_the_targets_count_need_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(masked_problem(), monkeypatch) == ({"GAV202"}, 0)
+def test_weights_that_the_targets_count_need_no_repetition() -> None:
+    assert faults(masked_problem()) == {"GAV202"}
 
 
-def test_weights_that_one_factor_makes_may_be_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_one_factor_makes_may_be_a_schedule() -> None:
     model, _, batch = problem(network())
     summed = model, nn.CrossEntropyLoss(reduction="sum"), batch
-    codes, repeated = faults(summed, monkeypatch)
-    assert codes and repeated == 1
+    assert faults(summed)
 
 
 @pytest.mark.parametrize("factors", [(1.0, 1.1), (1.0, 1.0, 1.1), (1.0, 2.0, 1.0, 2.0, 0.5)])
-def test_a_schedule_beside_weights_that_the_targets_count_is_told(
-    factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_beside_weights_that_the_targets_count_is_told(factors: tuple[float, ...]) -> None:
     model, loss, batch = masked_problem()
     factor = itertools.cycle(factors).__next__
     scheduled = model, lambda model, batch: loss(model(batch[0]), batch[1]) * factor(), batch
-    assert "GAV403" in faults(scheduled, monkeypatch)[0]
+    assert "GAV403" in faults(scheduled)
 
 
-def test_weights_are_searched_in_the_part_and_confirmed_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, single, double = verify_in_part(masked_problem(), monkeypatch)
+def test_weights_are_searched_in_the_part_and_confirmed_on_the_whole() -> None:
+    verdict, single, double = verify_in_part(masked_problem())
     assert fault_codes(verdict) == ["GAV202"] and all(f.proven for f in verdict.findings if f.code == "GAV202")
     assert double == [*PART, *PART[1:], *TRACE], "nothing but the control and the line of the weights runs again"
     # Both strategies, the fit, the constants of the loss (which the full batch alone shows), the control.
     assert single == [*BATCH, *BATCH[1:], BATCH[0], *BATCH[1:]]
 
 
-def test_a_second_batch_without_any_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "WORTH", 0)
-    assert fault_codes(gaverify.verify(*masked_problem((0, 1, 3, 6, 8, 9, 12, 15)), steps=4)) == ["GAV202"]
+def test_a_second_batch_without_any_target_is_passed_over() -> None:
+    model, loss, batch = masked_problem((0, 1, 3, 6, 8, 9, 12, 15))
+    assert fault_codes(gaverify.verify(make_large(model), loss, batch, steps=4)) == ["GAV202"]
 
 
-def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_the_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8))), monkeypatch)
+def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_the_whole() -> None:
+    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8))))
     assert single[-5:] == BATCH and len(single) <= 10 + len(PART)
     assert double == [*PART, *TRACE, *PART]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
@@ -145,16 +137,16 @@ def test_layers_that_group_norm_replaces_are_frozen_in_the_part_and_replaced_on_
     assert "first 4 samples" in control.statement, "it ran there alone"
 
 
-def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, single, double = verify_in_part(problem(network(NormAct(8))), monkeypatch)
+def test_layers_that_nothing_replaces_are_frozen_on_the_whole_alone() -> None:
+    verdict, single, double = verify_in_part(problem(network(NormAct(8))))
     assert single[-5:] == BATCH and double == [*PART, *TRACE]
     (finding,) = [finding for finding in verdict.findings if finding.code == "GAV101"]
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
     assert finding.proven and "first 4 samples" not in control.statement, "it ran on all of the batch"
 
 
-def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8), NormAct(8))), monkeypatch)
+def test_two_classes_are_searched_in_the_part_and_confirmed_together() -> None:
+    verdict, single, double = verify_in_part(problem(network(nn.BatchNorm1d(8), NormAct(8))))
     assert single[-5:] == BATCH and fault_codes(verdict) == ["GAV101", "GAV101"]
     assert all(finding.proven for finding in verdict.findings if finding.code == "GAV101")
     # two traces, the controls of both, and the first released beside the second
@@ -162,12 +154,9 @@ def test_two_classes_are_searched_in_the_part_and_confirmed_together(monkeypatch
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])
-def test_a_presumed_control_that_leaves_something_is_no_cause_alone(
-    norm: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_presumed_control_that_leaves_something_is_no_cause_alone(norm: type[nn.Module]) -> None:
     """The loss couples the samples of the second half, which the first samples do not show."""
-    monkeypatch.setattr(measurement, "WORTH", 0)
-    model, _, (inputs, targets) = problem(network(norm(8)))
+    model, _, (inputs, targets) = problem(make_large(network(norm(8))))
     inputs[:, -1] = (torch.arange(16) >= 8).float()
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -179,28 +168,24 @@ def test_a_presumed_control_that_leaves_something_is_no_cause_alone(
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, NormAct])
-@pytest.mark.parametrize("worth", [0, measurement.WORTH])
+@pytest.mark.parametrize("is_large", [True, False])
 def test_a_loss_that_does_not_repeat_is_told_beside_layers_that_mix_samples(
-    norm: type[nn.Module], worth: int, monkeypatch: pytest.MonkeyPatch
+    norm: type[nn.Module],
+    is_large: bool,
 ) -> None:
-    monkeypatch.setattr(measurement, "WORTH", worth)
-    measure, measured = weights.measure_repeatability, []
-    monkeypatch.setattr(weights, "measure_repeatability", lambda *given: (measured.append(0), measure(*given))[1])
     factor = itertools.count(1)
-    model, _, batch = problem(network(norm(8)))
+    model, _, batch = problem(make_large(network(norm(8))) if is_large else network(norm(8)))
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return cross_entropy(model(batch[0]), batch[1]) * (1 + next(factor) ** 0.5)
 
     verdict = gaverify.verify(model, loss, batch, steps=4)
-    assert "GAV403" in fault_codes(verdict) and measured
+    assert "GAV403" in fault_codes(verdict)
 
 
-def test_layers_without_running_statistics_are_not_presumed_to_explain_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_without_running_statistics_are_not_presumed_to_explain_everything() -> None:
     """Evaluation mode changes nothing there: the search in the part goes on, and no search of the whole follows."""
-    verdict, _, double = verify_in_part(problem(network(NormAct(8, track_running_stats=False))), monkeypatch)
+    verdict, _, double = verify_in_part(problem(network(NormAct(8, track_running_stats=False))))
     assert fault_codes(verdict) == ["GAV101"] and 16 not in double
 
 
@@ -223,18 +208,18 @@ def capped(cap: float) -> tuple[nn.Module, Any, Any]:
     return model, loss, (torch.randn(16, 6), targets)
 
 
-@pytest.mark.parametrize("worth", [0, 1 << 60], ids=["confirmed on all of the batch", "asked of all of the batch"])
+@pytest.mark.parametrize("is_large", [True, False], ids=["confirmed on all of the batch", "asked of all of the batch"])
 def test_the_question_that_contributing_shows_is_asked_and_confirmed(
-    worth: int, monkeypatch: pytest.MonkeyPatch
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Intervention" in code]
     names: dict[str, Any] = {}
     exec(code, names)
-    monkeypatch.setattr(measurement, "WORTH", worth)
     monkeypatch.setattr(investigation, "QUESTIONS", (investigation.weights.ask, names["ask_caps"]))
-    verdict = gaverify.verify(*capped(6.0), steps=4)
-    assert (verdict.method is Method.FLOAT64_PART) is (worth == 0)
+    model, *rest = capped(6.0)
+    verdict = gaverify.verify(make_large(model) if is_large else model, *rest, steps=4)
+    assert (verdict.method is Method.FLOAT64_PART) is is_large
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     (control,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
     assert (finding.code, finding.proven) == ("GAV103", True) and "caps on the loss left out" in control.statement
