@@ -6,7 +6,6 @@ import itertools
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
-from gaverify import Outcome, ProblemError
-from gaverify.passes.gradients import PassResult
-from gaverify.passes.randomness.dealing import DealingReport
+from gaverify import Outcome, Problem, ProblemError
+from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.isolation import ModelState
 from gaverify.records.comparison import Method, NotCompared
 from gaverify.thresholds import U32, U64
-from gaverify.verdict import control, measurement
+from gaverify.verdict import measurement
 from gaverify.verdict.comparison import measure
 from gaverify.verdict.criteria import Difference, Grounds, decide, decide_at_once, floors_allowed, floors_wanted
 
@@ -365,76 +364,45 @@ def test_a_control_without_numbers_decides_nothing(broken: bool) -> None:
     assert ("some kernel has no float64" in verdict.control_failure) is broken
 
 
-# --- What the arithmetic, the noise and the draws of a run say, on pieces made by hand --------------------------------
+# --- How many bits the arithmetic has, autocast included; what noise and doubt of a run decide ------------------------
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(autocast: torch.dtype | None) -> None:
-    task: Any = SimpleNamespace(parameters={"w": torch.ones(1), "half": torch.ones(1).half()}, autocast=autocast)
-    assert measurement.working_unit(task) == (2.0**-11 if autocast is None else 2.0**-8)
-    assert measurement.lowest_precision(task) is torch.float16
-
-
-def test_the_noise_floor_is_the_largest_of_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves = iter([3.0, 1.0, math.nan])
-    weight = nn.Parameter(torch.ones(3))
-    passed: Any = SimpleNamespace(gradients={})
-    states: list[bool] = []
-
-    class Experiment:
-        parameters = {"w": weight}  # noqa: RUF012
-        progress, ranks = print, None
-
-        def with_current_state(self) -> Any:
-            states.append(torch.equal(weight, torch.ones(3)))
-            return SimpleNamespace(full_batch=lambda: passed)
-
-    monkeypatch.setattr(control, "measure", lambda *_: [Difference("w", (3,), 1.0, 1.0, next(moves), None, None)])
-    assert control.noise_floor(Experiment(), passed, U32) == {"w": 3.0}  # type: ignore[arg-type]
-    assert states == [False] * 3, "a state of before would put the moved weights back"
-    assert torch.equal(weight, torch.ones(3))
-
-
-FOUND, UNFOUND = DealingReport(is_found=True), DealingReport(is_found=True, unaligned={"bernoulli": "it has no rows"})
-
-
-@pytest.mark.parametrize(
-    ("other", "report", "kept"),
-    [
-        (0.5, DealingReport(), True),
-        (2.0, DealingReport(), False),
-        (None, DealingReport(), False),
-        (2.0, FOUND, True),
-        (2.0, UNFOUND, False),
-    ],
-)
-def test_the_second_reading_of_draws_is_kept_where_it_brings_the_gradients_closer_or_finds_all_rows(
-    other: float | None, report: DealingReport, kept: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("autocast", "unit"), [(None, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(
+    autocast: torch.dtype | None, unit: float
 ) -> None:
-    """Numbers that were not meant for these samples may raise; what is not kept leaves the experiment as it was."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half())
+    experiment = Experiment(
+        problem=Problem(model, squared, torch.ones(2, 1)),
+        parameters=dict(model.named_parameters()),
+        modules=list(model.modules()),
+        state=ModelState([model]),
+        batch_size=2,
+        sizes=(1, 1),
+        placement=Placement((torch.device("cpu"),)),
+        autocast=autocast,
+    )
+    assert measurement.working_unit(experiment) == unit
+    assert measurement.lowest_precision(experiment) is torch.float16
 
-    def read(difference: float | None) -> Any:
-        if difference is None:
-            raise ProblemError("an index is out of range")
-        rows = [Difference("w", (3,), 1.0, 1.0, each, None, None) for each in (difference, math.nan)]
-        return measurement._Accumulation(PassResult({}, 1.0, draws=report), None, rows)  # type: ignore[arg-type]
 
-    first = read(1.0)
-    monkeypatch.setattr(measurement, "_accumulate", lambda *_: read(other))
-    experiment: Any = SimpleNamespace(with_second_reading=lambda: "by contents")
-    chosen, found = measurement._choose_reading(experiment, None, first, measurement._Wanted(False, False))  # type: ignore[arg-type]
-    assert (found is not first, chosen == "by contents") == (kept, kept)
-    assert kept or chosen is experiment
+def test_the_noise_of_moved_weights_is_measured_and_undone() -> None:
+    """Three runs near the weights say how much the gradient of a kernel without float64 may differ."""
 
+    class Single(Kernel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype is torch.float64:
+                raise NotImplementedError("no float64")
+            return super().forward(x) * (1.01 if len(x) == 8 else 1.0)
 
-def test_a_first_reading_that_makes_the_gradients_agree_is_not_doubted() -> None:
-    agree, differ = (Difference("w", (3,), 1.0, 1.0, apart, None, None) for apart in (1e-9, 1e-3))
-
-    def agrees(dtype: torch.dtype, *rows: Difference) -> bool:
-        experiment: Any = SimpleNamespace(parameters={"w": torch.ones(1, dtype=dtype)}, autocast=None)
-        passed: Any = SimpleNamespace(observed=())
-        accumulation = measurement._Accumulation(passed, None, list(rows))  # type: ignore[arg-type]
-        return measurement._agree_in_float32(experiment, passed, accumulation)
-
-    assert agrees(torch.float32, agree) and not agrees(torch.float32, agree, differ)
-    assert not agrees(torch.bfloat16, agree), "below float32 agreement says little"
+    torch.manual_seed(0)
+    model = Single(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    told: list[str] = []
+    verdict = gaverify.verify(
+        model, squared, torch.randn(8, 6), steps=4, exact=True, progress=lambda what, *_: told.append(what)
+    )
+    assert verdict.method == Method.NOISE_FLOOR, story(verdict)
+    assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
+    assert [what for what in told if "noise" in what] == [f"noise floor: run {run} of 3" for run in (1, 2, 3)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -6,28 +6,27 @@ worth it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import problems_small
 import pytest
 import torch
+from forwards import begun, forwards_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.passes import gradients
-from gaverify.passes.experiment import Experiment
+from gaverify.passes.dispatch import Observed
+from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.gradients import PassResult
+from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import Arithmetic
 from gaverify.records.comparison import Method
-from gaverify.thresholds import FEW_TIMES, FEW_UNITS, U32
-from gaverify.verdict import control, criteria, decision, measurement
-from gaverify.verdict.criteria import Difference
+from gaverify.thresholds import FEW_UNITS, U32
+from gaverify.verdict import criteria, measurement
 
 
 def noisy(seed: int = 3) -> Problem:
@@ -125,35 +124,25 @@ def test_exact_and_tolerances_contradict_each_other() -> None:
         gaverify.verify(noisy(), steps=4, exact=True, rtol=1e-3, atol=0.0)
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, problem: Problem, **options: Any) -> gaverify.Verdict:
-    """Verifies, and checks that a part was asked and settled nothing."""
-    answers = []
-    real = decision.decide_open_rows
-    monkeypatch.setattr(decision, "decide_open_rows", lambda *given: answers.append(real(*given)) or answers[-1])
-    verdict = gaverify.verify(problem, steps=4, diagnose=False, **options)
-    assert answers == [None]
+def refused(problem: Problem, **options: Any) -> gaverify.Verdict:
+    """Verifies, and checks that two samples were asked and settled nothing."""
+    verdict, told = begun(problem, steps=4, diagnose=False, **options)
+    assert "two samples" in told and verdict.method != Method.TWO_SAMPLES
     return verdict
 
 
 @pytest.mark.usefixtures("open_rows")
-def test_weights_that_are_a_little_wrong_are_settled_by_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = refused(monkeypatch, quiet(), weighting=[0.25, 0.25, 0.25, 0.25 + 2e-7])
-    assert methods(verdict) == {Method.FLOAT64_CONTROL}
+def test_weights_that_are_a_little_wrong_are_settled_by_no_part() -> None:
+    verdict, told = begun(quiet(), steps=4, diagnose=False, weighting=[0.25, 0.25, 0.25, 0.25 + 2e-7])
+    assert methods(verdict) == {Method.FLOAT64_CONTROL} and "two samples" not in told
 
 
 WITHIN = ("convolutions", "early-gain", 1.5e-6, 3)
 
 
-def test_a_fault_within_their_rounding_is_seen_by_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_within_their_rounding_is_seen_by_two_samples() -> None:
     problem, options, _ = problems_small.planted(*WITHIN)
-    verdict = refused(monkeypatch, problem, weighting=options["weighting"])
-    assert verdict.outcome is Outcome.DIVERGENT
-
-
-def test_without_float64_their_rounding_alone_would_have_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verdict.control._agree", lambda *_: True)
-    verdict = gaverify.verify(problems_small.planted(*WITHIN)[0], steps=4, diagnose=False)
-    assert verdict.outcome is Outcome.EQUIVALENT
+    assert refused(problem, weighting=options["weighting"]).outcome is Outcome.DIVERGENT
 
 
 class Words(nn.Module):
@@ -214,76 +203,23 @@ def test_draws_of_two_samples_are_found_in_another_precision_than_they_were_made
 
 
 @pytest.mark.usefixtures("open_rows")
-@pytest.mark.parametrize("doubt", [{"ambiguous": True}, {"inner": True}, {"unaligned": {"rand": "no rows"}}], ids=str)
-def test_draws_of_the_batch_that_are_open_to_doubt_are_settled_by_no_part(
-    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any]
-) -> None:
-    asked = decision.decide_open_rows
+@pytest.mark.parametrize(
+    "draw", [torch.randperm, lambda rows: torch.rand(2 * rows + 1)], ids=["an order", "numbers that are no rows"]
+)
+def test_draws_that_are_open_to_doubt_are_settled_by_no_part(draw: Callable[[int], torch.Tensor]) -> None:
+    problem = quiet()
 
-    def doubted(taken: Any, open_rows: Any) -> Any:
-        if "inner" in doubt:
-            return asked(replace(taken, experiment=taken.experiment.with_second_reading()), open_rows)
-        vars(taken.accumulated.draws).update(doubt)
-        return asked(taken, open_rows)
+    class Drawing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
 
-    monkeypatch.setattr(decision, "decide_open_rows", doubted)
-    verdict = gaverify.verify(quiet(), steps=4)
-    assert verdict.method != Method.TWO_SAMPLES and verdict.outcome is Outcome.EQUIVALENT
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x + 0 * draw(len(x)).sum())
 
-
-@pytest.mark.usefixtures("open_rows")
-@pytest.mark.parametrize("doubt", [{"ambiguous": True}, {"unaligned": {"rand": "no rows"}}], ids=str)
-def test_draws_of_two_samples_that_are_open_to_doubt_settle_nothing(
-    monkeypatch: pytest.MonkeyPatch, doubt: dict[str, Any]
-) -> None:
-    micro_batches = Experiment.micro_batches
-
-    def doubted(experiment: Experiment, *given: Any, **named: Any) -> Any:
-        accumulated = micro_batches(experiment, *given, **named)
-        if sum(experiment.sizes) == 2:
-            vars(accumulated.draws).update(copy.deepcopy(doubt))
-        return accumulated
-
-    monkeypatch.setattr(Experiment, "micro_batches", doubted)
-    verdict = gaverify.verify(quiet(), steps=4)
-    assert verdict.method != Method.TWO_SAMPLES and verdict.outcome is Outcome.EQUIVALENT
-
-
-@pytest.mark.usefixtures("open_rows")
-@pytest.mark.parametrize("summed", [False, True])
-def test_what_rounds_two_samples_rounds_a_sum_over_all_by_half_their_number_times_it(
-    monkeypatch: pytest.MonkeyPatch, summed: bool
-) -> None:
-    """Here half of what a mean may differ by: four times that, a half of all eight samples, is twice as much."""
-    found: list[Difference] = []
-    settled = control.decide_open_rows
-    monkeypatch.setattr(decision, "decide_open_rows", lambda *given: found.extend(given[1]) or settled(*given))
-    monkeypatch.setattr(
-        control,
-        "rounding_of_two_samples",
-        lambda *_: {row.name: control.Rounding(row.difference / (2 * FEW_TIMES), zero=False) for row in found},
-    )
-    made = quiet()
-    loss = made.loss if not summed else lambda model, batch: quiet().loss(model, batch) * len(batch[0])
-    verdict = gaverify.verify(made.model, loss, made.batch, steps=4, weighting="none" if summed else "uniform")
-    assert found and (verdict.method == Method.TWO_SAMPLES) is summed
-
-
-def test_a_first_reading_of_draws_that_makes_the_gradients_agree_is_not_doubted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    micro_batches = Experiment.micro_batches
-
-    def doubtful(*given: Any, **named: Any) -> Any:
-        accumulated = micro_batches(*given, **named)
-        accumulated.draws.ambiguous = True
-        return accumulated
-
-    monkeypatch.setattr(Experiment, "micro_batches", doubtful)
-    monkeypatch.delattr(measurement, "_choose_reading")
-    assert gaverify.verify(quiet(), steps=4).outcome is Outcome.EQUIVALENT
-    with pytest.raises(NameError):
-        gaverify.verify(quiet(), steps=4, weighting="none")
+    verdict, told = begun(Problem(Drawing(problem.model), problem.loss, problem.batch), steps=4)
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert verdict.method != Method.TWO_SAMPLES and "two samples" not in told
 
 
 class Attending(nn.Module):
@@ -327,13 +263,13 @@ def test_a_gradient_of_zero_is_settled_where_it_differs_by_no_more_than_rounding
     assert (verdict.outcome, verdict.method) == (outcome, method), verdict.parameters
 
 
-def test_no_part_is_run_where_more_differs_than_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("gaverify.verdict.control.rounding_of_two_samples")
-    assert refused(monkeypatch, quiet(), weighting="none").outcome is Outcome.DIVERGENT
+def test_no_part_is_run_where_more_differs_than_rounding() -> None:
+    verdict, told = begun(quiet(), steps=4, weighting="none", diagnose=False)
+    assert verdict.outcome is Outcome.DIVERGENT and "two samples" not in told
 
 
 @pytest.mark.usefixtures("open_rows")
-def test_a_model_that_takes_no_single_sample_goes_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_no_single_sample_goes_to_float64() -> None:
     problem = quiet()
 
     class Pairs(nn.Module):
@@ -346,18 +282,8 @@ def test_a_model_that_takes_no_single_sample_goes_to_float64(monkeypatch: pytest
                 raise ValueError("two at least")
             return self.inner(x)
 
-    verdict = refused(monkeypatch, Problem(Pairs(problem.model), problem.loss, problem.batch))
+    verdict = refused(Problem(Pairs(problem.model), problem.loss, problem.batch))
     assert verdict.outcome is Outcome.EQUIVALENT and methods(verdict) == {Method.FLOAT64_CONTROL}
-
-
-@pytest.mark.usefixtures("open_rows")
-def test_a_fault_of_gaverifys_own_is_none_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> bool:
-        raise TypeError("planted")
-
-    monkeypatch.setattr("gaverify.verdict.control.rounding_of_two_samples", broken)
-    with pytest.raises(TypeError, match="planted"):
-        gaverify.verify(quiet(), steps=4)
 
 
 def test_everything_is_put_back() -> None:
@@ -412,50 +338,33 @@ def test_an_equivalent_window_is_told_by_its_weights_and_a_few_samples(precision
     assert few.weights < 0.02
 
 
-Forwards = list[tuple[torch.dtype, int]]
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, steps: int, mix: Mix | None = None) -> tuple[Forwards, gaverify.Verdict]:
-    """Verifies, and notes the precision of the inputs and the number of samples of every forward."""
-    forwards: Forwards = []
-    run_loss = gradients.loss_of
-
-    def note(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
-        forwards.append((batch[0].dtype, len(batch[0])))
-        return run_loss(experiment, batch, where)
-
-    monkeypatch.setattr(gradients, "loss_of", note)
-    return forwards, verify(problem(mix), steps=steps)
-
-
-def test_an_equivalent_window_runs_its_few_samples_in_float32_and_none_in_float64(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forwards, verdict = counted(monkeypatch, 4)
+def test_an_equivalent_window_runs_its_few_samples_in_float32_and_none_in_float64() -> None:
+    verdict, forwards = forwards_of(problem(), steps=4, dtype="bfloat16", diagnose=False)
     assert verdict.method == Method.FEW_SAMPLES
-    working, finer = ([n for kind, n in forwards if kind is k] for k in (torch.bfloat16, torch.float32))
-    assert working == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1] and finer == [4, 1, 1, 1, 1]
-    assert len(working) + len(finer) == len(forwards)
+    assert [n for kind, n in forwards if kind == "bfloat16"] == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1]
+    assert [n for kind, n in forwards if kind == "float32"] == [4, 1, 1, 1, 1] and len(forwards) == 15
 
 
-def test_the_first_micro_batch_is_not_run_again_where_it_is_the_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards, verdict = counted(monkeypatch, 16)
+def test_the_first_micro_batch_is_not_run_again_where_it_is_the_few_samples() -> None:
+    verdict, forwards = forwards_of(problem(), steps=16, dtype="bfloat16", diagnose=False)
     assert verdict.method == Method.FEW_SAMPLES
-    assert [n for kind, n in forwards if kind is torch.bfloat16] == [64, *[4] * 16, 1, 1, 1, 1]
+    assert [n for kind, n in forwards if kind == "bfloat16"] == [64, *[4] * 16, 1, 1, 1, 1]
 
 
-def test_the_first_samples_of_a_divergence_run_in_float64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_samples_of_a_divergence_run_in_float64_alone() -> None:
     """What adding up loses is read from the whole batch, so that their own precision would tell nothing more."""
-    forwards, verdict = counted(monkeypatch, 4, lambda h: torch.softmax(h, 0))
+    coupled = problem(lambda h: torch.softmax(h, 0))
+    verdict, forwards = forwards_of(coupled, steps=4, dtype="bfloat16", diagnose=False)
     assert verdict.method == Method.FLOAT64_PART
-    assert [n for kind, n in forwards if kind is torch.bfloat16] == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1]
-    assert [n for kind, n in forwards if kind is torch.float64] == [8, 4, 4]
+    assert [n for kind, n in forwards if kind == "bfloat16"] == [64, 16, 16, 16, 16, 4, 1, 1, 1, 1]
+    assert [n for kind, n in forwards if kind == "float64"] == [8, 4, 4]
 
 
-def test_float64_tells_what_may_be_the_rounding_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards, verdict = counted(monkeypatch, 4, lambda h: h + 3e-6 * h.mean(0))
+def test_float64_tells_what_may_be_the_rounding_of_float32() -> None:
+    coupled = problem(lambda h: h + 3e-6 * h.mean(0))
+    verdict, forwards = forwards_of(coupled, steps=4, dtype="bfloat16", diagnose=False)
     assert verdict.few_samples is None
-    assert [n for kind, n in forwards if kind is torch.float64][:5] == [4, 1, 1, 1, 1]
+    assert [n for kind, n in forwards if kind == "float64"][:5] == [4, 1, 1, 1, 1]
 
 
 def test_a_small_batch_is_asked_in_float64_as_a_whole() -> None:
@@ -653,21 +562,14 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_both_strategies_in_float32_decide_where_the_host_is_the_limit(
-    monkeypatch: pytest.MonkeyPatch, precision: dict[str, Any]
+    precision: dict[str, Any],
 ) -> None:
-    kinds: list[tuple[bool, int]] = []
-    run_loss = gradients.loss_of
-
-    def note(experiment: Experiment, batch: Any, where: str) -> torch.Tensor:
-        kinds.append((experiment.lift is torch.float32, len(batch[0])))
-        return run_loss(experiment, batch, where)
-
-    monkeypatch.setattr(gradients, "loss_of", note)
     made = thin()
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
-    verdict = verify(made, **precision)
+    verdict, forwards = forwards_of(made, **{"steps": 4, "diagnose": False, **precision})
     assert (verdict.outcome, verdict.method) == (Outcome.EQUIVALENT, Method.FLOAT32_RUNS)
-    assert kinds == [(is_float32, n) for is_float32 in (False, True) for n in (32, 8, 8, 8, 8)]
+    assert [n for _, n in forwards] == 2 * [32, 8, 8, 8, 8]
+    assert {kind for kind, _ in forwards[5:]} == {"float32"}
     assert verdict.resolution < 1e-4, "float32's"
     assert (verdict.run.dtype, verdict.run.autocast) == (
         precision["dtype"] or "float32",
@@ -767,9 +669,16 @@ def test_where_float32_costs_less_than_a_few_samples(
     device: str, kind: torch.dtype, elements: int, steps: int, batch_size: int, each: int, is_cheaper: bool
 ) -> None:
     parameters = {"w": torch.empty(elements, dtype=kind, device="meta")}
-    experiment: Any = SimpleNamespace(
-        parameters=parameters, steps=steps, batch_size=batch_size, device=torch.device(device)
+    model = nn.Identity()
+    experiment = Experiment(
+        problem=Problem(model, loss, torch.empty(batch_size, 1)),
+        parameters=parameters,  # type: ignore[arg-type]
+        modules=[model],
+        state=ModelState([model]),
+        batch_size=batch_size,
+        sizes=(batch_size // steps,) * steps,
+        placement=Placement((torch.device(device),)),
     )
-    observed = SimpleNamespace(arithmetic=Arithmetic(operations=100, work=100 * each))
-    full: Any = SimpleNamespace(observed=(observed,))
+    observed = Observed(arithmetic=Arithmetic(operations=100, work=100 * each))
+    full = PassResult({}, 1.0, observed=(observed,))
     assert measurement.is_cheaper_in_float32(experiment, full) is is_cheaper
