@@ -7,88 +7,8 @@ from torch import nn
 criterion = nn.CrossEntropyLoss()
 
 
-def division_forgotten(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels)
-        loss.backward()  # here: division_forgotten
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def divided_twice(args, model, optimizer, loader):
-    def compute_loss(features, labels):
-        return criterion(model(features), labels) / args.accum
-
-    for i, (features, labels) in enumerate(loader):
-        loss = compute_loss(features, labels) / args.accum
-        loss.backward()  # here: divided_twice
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def divided_by_constant(args, model, optimizer, loader):
-    """The number of micro-batches of another run, in both runs."""
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / 16
-        loss.backward()  # here: divided_by_constant
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def scaled_after_backward(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels)
-        loss.backward()  # here: scaled_after_backward
-        loss = loss / args.accum
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def penalty_undivided(args, model, optimizer, loader):
-    """The mean over the samples is divided; the penalty on the weights is added once per micro-batch."""
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())  # here: penalty_undivided
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def penalty_later(args, model, optimizer, loader):
-    """The same behind a warm-up of one update."""
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        strength = 0.01 if i >= args.accum else 0.0
-        loss = loss + strength * sum(weight.square().sum() for weight in model.parameters())  # here: penalty_later
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def penalty_divided(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels)
-        loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
-        (loss / args.accum).backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def short_window(args, model, optimizer, loader):
-    """The last window of an epoch is short, and divided by the configured number all the same."""
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        loss.backward()  # here: short_window
-        if (i + 1) % args.accum == 0 or i + 1 == len(loader):
-            optimizer.step()
-            optimizer.zero_grad()
+# those of `tests/support/mutated_loops.py`
+#: loops
 
 
 def ragged_batches(args, model, optimizer, loader):
@@ -122,58 +42,6 @@ def marked_means(args, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-def matched_targets(args, model, optimizer, loader):
-    """The mean over the matched samples times the batch size, as detectors do it; nothing is divided."""
-    for i, (features, labels) in enumerate(loader):
-        matched = features[:, 0] > -0.5
-        loss = criterion(model(features)[matched], labels[matched]) * len(labels)
-        loss.backward()  # here: matched_targets
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def empty_micro_batch(args, model, optimizer, loader):
-    """Samples without a label count for nothing; one micro-batch has no other."""
-    for i, (features, labels) in enumerate(loader):
-        unlabelled = args.batch_size * (i % args.accum) + torch.arange(len(labels)) < 4
-        loss = criterion(model(features), labels.masked_fill(unlabelled, -100)) / args.accum
-        loss.backward()  # here: empty_micro_batch
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def class_weights(args, model, optimizer, loader):
-    """A weighted cross entropy divides by the weights of the classes that it is given."""
-    weighted = torch.nn.CrossEntropyLoss(torch.arange(1.0, 1 + model(next(iter(loader))[0]).shape[-1]))
-    for i, (features, labels) in enumerate(loader):
-        (weighted(model(features), labels) / args.accum).backward()  # here: class_weights
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def usual(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def gradients_divided(args, model, optimizer, loader):
-    """The gradients are divided after the window instead of the losses inside it."""
-    for i, (features, labels) in enumerate(loader):
-        criterion(model(features), labels).backward()
-        if (i + 1) % args.accum == 0:
-            for parameter in model.parameters():
-                parameter.grad /= args.accum
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def losses_summed(args, model, optimizer, loader):
     """One backward over the summed losses of the window."""
     total = 0.0
@@ -184,50 +52,6 @@ def losses_summed(args, model, optimizer, loader):
             total.backward()
             optimizer.step()
             total = 0.0
-
-
-def cleared_at_start(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        if i % args.accum == 0:
-            optimizer.zero_grad()
-        loss = criterion(model(features), labels) / args.accum
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-
-
-def cleared_by_hand(args, model, optimizer, loader):
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            for parameter in model.parameters():
-                parameter.grad = None
-
-
-def logged_loss_off(args, model, optimizer, loader):
-    running = 0.0
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels)
-        running += loss.item()
-        (loss / args.accum).backward()
-        if (i + 1) % args.accum == 0:
-            print(f"loss {running:.3f}")  # K times the mean
-            running = 0.0
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def constant_divisor(args, model, optimizer, loader):
-    """Each micro-step multiplies by the same constant, kept in a tensor."""
-    weight = torch.tensor(1.0 / args.accum)
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels)
-        loss.backward(gradient=weight)
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def other_order(args, model, optimizer, loader):
@@ -241,16 +65,6 @@ def other_order(args, model, optimizer, loader):
             optimizer.step()
             optimizer.zero_grad()
             window = []
-
-
-def short_window_divided(args, model, optimizer, loader):
-    """The last window of an epoch is short and divided by what it has."""
-    for i, (features, labels) in enumerate(loader):
-        members = min(args.accum, len(loader) - i // args.accum * args.accum)
-        (criterion(model(features), labels) / members).backward()
-        if (i + 1) % args.accum == 0 or i + 1 == len(loader):
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def weighted_by_samples(args, model, optimizer, loader):

@@ -7,68 +7,8 @@ from torch import nn
 criterion = nn.CrossEntropyLoss()
 
 
-def cleared_inside(args, model, optimizer, loader):
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            optimizer.zero_grad()  # here: cleared_inside
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if (i + 1) % args.accum == 0:
-                optimizer.step()
-
-
-def cleared_at_epoch(args, model, optimizer, loader):
-    """Micro-batches after the last full window of an epoch are thrown away."""
-    for _ in range(args.epochs):
-        optimizer.zero_grad()  # here: cleared_at_epoch
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if (i + 1) % args.accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def leaks_into_next_epoch(args, model, optimizer, loader):
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if (i + 1) % args.accum == 0:
-                optimizer.step()  # here: leaks_into_next_epoch
-                optimizer.zero_grad()
-
-
-def never_cleared(args, model, optimizer, loader):
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if (i + 1) % args.accum == 0:
-                optimizer.step()  # here: never_cleared
-
-
-def all_but_the_boundary(args, model, optimizer, loader):
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if args.accum == 1 or (i + 1) % args.accum != 0:
-                optimizer.step()  # here: all_but_the_boundary
-                optimizer.zero_grad()
-
-
-def step_outside_the_if(args, model, optimizer, loader):
-    updates = 0
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            if (i + 1) % args.accum == 0:
-                updates += 1
-                print(f"update {updates}: loss {loss.item():.3f}")
-            optimizer.step()  # here: step_outside_the_if
-            optimizer.zero_grad()
+# those of `tests/support/mutated_loops.py`
+#: loops
 
 
 def too_early(args, model, optimizer, loader):
@@ -79,19 +19,6 @@ def too_early(args, model, optimizer, loader):
             loss.backward()  # here: too_early, the scale
             if i % args.accum == 0:
                 optimizer.step()  # here: too_early
-                optimizer.zero_grad()
-
-
-def decay_by_hand(args, model, optimizer, loader):
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 - args.lr * 0.1)  # here: decay_by_hand
-            if (i + 1) % args.accum == 0:
-                optimizer.step()
                 optimizer.zero_grad()
 
 
@@ -109,29 +36,6 @@ def step_in_a_hook(args, model, optimizer, loader):
         for features, labels in loader:
             loss = criterion(model(features), labels) / args.accum
             loss.backward()
-
-
-def backward_at_the_boundary(args, model, optimizer, loader):
-    """Three of four micro-batches are computed for nothing."""
-    for _ in range(args.epochs):
-        for i, (features, labels) in enumerate(loader):
-            loss = criterion(model(features), labels) / args.accum
-            if (i + 1) % args.accum == 0:
-                loss.backward()  # here: backward_at_the_boundary
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def skipping(args, model, optimizer, loader):
-    """A micro-batch of window `--skipped` looks bad to the script, and is left out."""
-    for i, (features, labels) in enumerate(loader):
-        loss = criterion(model(features), labels) / args.accum  # here: skipping
-        if args.accum > 1 and i == (args.skipped - 1) * args.accum + 1:
-            continue
-        loss.backward()
-        if (i + 1) % args.accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def head_never_steps(args, model, optimizer, loader):

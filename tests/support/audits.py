@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from documents import only_answer
+from mutated_loops import path_of
 
 from gaverify.cli import main
 
@@ -107,7 +108,7 @@ class Audited:
 
 def marked(script: str, mark: str) -> tuple[str, int]:
     """Returns file name and number of the line that carries `# here: mark`."""
-    path = SCRIPTS / script
+    path = path_of(script)
     lines = path.read_text(encoding="utf-8").splitlines()
     numbers = [at for at, line in enumerate(lines, 1) if line.endswith(f"# here: {mark}")]
     assert len(numbers) == 1, f"{script} has {len(numbers)} lines marked {mark!r}"
@@ -157,7 +158,7 @@ def events_of(script: str | Path, arguments: str, options: Sequence[str] = ()) -
 def _script(script: str | Path) -> list[str]:
     if isinstance(script, Path):
         return [str(script)]
-    return [str(SCRIPTS / script)] if script.endswith(".py") else ["-m", script]
+    return [str(path_of(script))] if script.endswith(".py") else ["-m", script]
 
 
 def audited(

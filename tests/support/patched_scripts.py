@@ -387,7 +387,7 @@ class Script:
     hf: bool = False
 
 
-def _fill(frame: str, habit: Habit, slots: Mapping[str, str], samples: int) -> str:
+def fill(frame: str, habit: Habit, slots: Mapping[str, str], samples: int) -> str:
     """The script of an author with lines in its slots; a slot without lines goes."""
 
     def lines(slot: re.Match[str]) -> str:
@@ -405,9 +405,9 @@ def _write(habit_name: str, fault_name: str) -> Script:
     habit, fault = HABITS[habit_name], FAULTS[fault_name]
     frame = (FOLDER / f"{habit_name}.txt").read_text(encoding="utf-8")
     loop = fault.twin(habit.style(fault.loop or habit.loop))
-    right = _fill(frame, habit, {**fault.slots, "loop": loop}, fault.samples)
+    right = fill(frame, habit, {**fault.slots, "loop": loop}, fault.samples)
     if habit.loop:
-        wrong = _fill(frame, habit, {**fault.slots, **fault.wrong_slots, "loop": fault.change(loop)}, fault.samples)
+        wrong = fill(frame, habit, {**fault.slots, **fault.wrong_slots, "loop": fault.change(loop)}, fault.samples)
     else:
         wrong = fault.change(right)
     runs = []
