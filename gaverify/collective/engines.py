@@ -48,9 +48,9 @@ def of_every_rank(value: Any, ranks: int, device: torch.device | None = None) ->
     """Returns what each rank gives; torch's own exchange of objects needs NumPy.
 
     Args:
-        value: What this rank gives; picklable.
+        value: The value that this rank gives; picklable.
         ranks: R.
-        device: One that the group's backend knows; None: the CPU.
+        device: A device that the group's backend knows; None: the CPU.
     """
     exchange_device = device or torch.device("cpu")
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(exchange_device)
@@ -64,7 +64,7 @@ def of_every_rank(value: Any, ranks: int, device: torch.device | None = None) ->
 
 @dataclass(frozen=True)
 class Reach:
-    """What decides how a model can be wrapped: what micro-batches reach of it.
+    """The facts that decide how a model can be wrapped: which parts of it micro-batches reach.
 
     Args:
         unused: Whether a micro-batch leaves a parameter out; DDP waits for it for ever if it is not told.
@@ -98,7 +98,7 @@ def wrap_model(experiment: Experiment, engine: Engine, reach: Reach) -> Experime
     Args:
         experiment: With the bare model.
         engine: DDP or FSDP2.
-        reach: What the micro-batches of all ranks reach.
+        reach: The parts of the model that the micro-batches of all ranks reach.
 
     Raises:
         ProblemError: The engine refuses the model.
@@ -218,7 +218,7 @@ class Alone(Scaled):
 
     @property
     def reach(self) -> Reach:
-        """What was noted."""
+        """The notes of all forwards."""
         unused = any(len(reached) < len(self._parameters) for reached in self._reached)
         left_out = set(self._parameters).difference(*self._reached)
         return Reach(unused, tuple(map(tuple, self._calls)), frozenset(left_out))
@@ -307,19 +307,19 @@ _REGISTRIES = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""What `fully_shard` changes of a module besides its class."""
+"""Attributes of a module that `fully_shard` changes besides its class."""
 
 
 @dataclass(frozen=True)
 class WithoutEngine:
-    """What each rank's own micro-batches show without an engine, before they are reduced."""
+    """The gradients of each rank's own micro-batches without an engine, before they are reduced."""
 
     sketches: Sequence[torch.Tensor]
     """The sketch of each rank's gradient."""
     calls: Traffic
     """The collectives that the model and the loss ran themselves, on the rank with the most."""
     reach: Reach
-    """What the micro-batches of all ranks reach of the model."""
+    """The parts of the model that the micro-batches of all ranks reach."""
     ambiguous_draws: bool
     """Whether draws on some rank agree with the full batch's in shape alone."""
 

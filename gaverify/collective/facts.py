@@ -1,4 +1,4 @@
-"""What a window showed of the ranks, whoever started them: are they apart, what did each one's gradient count?
+"""Facts about the ranks of a window, whoever started them: are they apart, what did each one's gradient count?
 
 Shapes: R ranks; S = 4096 numbers of a sketch, which stands for all gradients of one rank.
 """
@@ -98,8 +98,8 @@ def fit_rank_weights(
     Args:
         rank_sketches: The sketch of each rank's own, before a reduction.
         target: Of one process that ran the same micro-batches.
-        used: What the ranks ended up with.
-        ranks: What makes sketches those of all ranks; None: this process holds all of these gradients.
+        used: The gradients that the ranks ended up with.
+        ranks: Makes sketches those of all ranks; None: this process holds all of these gradients.
 
     Returns:
         The fit; None where a side lacks a gradient that the other one has, or one is not finite.
@@ -107,7 +107,7 @@ def fit_rank_weights(
     if any((gradient is None) != (used[name] is None) for name, gradient in target.items()):
         return None
     shards = any(gradient is not None and is_sharded(gradient) for gradient in target.values())
-    # What one process computed is whole on every rank: added up, it would count as often as there are ranks.
+    # One process computed whole gradients, on every rank: added up, they would count as often as there are ranks.
     wanted = sketch(target.values(), ranks if shards else THIS_RANK)
     sides = [torch.stack(list(rank_sketches), dim=1), wanted.cpu(), sketch(used.values(), ranks).cpu()]
     if not all(bool(numbers.isfinite().all()) for numbers in sides) or not bool(sides[1].any()):
@@ -119,8 +119,8 @@ def with_shares(facts: RankFacts, difference_left: Callable[[Shares], float]) ->
     """Returns the facts with the control of each rank's share: the first that leaves rounding, or the last tried.
 
     Args:
-        facts: What was measured.
-        difference_left: What such a window differs by from the right one, relative.
+        facts: The facts without the control.
+        difference_left: Returns the relative difference of such a window from the right one.
     """
     for shares in facts.shares_to_try:
         facts = replace(facts, weights_control=difference_left(shares), shares_tried=shares)
@@ -141,8 +141,8 @@ def facts_of_ranks(
     Args:
         trained: How the ranks train.
         measurement: Of their window.
-        decision: What was decided about it.
-        meter: What counted its collectives.
+        decision: The verdict about it.
+        meter: Counted its collectives.
         one: The same micro-batches, all of them on every rank; None where nothing diverges.
     """
     member, engine = trained.member, trained.engine
@@ -194,7 +194,7 @@ def _replica_difference(trained: Trained, gradients: Gradients) -> float:
 
 
 def _fit_ranks(trained: Trained, measurement: Measurement, one: Measurement) -> WeightFit | None:
-    """What each rank's gradient counts, by sketches from before they are reduced."""
+    """Returns the weights of each rank's gradient, by sketches from before they are reduced."""
     used, ranks = measurement.accumulated.gradients, measurement.experiment.ranks
     if trained.without_engine is not None:
         # A shard has other random signs than its place in the whole tensor: all sketches are of whole tensors.

@@ -1,7 +1,7 @@
 """The verdict of all ranks: they agree on what is verified, and compare the whole batch with their window.
 
     reference   every rank runs the same whole batch. A model that the user's code put under an engine stays under it:
-                the mean of R equal gradients is the full batch's. One that gaverify wraps runs it before that, alone
+                the mean of R equal gradients is the full batch's. A model that gaverify wraps runs it before, alone
     window      K micro-batches of its own on each rank, reduced as the engine does
 
 Every number that decides something is one of all ranks (`Experiment.ranks`), so that all ask the same next question.
@@ -103,7 +103,7 @@ def _decide_hooks(trained: Trained, measurement: Measurement, decision: Decision
 
 
 def _measure_alone(experiment: Experiment, trained: Trained) -> tuple[Measurement, Decision]:
-    """What the micro-batches of all ranks show where each rank runs all of them, as one process would.
+    """Measures the micro-batches of all ranks where each rank runs all of them, as one process would.
 
     Under DDP every rank has the whole model and needs no other one for it; sharded ones run in step.
     """
@@ -156,7 +156,7 @@ def _search_cause(trained: Trained, one: Measurement, decision: Decision, diagno
         return investigate(one, decision, diagnose=diagnose)
 
 
-# What every rank does when it is asked for a verdict: agree on what is verified, verify it, return rank 0's answer.
+# Every rank does three things when it is asked for a verdict: agree on the problem, verify it, return rank 0's answer.
 
 
 Answer = TypeVar("Answer")
@@ -164,7 +164,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the ranks were asked: `fresh` says that gaverify made the model itself and may wrap it as it likes."""
+    """The request to all ranks: `fresh` says that gaverify made the model itself and may wrap it as it likes."""
 
     problem: Problem
     settings: Settings
@@ -245,7 +245,7 @@ def _describe_mismatch(odd: int, described: list[tuple[tuple[str, ...], str, int
 
 
 def _explain_refusal(settings: Settings, *, is_plain: bool) -> str:
-    """What ranks cannot do together; "" where they can. Of a plain model rank 0 alone searches for the cause."""
+    """Says what ranks cannot do together; "" where they can. For a plain model rank 0 alone searches for the cause."""
     tried = {
         f"--strategy {settings.strategy}": settings.strategy != "accumulate",
         "--rtol and --atol": settings.rtol is not None,

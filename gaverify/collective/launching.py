@@ -78,14 +78,15 @@ def run_on_ranks(
     """Returns what `work(progress, tell_end)` returns on rank 0 of R ranks, which find each other as under `torchrun`.
 
     Args:
-        work: What every rank runs. It is given what reports progress in this process, and what tells in one sentence
-            why its rank is about to end without returning. Picklable where ranks are not forked.
+        work: The function that every rank runs. It is given one function that reports progress in this process, and one
+            that tells in a sentence why its rank is about to end without returning. Picklable where ranks are not
+            forked.
         count: R.
         progress: Is told how far rank 0 is.
         forks: Whether ranks are forked; otherwise they are fresh processes.
 
     Raises:
-        GaverifyError: What the ranks raised, with the number of the rank where not all did.
+        GaverifyError: The ranks raised it; with the number of the rank where not all did.
         ProblemError: A rank died.
         KeyboardInterrupt: This process was asked to end.
     """
@@ -205,10 +206,10 @@ def _run_rank(work: Callable[[Progress, TellEnd], Any], place: _RankPlace, says:
 def _as_told(error: BaseException, rank: int, count: int) -> GaverifyError:
     foreseen = as_foreseen(error)
     if foreseen is None:
-        # What the user's code raises is a ProblemError by then; anything else is a fault of ours.
+        # Errors of the user's code are a ProblemError by then; anything else is a fault of ours.
         lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-_KEPT_LINES:]
         return InternalError("\n".join([f"rank {rank} of {count} raised:", *lines]))
-    # What it was raised from may hold tensors or the user's classes, which cannot be pickled.
+    # The errors that it was raised from may hold tensors or the user's classes, which cannot be pickled.
     foreseen.__cause__ = foreseen.__context__ = foreseen.__traceback__ = None
     return foreseen
 

@@ -111,7 +111,7 @@ def _size(argument: Any) -> int:
 def gathers_with_gradient() -> Iterator[None]:
     """Lets `all_gather` and `all_gather_into_tensor` hand gradients back to the ranks that the parts came from.
 
-    What is gathered keeps its values; only the backward changes. Tensors that need no gradient are gathered as before.
+    Gathered tensors keep their values; only the backward changes. Tensors that need no gradient are gathered as before.
     """
     plain = _find_gathers()
     try:
@@ -192,14 +192,14 @@ def _with_gradient(plain: Mapping[str, Gather]) -> dict[str, Gather]:
 _POLL = 0.05
 _LINGER = 3.0  # seconds: how long a rank that failed waits for the others to say what happened to them
 _LOST = ("Connection closed by peer", "Connection reset", "gloo/transport", "Timed out waiting", "NCCL", "Broken pipe")
-"""What backends say where another rank has gone: whoever says so knows nothing about the reason."""
+"""Words of backends where another rank has gone: whoever says so knows nothing about the reason."""
 _SAME_PASSES = "every rank has to call this, and run the same forward and backward passes"
 _MOST_OF_TEXT = 400  # characters of a backend's error, which ends with a stack of C++
 _calls = 0
 
 
 class Said(NamedTuple):
-    """What a rank that cannot go on says: "" where it knows nothing; `about_itself`: it is about itself."""
+    """The sentence of a rank that cannot go on: "" where it knows nothing; `about_itself`: it is about itself."""
 
     sentence: str
     about_itself: bool
@@ -234,7 +234,7 @@ class Member:
 
         Args:
             stage: Its name.
-            value: What this rank has to say; picklable.
+            value: The value that this rank has to say; picklable.
             within: Seconds to wait for the others; None: as long as ranks wait for each other.
             alone: The reason where the others do not come: this rank does not take part in what they wait for.
 
@@ -300,7 +300,7 @@ class Member:
         return Agreed(self._reason())
 
     def _failures_of_ranks(self) -> dict[int, Said]:
-        """What the ranks that failed have said."""
+        """The sentences of the ranks that failed."""
         with suppress(RuntimeError):  # whoever holds the store may have ended already
             for rank in range(self.count):
                 # Kept, because the store may be gone at the next question.

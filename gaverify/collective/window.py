@@ -42,7 +42,7 @@ from gaverify.tracebacks import Owner, display_path, owner_of
 from gaverify.verdict.measurement import measure_strategies
 
 _ENGINES = ("torch.distributed.fsdp", "torch.nn.parallel", SYNC_BATCH_NORM_MODULE, "torch.distributed.tensor")
-"""What calls collectives for the user, `SyncBatchNorm` among it."""
+"""Packages that call collectives for the user, `SyncBatchNorm` among them."""
 
 
 def users_engine(modules: list[nn.Module]) -> Engine | None:
@@ -153,7 +153,7 @@ class RankedExperiment(Experiment):
     full: PassResult | None = None
     """The full batch, its gradients as the ranks hold theirs; None: it has not run, and a plain model has no engine."""
     meters: list[TrafficMeter] = field(default_factory=list)
-    """What counted the collectives of each window that was run."""
+    """The meter that counted the collectives of each window."""
 
     @classmethod
     def of(cls, experiment: Experiment, trained: Trained, full: PassResult | None = None) -> RankedExperiment:
@@ -195,7 +195,7 @@ class RankedExperiment(Experiment):
                 reading=recorded.reading,
                 math_kernels=recorded.math_kernels,
             )
-        # What bounds the rounding of a sum was seen in parts of it: no number of all ranks.
+        # The bound of a sum's rounding was seen in parts of the sum, so it is no number of all ranks.
         full = replace(full, gradients=trained.place(full.gradients), terms={})
         # The engine has wrapped the model since the experiment was prepared.
         return RankedExperiment.of(experiment, trained, full).with_current_state(), full

@@ -1,6 +1,6 @@
 """Answers in every format: frozen records in, strings and files out; no tensors, no torch.
 
-What a format needs loads when it is used, so that importing this package costs next to nothing.
+Each format loads its parts when it is used, so that importing this package costs next to nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def print_answer(answer: Answer, *, show_all: bool = False, file: IO[str] | None
     """Prints one answer: coloured on a terminal, plain on a pipe or under `NO_COLOR`, ASCII where needed.
 
     Args:
-        answer: What to print.
+        answer: The answer to print.
         show_all: Every parameter; else long tables are folded to the ones that are not equivalent.
         file: Default is the present `sys.stdout`.
     """

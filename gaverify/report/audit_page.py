@@ -76,7 +76,7 @@ def _sections(report: AuditReport) -> Iterator[Section]:
 
 
 def _facts(report: AuditReport) -> list[tuple[str, str]]:
-    """What was run, as (label, text)."""
+    """Returns the options and commands of the runs, as (label, text)."""
     rows = [("options", report.source)] if report.source else []
     rows.append(("script", report.script))
     rows += [("name", report.name)] if report.name else []

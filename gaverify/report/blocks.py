@@ -19,7 +19,7 @@ Repeated = tuple[Sequence[Call], int]
 
 @dataclass(frozen=True)
 class Headline:
-    """What a reader sees first."""
+    """The lines that a reader sees first."""
 
     title: str
     """The spec's file and name, else the model or script; distinguishes this answer from the others."""
@@ -30,13 +30,13 @@ class Headline:
     method: str = ""
     """How it was decided, in words; empty: nothing was."""
     version: str = ""
-    """What made the answer, as `gaverify 0.1.0 audit`; empty: a profile without a setting."""
+    """The program that made the answer, as `gaverify 0.1.0 audit`; empty: a profile without a setting."""
     states: tuple[str, ...] = ()
-    """What accepted or expected outcomes make of the answer, a word or two each."""
+    """Words for the accepted or expected outcomes, one or two each."""
     stale: str = ""
     """How many entries accept nothing any more, in words; empty: none."""
     remarks: tuple[str, ...] = ()
-    """What follows from accepted divergences, expectations and an interruption, in sentences."""
+    """Consequences of accepted divergences, expectations and an interruption, in sentences."""
     passed: bool = False
     """Whether the command exits with 0 for this answer: equivalent, accepted or expected."""
 
@@ -81,7 +81,7 @@ class Parameters:
     name: str = ""
     """The update of an audit; empty: a verdict's only comparison."""
     summary: str = ""
-    """What was compared in that update."""
+    """The parameters that were compared in that update, in words."""
     causes: frozenset[str] = frozenset()
     """Modules that findings name."""
     judged: bool = True
@@ -110,13 +110,13 @@ class Chart:
     """Bars with their axis; empty charts are false."""
 
     label: str = ""
-    """What the chart shows, for those who cannot see it."""
+    """The chart in words, for those who cannot see it."""
     bars: Sequence[Bar] = ()
     ticks: Sequence[tuple[float, str]] = ()
     """Marks of the axis: (percent of the axis, text)."""
     bars_left_out: int = 0
     caption: str = ""
-    """What the chart shows, in a sentence above it."""
+    """The chart in a sentence, above it."""
     legend: Sequence[tuple[str, str]] = ()
     """(class, text) of each colour and mark that needs an explanation."""
     is_foldable: bool = False
@@ -154,11 +154,11 @@ class FindingBlock:
     kind: str
     """How sure it is: `note`, `proven` or `suspected`."""
     summary: str
-    """What is wrong, with its place in front unless it names the place already."""
+    """The fault in a sentence, with its place in front unless it names the place already."""
     place: str
     """File and line where the summary names only the module; else empty."""
     rows: tuple[tuple[str, str], ...]
-    """What was seen, what a control showed and the remedy, as (label, text)."""
+    """The evidence, the control and the remedy, as (label, text)."""
     chart: Chart
     """The difference as it is, without the cause in both runs, and with each repair that ran; empty: no control ran."""
 
@@ -168,7 +168,7 @@ class PatchBlock:
     """The repair as a change of the user's source, or why there is none."""
 
     rows: tuple[tuple[str, str], ...]
-    """What it does, repairs and changes beside, as (label, text)."""
+    """The effect of the patch, the findings that it repairs, and its side effects, as (label, text)."""
     diff: str = ""
     """The unified diff; empty: there is none."""
 
@@ -180,10 +180,11 @@ class Page:
     kind: str
     """Command that made the answer: `run`, `audit` or `profile`."""
     headline: Headline
+    """The lines that a reader sees first."""
     findings: tuple[FindingBlock, ...]
     """Causes and notes."""
     facts: Facts
-    """What was run."""
+    """The facts about the run."""
     sections: tuple[Section, ...]
     """The numbers."""
     source: str = ""

@@ -1,4 +1,4 @@
-"""What CI services read: JUnit XML, SARIF 2.1.0 for code scanning and editors, annotations of GitHub Actions."""
+"""Formats for CI services: JUnit XML, SARIF 2.1.0 for code scanning and editors, annotations of GitHub Actions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from gaverify.version import HOME, __version__
 
 # Answers as JUnit XML for a CI server.
 #
-# One testsuite for the call, in it one testcase per spec, script or profile: as many tests as were asked for. What
-# differs in which module stands in a test's text. Divergent is a `failure`. An inconclusive answer is an `error`:
-# servers show passed and skipped tests as green, and "not decided" must never look like "equivalent".
+# One testsuite for the call, in it one testcase per spec, script or profile: as many tests as were asked for. A test's
+# text says which module differs and how. Divergent is a `failure`. An inconclusive answer is an `error`: servers show
+# passed and skipped tests as green, and "not decided" must never look like "equivalent".
 # Every text is made printable: XML has no way to write most control characters, nor the two noncharacters.
 
 

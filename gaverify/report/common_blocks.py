@@ -1,4 +1,4 @@
-"""What the pages of a verdict and of an audit have in common: findings, comparisons, what the user accepts."""
+"""The common parts of the pages of a verdict and of an audit: findings, comparisons, accepted outcomes."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def headline_of(
 
     Args:
         answer: Has the outcome.
-        title: What was run.
+        title: The name of the run.
         sentence: Why the outcome is what it is.
         method: How it was decided.
-        version: What made the answer.
+        version: The program that made the answer.
         states: More words about the answer, behind those about acceptance.
     """
     own_states = _states(answer)
@@ -135,7 +135,7 @@ def headline_of(
 
 
 def _states(answer: Verdict | AuditReport) -> dict[str, str]:
-    """What the user's entries and expectation make of the outcome: words, each with its sentence or ""."""
+    """Returns the words for accepted and expected outcomes, each with its sentence or ""."""
     expected = answer.acceptance.expected
     if answer.patch_written:
         return {"repaired": ""}

@@ -23,7 +23,7 @@ class Format:
     """One way to write a report.
 
     Args:
-        name: What `--format` takes.
+        name: The value of `--format` that chooses it.
         ending: The file ending that asks for it, lower case, with its dot; "" where only `--format` does.
         renderer: `module:function` in this package; the function takes a `Report` and returns the text.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LIMIT = 250
 """Rows of a table that a browser draws at once; the script has the same number, and shows the others when asked."""
 _COLOURS = {Outcome.DIVERGENT: "#c62828", Outcome.EQUIVALENT: "#2e7d32", Outcome.INCONCLUSIVE: "#b26a00"}
-"""Of a card: they can be read on white and on black."""
+"""The colours of a card: they can be read on white and on black."""
 _FOLDER = Path(__file__).parent / "templates"
 
 
@@ -66,7 +66,7 @@ def _printable(value: object) -> object:
 
 
 def _mark_code(text: str, lines: bool = False) -> Markup:
-    """What stands between two backticks as code, all of it printable and escaped; `lines`: line breaks stay."""
+    """Marks text between two backticks as code, all of it printable and escaped; `lines`: line breaks stay."""
     clean_text = "\n".join(map(clean, text.split("\n"))) if lines else clean(text)
     parts = clean_text.split("`")
     if len(parts) % 2 == 0:  # one without a partner

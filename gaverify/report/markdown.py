@@ -46,7 +46,7 @@ def _overview(runs: Iterable[Page | Unanswered]) -> list[str]:
 
 
 def _outcome_with_sign(headline: Headline) -> str:
-    # What is accepted or expected is no agreement, and an agreement that nobody expected is a failure.
+    # An accepted or expected divergence is no agreement, and an agreement that nobody expected is a failure.
     sign = _SIGNS[headline.outcome] if headline.passed == (headline.outcome is Outcome.EQUIVALENT) else None
     return f"{sign or ('☑️' if headline.passed else '❌')} {headline.words}"
 

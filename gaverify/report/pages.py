@@ -55,7 +55,7 @@ def profile_page(profile: Profile) -> Page:
 
 
 def _chart(rows: Sequence[Row]) -> Chart:
-    """What autograd keeps in each row that got so far, on a linear axis from zero."""
+    """Returns a chart of the bytes that autograd keeps in each row that got so far, on a linear axis from zero."""
     sizes = [(row, size) for row in rows if (size := row.activation_bytes) is not None]
     largest = max((size for _, size in sizes), default=0) or 1
     bars = [Bar(" ".join(_cells(row)[:2]), "right", round(100 * n / largest, 1), bytes_text(n)) for row, n in sizes]
@@ -64,7 +64,7 @@ def _chart(rows: Sequence[Row]) -> Chart:
 
 
 def _facts(profile: Profile) -> list[tuple[str, str]]:
-    """What was profiled and where, as (label, text); nothing where no row got so far."""
+    """Returns the profiled model and machine, as (label, text); nothing where no row got so far."""
     setting = profile.setting
     if setting is None:
         return []
@@ -98,7 +98,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """What a table says of a row, in the columns of `_HEADS`; `-` where there is no figure."""
+    """Returns the cells of a table's row, in the columns of `_HEADS`; `-` where there is no figure."""
     outcome, difference = "-" if row.outcome is None else row.outcome.value, row.relative_difference
     if row.status != "measured":
         outcome, difference = _STATUS[row.status], None
@@ -117,7 +117,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _sentence(profile: Profile) -> str:
-    """What the profile came to, in words."""
+    """Returns the result of the profile in words."""
     compared = profile.compared
     if not compared:
         text = "nothing was compared with the full batch"
@@ -193,8 +193,8 @@ class Report(JsonRecord):
         errors: Why runs failed.
         skipped: Why runs were left out; these are no failures.
         show_all: Every parameter in tables; else long ones are folded to those that are not equivalent.
-        exit_code: What the command leaves with; where no command made the report, as it would, and never 0 without an
-            answer.
+        exit_code: The command's exit code; where no command made the report, the code that one would have. Never 0
+            without an answer.
         started: When the command was called, as `2026-01-31T12:00:00+00:00`; "" where no command made the report.
     """
 

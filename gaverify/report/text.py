@@ -251,9 +251,9 @@ def row_lines(word: str, name: str, text: str, layout: Layout, width: int = 0) -
 
     Args:
         word: The outcome, or what came in its place.
-        name: What was run.
-        text: What follows.
-        layout: What the stream shows.
+        name: The name of the run.
+        text: The words that follow.
+        layout: The width and the characters of the stream.
         width: Columns of the names of all runs.
     """
     lead = f"{word.upper():<{_OUTCOME}}"
@@ -266,7 +266,7 @@ def page_row(page: Page, layout: Layout, width: int) -> list[Line]:
 
 
 def _describe(page: Page) -> str:
-    """What a list says of an answer: what the user made of it, cause, sentence and time."""
+    """Returns the words of a list for an answer: the user's expectation, cause, sentence and time."""
     return _with_states(page) + (f" ({seconds_text(page.seconds)})" if page.seconds else "")
 
 
@@ -393,7 +393,7 @@ def diffs_text(report: Report) -> str:
 
 
 class _Crash(NamedTuple):
-    """What pytest's summary and its XML read of a failure."""
+    """The parts of a failure that pytest's summary and its XML read."""
 
     path: str
     lineno: int
