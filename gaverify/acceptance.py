@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from gaverify.errors import SpecError
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Excerpt, Finding, Location
 from gaverify.records.verdict import Verdict
@@ -52,7 +52,7 @@ def _read(location: Location) -> Location:
 # Known divergences: which findings a user's entries accept, and which entries match nothing any more.
 
 
-Answer = TypeVar("Answer", Verdict, AuditReport)
+Answer = TypeVar("Answer", Verdict, Audit)
 
 
 def mark_accepted(
@@ -146,7 +146,7 @@ def check_comments(file: str) -> None:
         read_comment(line, f"{file}:{number}")
 
 
-def describe_unused_entries(answers: Iterable[Verdict | AuditReport], project: Project) -> tuple[str, ...]:
+def describe_unused_entries(answers: Iterable[Verdict | Audit], project: Project) -> tuple[str, ...]:
     """Returns a sentence for each of the project's entries that fits no finding of any answer."""
     findings = [finding for answer in answers for finding in answer.findings]
     stale = [entry for entry in project.accept if not any(_fits(entry, finding) for finding in findings)]

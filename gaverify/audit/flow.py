@@ -38,7 +38,7 @@ from gaverify.errors import ProblemError, Uncompared
 from gaverify.patches import read_context
 from gaverify.patches.searching import Patches, TrialResult, explain_no_trial, search_patch
 from gaverify.records.audit import Calls, Record, Stage
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, ClosingRecord, Forward, GradientCopies, ledger_of
 from gaverify.records.facts import facts_of_loop
@@ -127,7 +127,7 @@ def possible_orders(full: RecordedRun, accumulated: RecordedRun, *, has_same_row
 _NUMBER = re.compile(r"(?<![\w.])\d{1,6}(?![\w.])")  # such as the K that a script is given
 
 
-def audit(request: Request, progress: Progress | None = None, *, patches: Patches = "none") -> AuditReport:
+def audit(request: Request, progress: Progress | None = None, *, patches: Patches = "none") -> Audit:
     """Runs the script as the request says and returns what was found.
 
     Args:
@@ -149,7 +149,7 @@ def audit(request: Request, progress: Progress | None = None, *, patches: Patche
         return _report(request, Runner(request, folder, progress or (lambda *_: None)), patches)
 
 
-def audit_again(folder: str) -> AuditReport:
+def audit_again(folder: str) -> Audit:
     """Compares and judges the records of an audit that `--keep` left in `folder`; runs nothing.
 
     Raises:
@@ -160,7 +160,7 @@ def audit_again(folder: str) -> AuditReport:
     return _report(request, Runner(request, Path(folder), lambda *_: None, reuse_records=True))
 
 
-def _report(request: Request, runner: Runner, patches: Patches = "none") -> AuditReport:
+def _report(request: Request, runner: Runner, patches: Patches = "none") -> Audit:
     started = time.monotonic()
     audited = Comparer(request, runner)
     try:
@@ -173,7 +173,7 @@ def _report(request: Request, runner: Runner, patches: Patches = "none") -> Audi
     return replace(report, timings={**runner.timings, "total": time.monotonic() - started})
 
 
-def _report_of(request: Request, runner: Runner, runs: ComparedRuns) -> AuditReport:
+def _report_of(request: Request, runner: Runner, runs: ComparedRuns) -> Audit:
     findings = with_excerpts(findings_for(facts_of_loop(runs.record)))
     closing = runs.accumulated.closing
     return report_of(request, runs.record, findings, runner.summaries, closing, runner.timings)
@@ -182,7 +182,7 @@ def _report_of(request: Request, runner: Runner, runs: ComparedRuns) -> AuditRep
 # A patch of the user's source: the audit is made again on copies of the files that hold it.
 
 
-def _with_patch(report: AuditReport, runs: ComparedRuns, runner: Runner, patches: Patches) -> AuditReport:
+def _with_patch(report: Audit, runs: ComparedRuns, runner: Runner, patches: Patches) -> Audit:
     """Returns the report with a patch that was tried and came out equivalent, or with the reason why there is none."""
     request = runner.request
     if report.outcome is not Outcome.DIVERGENT or request.events_only:

@@ -11,7 +11,7 @@ from gaverify.records.answers import Environment
 from gaverify.records.audit import Record, UpdateComparison
 from gaverify.records.audit_report import (
     Arithmetic,
-    AuditReport,
+    Audit,
     RecordedCalls,
     RunSummary,
     TrainedModels,
@@ -166,7 +166,7 @@ def report_of(
     summaries: Sequence[RunSummary],
     closing: ClosingRecord,
     timings: Mapping[str, float],
-) -> AuditReport:
+) -> Audit:
     """Returns the report of an audit: its outcome, the reason, and everything that is shown beside them.
 
     Args:
@@ -179,7 +179,7 @@ def report_of(
     """
     outcome, reason = _decide(request, record, findings)
     shapes = [parameter.shape for group in closing.groups if not group.is_part for parameter in group.parameters]
-    return AuditReport(
+    return Audit(
         script=request.target,
         outcome=outcome,
         reason=reason,
@@ -224,7 +224,7 @@ def _method(record: Record) -> Method:
     return Method.WEIGHTS if methods == {Method.WEIGHTS} else Method.NOISE_FLOOR
 
 
-def same_arguments(request: Request) -> AuditReport:
+def same_arguments(request: Request) -> Audit:
     """Returns the report of an audit whose two runs would have had the same arguments: nothing was run."""
     return report_without_comparison(
         request,
@@ -233,9 +233,9 @@ def same_arguments(request: Request) -> AuditReport:
     )
 
 
-def report_without_comparison(request: Request, why: str) -> AuditReport:
+def report_without_comparison(request: Request, why: str) -> Audit:
     """Returns the report of an audit that compared nothing."""
-    return AuditReport(script=request.target, outcome=Outcome.INCONCLUSIVE, reason=f"nothing was compared: {why}")
+    return Audit(script=request.target, outcome=Outcome.INCONCLUSIVE, reason=f"nothing was compared: {why}")
 
 
 def _decide(request: Request, record: Record, findings: tuple[Finding, ...]) -> tuple[Outcome, str]:

@@ -31,7 +31,7 @@ from gaverify.spec.project import Project, project_settings
 from gaverify.text_files import table_of_file
 
 if TYPE_CHECKING:
-    from gaverify.records.audit_report import AuditReport
+    from gaverify.records.audit_report import Audit
 
 
 # A file of an audit says, as a spec does, which divergences and which outcome are fine.
@@ -189,7 +189,7 @@ def _audit_files(
     from gaverify.report import print_line
 
     invocation = click.get_current_context().find_object(Invocation) or Invocation()
-    reports: list[AuditReport] = []
+    reports: list[Audit] = []
     failures: list[Failure] = []
     only_diffs = quiet and wish.asks
     has_rows = quiet and form == "text" and not only_diffs
@@ -237,7 +237,7 @@ def _refuse_patch(request: Request, wish: Wish) -> None:
         wish.refuse(f"`{word}` of the launcher starts processes on other machines, which see no copy to try a patch on")
 
 
-def _run_audit(request: Request, wish: Wish, number: int = 0, count: int = 1, *, quiet: bool) -> AuditReport:
+def _run_audit(request: Request, wish: Wish, number: int = 0, count: int = 1, *, quiet: bool) -> Audit:
     from gaverify.audit.flow import audit as run
 
     if request.script is not None:

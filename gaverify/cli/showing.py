@@ -18,7 +18,7 @@ from gaverify.errors import INTERRUPTED, SpecError, worst_exit_code
 
 if TYPE_CHECKING:
     from gaverify.records.answers import Answer
-    from gaverify.records.audit_report import AuditReport
+    from gaverify.records.audit_report import Audit
     from gaverify.records.verdict import Verdict
     from gaverify.report import Report
     from gaverify.spec.project import Project
@@ -111,7 +111,7 @@ def strict_option(more: str = "") -> Callable[[Command], Command]:
 
 
 def exit_code_of(
-    answers: Sequence[Verdict | AuditReport],
+    answers: Sequence[Verdict | Audit],
     project: Project | None,
     failures: Sequence[Failure],
     skipped: Sequence[Failure] = (),

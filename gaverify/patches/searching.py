@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from gaverify.patches.proposing import propose
 from gaverify.patches.sources import Context, Source, apply, render_diff, split_lines
 from gaverify.records.audit import Record
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
 from gaverify.records.patch import Edit, Patch
@@ -51,7 +51,7 @@ class PatchTrial(Protocol):
         """Returns what it finds; `safe`: the full batch's gradient is compared with the unpatched one's."""
 
 
-def explain_no_trial(report: AuditReport, *, events_only: bool) -> str:
+def explain_no_trial(report: Audit, *, events_only: bool) -> str:
     """Says why no patch is looked for where an audit shows no difference; "" where nothing is wrong."""
     if events_only:
         return "without gradients no patch can be tried: leave out `--events-only`"

@@ -133,7 +133,7 @@ class Arithmetic(JsonRecord):
 
 
 @dataclass(frozen=True, repr=False)
-class AuditReport(Answer):
+class Audit(Answer):
     """The answer of an audit, with everything that it rests on."""
 
     kind: ClassVar[Literal["audit"]] = "audit"

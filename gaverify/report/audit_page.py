@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from gaverify.records.audit import Clip, RowCheck, Stage, UpdateComparison
-from gaverify.records.audit_report import TITLES, AuditReport, Moment, WindowCount
+from gaverify.records.audit_report import TITLES, Audit, Moment, WindowCount
 from gaverify.records.comparison import Method, Outcome
 from gaverify.records.numbers import count_text
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
-from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of, patch_block
-from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, word_resolution
+from gaverify.report.common_blocks import blamed_modules, make_page
+from gaverify.report.layout import METHODS, join_title, number, percent, ranks_line, word_resolution
 from gaverify.tracebacks import display_path
 
 _INDENT = 14
@@ -30,31 +30,22 @@ _CONTROLS = ("perturbed", "frozen", "unclipped", "terms", "weights", "ranks", "f
 _ROLES = {"full": "full batch", "accumulated": "accumulated", "events": "run"}
 
 
-def audit_page(report: AuditReport) -> Page:
+def audit_page(report: Audit) -> Page:
     """Returns the page of an audit."""
-    return Page(
-        "audit",
-        headline_of(
-            report,
-            join_title(report.source, report.name or report.script),
-            report.reason,
-            _method(report),
-            f"gaverify {report.environment.gaverify} audit",
-            ["calls in order"] if report.calls_in_order else (),
-        ),
-        finding_blocks(report.findings, [row for update in report.updates for row in update.parameters]),
+    return make_page(
+        report,
+        join_title(report.source, report.name or report.script),
+        report.reason,
         Facts(tuple(_facts(report)), _INDENT),
-        tuple(_sections(report)),
-        report.source or report.script,
-        command=report.command,
-        seconds=report.timings.get("total", 0.0),
-        made_by=made_by(report.environment),
-        started=report.environment.started,
-        patch=patch_block(report),
+        _sections(report),
+        method=_method(report),
+        states=["calls in order"] if report.calls_in_order else (),
+        rows=[row for update in report.updates for row in update.parameters],
+        file=report.source or report.script,
     )
 
 
-def _sections(report: AuditReport) -> Iterator[Section]:
+def _sections(report: Audit) -> Iterator[Section]:
     fits = [(f"update {update.number}", update.window.fit) for update in report.updates]
     if charts := weights_charts((name, fit.used, fit.weights) for name, fit in fits if fit and fit.weights):
         yield Section("Micro-batch weights", charts)
@@ -75,7 +66,7 @@ def _sections(report: AuditReport) -> Iterator[Section]:
         yield Section(heading, (parameters, Facts(rows, _INDENT)) if rows else (parameters,))
 
 
-def _facts(report: AuditReport) -> list[tuple[str, str]]:
+def _facts(report: Audit) -> list[tuple[str, str]]:
     """Returns the options and commands of the runs, as (label, text)."""
     rows = [("options", report.source)] if report.source else []
     rows.append(("script", report.script))
@@ -221,7 +212,7 @@ def _after(update: UpdateComparison) -> str:
     return "; ".join(facts)
 
 
-def _method(report: AuditReport) -> str:
+def _method(report: Audit) -> str:
     """How the audit was decided and what it could have seen; empty where nothing was judged."""
     decisive = report.decisive
     if decisive is not None and decisive.judged:

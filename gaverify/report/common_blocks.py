@@ -1,17 +1,17 @@
-"""The common parts of the pages of a verdict and of an audit: findings, comparisons, accepted outcomes."""
+"""The common parts of all pages: headline, findings, patch, accepted outcomes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
-from gaverify.records.verdict import Verdict
-from gaverify.report.blocks import Chart, FindingBlock, Headline, PatchBlock
+from gaverify.records.profile import Row
+from gaverify.report.blocks import Chart, Facts, FindingBlock, Headline, Page, PatchBlock, Section
 from gaverify.report.charts import repairs_chart
-from gaverify.report.layout import clean
+from gaverify.report.layout import clean, made_by
 
 
 def finding_blocks(findings: Iterable[Finding], rows: Iterable[ParameterComparison]) -> tuple[FindingBlock, ...]:
@@ -80,17 +80,16 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def patch_block(answer: Verdict | AuditReport) -> PatchBlock | None:
+def _patch_block(answer: Answer) -> PatchBlock | None:
     """Returns the patch of an answer, or why there is none; None where nobody asked for one."""
     patch = answer.patch
     if patch is None:
         return PatchBlock((("no patch", answer.patch_refused),)) if answer.patch_refused else None
-    is_audit = isinstance(answer, AuditReport)
     agree = "both runs were made again with it, and agree in every compared update"
     rows = [
         ("patch", patch.title),
         ("repairs", ", ".join(patch.codes)),
-        ("tried", agree if is_audit else "both gradients were computed again with it, and agree"),
+        ("tried", agree if answer.kind == "audit" else "both gradients were computed again with it, and agree"),
         ("unsafe", patch.unsafe),
         ("written", answer.patch_written),
         ("not written", answer.patch_refused),
@@ -98,43 +97,69 @@ def patch_block(answer: Verdict | AuditReport) -> PatchBlock | None:
     return PatchBlock(tuple((label, text) for label, text in rows if text), patch.diff)
 
 
-def headline_of(
-    answer: Verdict | AuditReport,
+def make_page(
+    answer: Answer,
     title: str,
     sentence: str,
-    method: str,
-    version: str,
+    facts: Facts,
+    sections: Iterable[Section],
+    *,
+    method: str = "",
     states: Sequence[str] = (),
-) -> Headline:
-    """Returns the headline with what the user's entries and expectation make of the outcome.
+    remarks: Sequence[str] = (),
+    rows: Iterable[ParameterComparison] = (),
+    file: str = "",
+    model: str = "",
+    profile_rows: tuple[Row, ...] = (),
+) -> Page:
+    """Returns the page of an answer, with all that the user's entries and expectation make of its outcome.
 
     Args:
-        answer: Has the outcome.
+        answer: The answer, whose findings, patch, versions and command the page shows.
         title: The name of the run.
         sentence: Why the outcome is what it is.
+        facts: The facts about the run.
+        sections: The numbers.
         method: How it was decided.
-        version: The program that made the answer.
         states: More words about the answer, behind those about acceptance.
+        remarks: More sentences about it, in front of those about acceptance.
+        rows: All compared parameters.
+        file: The file that says what was run.
+        model: The model as the spec names it.
+        profile_rows: The rows of a profile.
     """
+    acceptance, command = answer.acceptance, "run" if answer.kind == "verdict" else answer.kind
     own_states = _states(answer)
-    acceptance = answer.acceptance
-    remarks = [*own_states.values()]
-    remarks += acceptance.stale
-    remarks += [f"not accepted: {entry}" for entry in acceptance.refused]
-    return Headline(
+    refused = (f"not accepted: {entry}" for entry in acceptance.refused)
+    headline = Headline(
         title,
         answer.outcome,
         sentence,
         method,
-        version,
+        f"gaverify {answer.environment.gaverify}" + ("" if command == "run" else f" {command}"),
         (*own_states, *states),
         _word_stale(len(acceptance.stale)),
-        tuple(filter(None, remarks)),
+        (*remarks, *filter(None, own_states.values()), *acceptance.stale, *refused),
         answer.exit_code == 0,
+    )
+    return Page(
+        command,
+        headline,
+        finding_blocks(answer.findings, rows),
+        facts,
+        tuple(sections),
+        file,
+        model,
+        answer.command,
+        answer.timings.get("total", 0.0),
+        made_by(answer.environment),
+        answer.environment.started,
+        profile_rows,
+        _patch_block(answer),
     )
 
 
-def _states(answer: Verdict | AuditReport) -> dict[str, str]:
+def _states(answer: Answer) -> dict[str, str]:
     """Returns the words for accepted and expected outcomes, each with its sentence or ""."""
     expected = answer.acceptance.expected
     if answer.patch_written:
@@ -155,7 +180,7 @@ def _states(answer: Verdict | AuditReport) -> dict[str, str]:
     return states
 
 
-def _has_entries(answer: Verdict | AuditReport) -> bool:
+def _has_entries(answer: Answer) -> bool:
     acceptance = answer.acceptance
     return bool(acceptance.stale or acceptance.refused) or any(finding.accepted for finding in answer.findings)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.answers import Answer
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome, together
 from gaverify.records.findings import Finding
 from gaverify.records.json_objects import JsonRecord, as_json, json_object
@@ -19,8 +19,9 @@ from gaverify.records.numbers import bytes_text, count_text, seconds_text
 from gaverify.records.profile import LABELS, Profile, Row
 from gaverify.records.verdict import Verdict
 from gaverify.report.audit_page import audit_page
-from gaverify.report.blocks import Bar, Chart, Facts, FindingBlock, Headline, Page, Section, Table
-from gaverify.report.layout import join_title, made_by, number
+from gaverify.report.blocks import Bar, Chart, Facts, FindingBlock, Page, Section, Table
+from gaverify.report.common_blocks import make_page
+from gaverify.report.layout import join_title, number
 from gaverify.report.verdict_page import verdict_page
 from gaverify.tracebacks import repository_of
 
@@ -29,27 +30,16 @@ from gaverify.tracebacks import repository_of
 
 def profile_page(profile: Profile) -> Page:
     """Returns the page of a profile."""
-    setting = profile.setting
-    model = setting.model if setting else ""
-    interrupted = "interrupted: the rows that were not run are missing"
-    return Page(
-        "profile",
-        Headline(
-            join_title(profile.source, profile.name) or model or "profile",
-            profile.outcome,
-            _sentence(profile),
-            version=f"gaverify {profile.environment.gaverify} profile",
-            remarks=(interrupted,) if profile.interrupted else (),
-            passed=profile.exit_code == 0,
-        ),
-        (),
+    model = profile.setting.model if profile.setting else ""
+    return make_page(
+        profile,
+        join_title(profile.source, profile.name) or model or "profile",
+        _sentence(profile),
         Facts(tuple(_facts(profile))),
-        (Section("Memory and time against K", (_chart(profile.rows), _table(profile.rows))),),
-        profile.source,
-        model,
-        profile.command,
-        made_by=made_by(profile.environment),
-        started=profile.environment.started,
+        [Section("Memory and time against K", (_chart(profile.rows), _table(profile.rows)))],
+        remarks=["interrupted: the rows that were not run are missing"] if profile.interrupted else (),
+        file=profile.source,
+        model=model,
         profile_rows=profile.rows,
     )
 
@@ -137,7 +127,7 @@ def _sentence(profile: Profile) -> str:
 
 _PAGES: dict[type[Answer], Callable[[Any], Page]] = {
     Verdict: verdict_page,
-    AuditReport: audit_page,
+    Audit: audit_page,
     Profile: profile_page,
 }
 

@@ -11,8 +11,8 @@ from gaverify.records.numbers import count_text
 from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts
-from gaverify.report.common_blocks import blamed_modules, finding_blocks, headline_of, patch_block
-from gaverify.report.layout import METHODS, join_title, made_by, number, percent, ranks_line, value, word_resolution
+from gaverify.report.common_blocks import blamed_modules, make_page
+from gaverify.report.layout import METHODS, join_title, number, percent, ranks_line, value, word_resolution
 from gaverify.thresholds import FIT_EXACT, TENTH
 
 _NO_ACCUMULATION = "nothing accumulated (K = 1)"
@@ -21,26 +21,17 @@ _NO_ACCUMULATION = "nothing accumulated (K = 1)"
 def verdict_page(verdict: Verdict) -> Page:
     """Returns the page of a verdict."""
     run = verdict.run
-    return Page(
-        "run",
-        headline_of(
-            verdict,
-            join_title(verdict.source, verdict.name) or run.model,
-            sentence(verdict),
-            method(verdict),
-            f"gaverify {verdict.environment.gaverify}",
-            [_NO_ACCUMULATION] if run.steps == 1 and verdict.is_equivalent else (),
-        ),
-        finding_blocks(verdict.findings, verdict.parameters),
+    return make_page(
+        verdict,
+        join_title(verdict.source, verdict.name) or run.model,
+        sentence(verdict),
         Facts(tuple(_facts(verdict))),
-        tuple(_sections(verdict)),
-        verdict.source,
-        run.model,
-        verdict.command,
-        verdict.timings.get("total", 0.0),
-        made_by(verdict.environment),
-        verdict.environment.started,
-        patch=patch_block(verdict),
+        _sections(verdict),
+        method=method(verdict),
+        states=[_NO_ACCUMULATION] if run.steps == 1 and verdict.is_equivalent else (),
+        rows=verdict.parameters,
+        file=verdict.source,
+        model=run.model,
     )
 
 

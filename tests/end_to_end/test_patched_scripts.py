@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gaverify.audit.flow import audit
 from gaverify.audit.request import Request
 from gaverify.patches.searching import Patches
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 
 QUICK = {"argparse undivided", "notebook boundary", "click clear_each", "stranger early_continue"}
@@ -48,7 +48,7 @@ def per_script(slow: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("script", [case(script) for script in SCRIPTS])
 
 
-def audit_text(text: str, script: Script, path: Path, patches: Patches = "none") -> AuditReport:
+def audit_text(text: str, script: Script, path: Path, patches: Patches = "none") -> Audit:
     """Audits a script that lies alone in a folder, from there."""
     path.mkdir()
     (path / NAME).write_text(text, encoding="utf-8")
@@ -66,7 +66,7 @@ def audit_text(text: str, script: Script, path: Path, patches: Patches = "none")
         return audit(request, patches=patches)
 
 
-def faults(report: AuditReport) -> set[str]:
+def faults(report: Audit) -> set[str]:
     """The codes of the faults that were found."""
     return {finding.code for finding in report.findings if finding.severity == "fault"}
 

@@ -10,7 +10,7 @@ from gaverify.audit.flow import Comparer, PatchTrials, audit
 from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
 from gaverify.patches.searching import TrialResult
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 
 SCRIPT = """import argparse
@@ -37,7 +37,7 @@ for i, (x, y) in enumerate(loader):
 RUNS = {"full": ("--batch-size", "8"), "accumulated": ("--batch-size", "2", "--accum", "4")}
 
 
-def audited(folder: Path, *changes: tuple[str, str], unsafe: bool = False) -> AuditReport:
+def audited(folder: Path, *changes: tuple[str, str], unsafe: bool = False) -> Audit:
     """Audits the script with pieces of its text replaced."""
     text = SCRIPT
     for before, after in changes:
@@ -50,7 +50,7 @@ def audited(folder: Path, *changes: tuple[str, str], unsafe: bool = False) -> Au
     return report
 
 
-def changed_lines(report: AuditReport) -> list[str]:
+def changed_lines(report: Audit) -> list[str]:
     """The lines that a patch takes away and puts in."""
     assert report.patch is not None, report.patch_refused
     lines = report.patch.diff.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 
 from gaverify.records.answers import Environment
 from gaverify.records.audit import RowCheck, UpdateComparison
-from gaverify.records.audit_report import Arithmetic, AuditReport, Moment, RecordedCalls, TrainedModels
+from gaverify.records.audit_report import Arithmetic, Audit, Moment, RecordedCalls, TrainedModels
 from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
@@ -196,7 +196,7 @@ def large(faults: int = 2, rows: int = 60) -> Verdict:
     return equivalent(outcome=outcome, parameters=parameters, run=settings)
 
 
-def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditReport:
+def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> Audit:
     """Two updates: the first agrees, the second differs."""
     updates = (
         UpdateComparison(1, Outcome.EQUIVALENT, True, (row("0.weight"),), RowCheck(8, 8)),
@@ -215,7 +215,7 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
         Moment("step", 1, "train.py", 9),
         Moment("zero_grad", 1, "train.py", 10),
     )
-    return AuditReport(
+    return Audit(
         "train.py",
         outcome,
         "update 2: 1 of 1 parameter differs",
@@ -230,7 +230,7 @@ def audited(outcome: Outcome = Outcome.DIVERGENT, judged: bool = True) -> AuditR
     )
 
 
-def patched() -> AuditReport:
+def patched() -> Audit:
     """The same audit with a patch whose diff has tabs and a long line."""
     diff = [
         "--- a/train.py",

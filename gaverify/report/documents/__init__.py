@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from gaverify.records.answers import Answer
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.json_objects import adapter_of, as_json, plain_value
 from gaverify.records.profile import Profile
 from gaverify.records.verdict import Verdict
 from gaverify.report.pages import Report
 
-_PRINTED = {"run": Verdict, "audit": AuditReport, "profile": Profile}
+_PRINTED = {"run": Verdict, "audit": Audit, "profile": Profile}
 """Command → its answers."""
 
 

@@ -19,7 +19,7 @@ from gaverify.cli.showing import show
 from gaverify.cli.workers import verify_in_worker
 from gaverify.patches import apply, render_diff
 from gaverify.records.audit import Record
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance
 from gaverify.records.patch import Edit, Patch
@@ -41,7 +41,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def report(file: Path) -> AuditReport:
+def report(file: Path) -> Audit:
     """A divergent audit with a patch that was tried."""
     edits = (Edit(str(file), 2, 0, 2, 4, "(loss / K)"),)
     digests = {str(file): hashlib.sha256(BEFORE.encode()).hexdigest()}
@@ -56,13 +56,13 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
 
 
-def test_a_diff_changes_no_file_and_the_outcome_decides(report: AuditReport, file: Path) -> None:
+def test_a_diff_changes_no_file_and_the_outcome_decides(report: Audit, file: Path) -> None:
     assert settle_patch(report, DIFF) == report
     assert report.exit_code == 1 and file.read_bytes() == BEFORE.encode()
 
 
 @needs_git
-def test_a_written_patch_is_a_success(report: AuditReport, file: Path) -> None:
+def test_a_written_patch_is_a_success(report: Audit, file: Path) -> None:
     settled = settle_patch(report, FIX)
     assert file.read_bytes() == AFTER.encode()
     assert settled.exit_code == 0 and settled.outcome is Outcome.DIVERGENT
@@ -75,14 +75,14 @@ def test_a_written_patch_is_a_success(report: AuditReport, file: Path) -> None:
     assert file.read_bytes() == BEFORE.encode()
 
 
-def test_strict_entries_that_are_stale_fail_all_the_same(report: AuditReport) -> None:
+def test_strict_entries_that_are_stale_fail_all_the_same(report: Audit) -> None:
     stale = replace(report, acceptance=Acceptance(strict=True, stale=("an entry matches nothing",)))
     assert settle_patch(stale, FIX).exit_code == 1
 
 
 @needs_git
 @pytest.mark.parametrize("state", ["committed", "changed since", "untracked", "ignored"])
-def test_git_undoes_only_what_it_has(report: AuditReport, file: Path, state: str) -> None:
+def test_git_undoes_only_what_it_has(report: Audit, file: Path, state: str) -> None:
     git(file.parent, "init", "-q")
     if state in ("committed", "changed since"):
         file.write_bytes((BEFORE if state == "committed" else "older").encode())
@@ -96,7 +96,7 @@ def test_git_undoes_only_what_it_has(report: AuditReport, file: Path, state: str
     assert ("git apply -R" in written) == (state != "committed")
 
 
-def test_a_file_that_changed_is_not_written(report: AuditReport, file: Path) -> None:
+def test_a_file_that_changed_is_not_written(report: Audit, file: Path) -> None:
     file.write_text("changed", encoding="utf-8")
     settled = settle_patch(report, FIX)
     assert file.read_text(encoding="utf-8") == "changed"
@@ -107,7 +107,7 @@ def test_a_file_that_changed_is_not_written(report: AuditReport, file: Path) -> 
 
 
 @pytest.mark.parametrize("wish", [DIFF, FIX])
-def test_what_is_accepted_or_expected_is_not_repaired(report: AuditReport, file: Path, wish: Wish) -> None:
+def test_what_is_accepted_or_expected_is_not_repaired(report: Audit, file: Path, wish: Wish) -> None:
     accepted = replace(report, findings=(replace(report.findings[0], accepted="on purpose"),))
     expected = replace(report, acceptance=Acceptance(expected=Outcome.DIVERGENT))
     for answer, words in ((accepted, "GAV201, which you accept: on purpose"), (expected, '`expect = "divergent"`')):
@@ -117,7 +117,7 @@ def test_what_is_accepted_or_expected_is_not_repaired(report: AuditReport, file:
 
 
 def test_quietly_only_the_diff_is_on_stdout(
-    report: AuditReport, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    report: Audit, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert report.patch is not None
     show([report], "text", (), quiet=True, only_diffs=True)
@@ -128,9 +128,7 @@ def test_quietly_only_the_diff_is_on_stdout(
     assert capfd.readouterr() == ("", "gaverify: no patch: its shape is not known\n")
 
 
-def test_a_document_on_stdout_leaves_what_happened_to_stderr(
-    report: AuditReport, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_document_on_stdout_leaves_what_happened_to_stderr(report: Audit, capfd: pytest.CaptureFixture[str]) -> None:
     show([settle_patch(report, FIX)], "json", ())
     out, err = capfd.readouterr()
     assert json.loads(out)["exit_code"] == 0
@@ -138,11 +136,11 @@ def test_a_document_on_stdout_leaves_what_happened_to_stderr(
 
 
 def test_every_audit_of_a_folder_is_fixed(
-    report: AuditReport, file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    report: Audit, file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
 
-    def audit_at_once(request: object, progress: object, *, patches: str) -> AuditReport:
+    def audit_at_once(request: object, progress: object, *, patches: str) -> Audit:
         asked.append(patches)
         return report if patches == "safe" else replace(report, patch=None, patch_refused="it is unsafe")
 

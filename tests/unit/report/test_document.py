@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import gaverify.report.documents
 from gaverify.errors import SpecError
 from gaverify.records.answers import Answer
-from gaverify.records.audit_report import AuditReport
+from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
 from gaverify.records.profile import Profile
@@ -109,7 +109,7 @@ def test_the_schema_refuses_what_is_wrong(key: str, value: object) -> None:
 
 def test_schema_is_json_and_names_both_forms() -> None:
     schema = json.loads(schema_text("run"))
-    assert {"Verdict", "AuditReport", "Profile", "Report"} <= set(schema["$defs"])
+    assert {"Verdict", "Audit", "Profile", "Report"} <= set(schema["$defs"])
     assert "null" in json.dumps(schema["$defs"]["ParameterComparison"]["properties"]["difference_norm"])
 
 
@@ -206,7 +206,7 @@ _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-@pytest.mark.parametrize("kind", [Verdict, AuditReport, Profile])
+@pytest.mark.parametrize("kind", [Verdict, Audit, Profile])
 @settings(deadline=None, max_examples=10, phases=_PHASES, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_an_answer_of_any_content_is_read_back_equal(kind: type[Answer], data: st.DataObject) -> None:

@@ -35,6 +35,4 @@ def test_the_prompt_shows_one_line() -> None:
     line = repr(samples.divergent())
     why = "3 of 6 parameters differ, relative difference up to 8.8e-01"
     assert line == f"<Verdict DIVERGENT mlp-batchnorm: GAV101 in layer 1 at train.py:12; {why}>"
-    assert repr(samples.audited()).startswith(
-        "<AuditReport DIVERGENT train.py: GAV101 in layer 1 at train.py:12; update 2: "
-    )
+    assert repr(samples.audited()).startswith("<Audit DIVERGENT train.py: GAV101 in layer 1 at train.py:12; update 2: ")
