@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from gaverify.errors import SpecError
+from gaverify.records.answers import Answer
 from gaverify.records.audit_report import Audit
 from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Excerpt, Finding, Location
@@ -52,12 +53,12 @@ def _read(location: Location) -> Location:
 # Known divergences: which findings a user's entries accept, and which entries match nothing any more.
 
 
-Answer = TypeVar("Answer", Verdict, Audit)
+AnyAnswer = TypeVar("AnyAnswer", bound=Answer)
 
 
 def mark_accepted(
-    answer: Answer, entries: Sequence[Accept], project: Project, *, expect: str | None = None, strict: bool = False
-) -> Answer:
+    answer: AnyAnswer, entries: Sequence[Accept], project: Project, *, expect: str | None = None, strict: bool = False
+) -> AnyAnswer:
     """Returns the answer with its accepted findings marked.
 
     An entry accepts a fault of its code whose place fits its pattern; so does a comment at the fault's line. A control

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from gaverify.errors import GaverifyError, ProblemError, SpecError
-from gaverify.records.audit_report import Audit
+from gaverify.records.answers import Answer
 from gaverify.records.comparison import Outcome
 from gaverify.records.patch import Patch
 from gaverify.records.verdict import Verdict
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gaverify.spec import Spec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Answer = TypeVar("Answer", Verdict, Audit)
+AnyAnswer = TypeVar("AnyAnswer", bound=Answer)
 _SECONDS_OF_GIT = 10
 
 
@@ -148,7 +148,7 @@ class RunTrial(NamedTuple):
         )
 
 
-def settle_patch(answer: Answer, wish: Wish) -> Answer:
+def settle_patch(answer: AnyAnswer, wish: Wish) -> AnyAnswer:
     """Returns the answer with what becomes of its patch: it is dropped, stays to be printed, or is written as well."""
     patch = answer.patch
     if patch is None:
@@ -167,7 +167,7 @@ def settle_patch(answer: Answer, wish: Wish) -> Answer:
     return replace(answer, patch_written=undo)
 
 
-def _reason_to_keep_the_fault(answer: Verdict | Audit, patch: Patch) -> str:
+def _reason_to_keep_the_fault(answer: Answer, patch: Patch) -> str:
     if answer.acceptance.expected is answer.outcome:
         return f'the outcome is as `expect = "{answer.outcome.value}"` says, and nothing is repaired'
     accepted = [finding for finding in answer.findings if finding.accepted and finding.code in patch.codes]
