@@ -168,14 +168,14 @@ def control_overwriting(trial: Trial, record: Record) -> Record:
     If the same gradient reaches the step, only the last pass ever reached it. A pass that overwrites seems to add its
     own gradient less that of the pass before: the weights that fit fall from pass to pass.
     """
-    update_and_fit = fitted_weights_of(record)
-    if update_and_fit is None or len(update_and_fit[1].multipliers) < 2:
+    fit, update = fitted_weights_of(record), record.divergent
+    if fit is None or update is None or len(fit.multipliers) < 2:
         return record
     # Weights of passes with as many samples are equal but for rounding: that they fall by it says nothing.
-    multipliers, tolerance = update_and_fit[1].multipliers, record.tolerance
+    multipliers, tolerance = fit.multipliers, record.tolerance
     if not all(a - b > tolerance * abs(a) for a, b in pairwise((*multipliers, 0.0))):
         return record
-    bench = ScriptBench(trial, record, update_and_fit[0])
+    bench = ScriptBench(trial, record, update)
     clearing = Intervention("gradients cleared", in_reference=False, changes=(ClearGradients(),))
     cleared = bench.make_runs(clearing).accumulated
     difference_left = bench.difference_left(ControlledRuns((clearing,), trial.accumulated, cleared))

@@ -1,4 +1,4 @@
-"""What a difference is worth in weights, and the repair of weights in the words of the framework that runs the loop."""
+"""Measures a difference in weights of micro-batches, and reads what the run with the right ones showed."""
 
 from __future__ import annotations
 
@@ -190,21 +190,21 @@ def constant_factor(fit: WeightFit, tolerance: float) -> GradientFactor | None:
     return factor
 
 
-def weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
-    """Returns the first differing update whose micro-batches should have other weights."""
-    update_and_fit = fitted_weights_of(record)
-    return None if update_and_fit is None or contradict_losses(record, update_and_fit[0]) else update_and_fit
-
-
-def fitted_weights_of(record: Record) -> tuple[UpdateComparison, WeightFit] | None:
-    """Returns the first differing update whose micro-batches give the full-batch gradient with other weights."""
+def fitted_weights_of(record: Record) -> WeightFit | None:
+    """Returns the weights with which the first differing update's micro-batches give the full batch's gradient."""
     update = record.divergent
     fit = update.window.fit if update is not None else None
     if update is None or fit is None or fit.residual > record.tolerance or not fit.weights or not _differs(update):
         return None
     if record.edit is not None:
         return None
-    return (update, fit) if _unequal(fit, record.tolerance) and not _of_one_rank(record, fit) else None
+    return fit if _unequal(fit, record.tolerance) and not _of_one_rank(record, fit) else None
+
+
+def weights_of(record: Record) -> WeightFit | None:
+    """Returns these weights unless the update's losses contradict them."""
+    fit, update = fitted_weights_of(record), record.divergent
+    return None if fit is None or update is None or contradict_losses(record, update) else fit
 
 
 def contradict_losses(record: Record, update: UpdateComparison) -> bool:
@@ -216,9 +216,7 @@ def contradict_losses(record: Record, update: UpdateComparison) -> bool:
     fit, losses, full = update.window.fit, update.window.losses, update.window.full_loss
     if fit is None or record.ranks > 1 or not fit.determined or fit.residual > record.tolerance:
         return False
-    if (
-        record.controls.overwritten is not None
-    ):  # weights fit to passes that set the gradients, whatever their losses are
+    if record.controls.overwritten is not None:  # weights fit to passes that set the gradients, whatever the losses are
         return False
     # a loss that was not seen is NaN
     if len(losses) != len(fit.weights) or not all(map(math.isfinite, (full, *losses))):
@@ -239,7 +237,7 @@ def multipliers_of(record: Record) -> tuple[float, ...]:
     factor = factor_in_loop(record, update) if update is not None else None
     if update is not None and factor is not None:
         return (1 / factor.value,) * update.window.steps
-    return weights[1].multipliers if weights is not None else ()
+    return weights.multipliers if weights is not None else ()
 
 
 def _of_one_rank(record: Record, fit: WeightFit) -> bool:

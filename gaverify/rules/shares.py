@@ -261,10 +261,6 @@ class FittedWeights:
         """Whether the micro-batches that get no backward pass are all that is wrong with the weights."""
         return self.update is not None and explains_skipped(self.facts.record, self.update)
 
-    def is_total(self, number: float) -> bool:
-        """Whether the weights in use count a number of times together."""
-        return math.isclose(self.total, number, rel_tol=self.tolerance)
-
     def are_shares_of(self, amounts: Sequence[float]) -> bool:
         """Whether the right weights are the shares of some amounts."""
         recipe_tolerances = (COMPUTED_FLOAT32, NO_WEIGHT)
@@ -281,36 +277,39 @@ class FittedWeights:
 
 @dataclass(frozen=True)
 class ShareKind:
-    """A row of the table: weights that may fit, and what that means."""
+    """A row of the table: weights that may fit, and what that means. One of `amounts`, `total`, `applies` is given."""
 
     name: str
     """What the right weights are, or what those in use add up to."""
     code: str
     """The rule that tells of it."""
-    matches: Callable[[FittedWeights], bool]
-    """Whether the fitted weights are these."""
+    amounts: Callable[[FittedWeights], Sequence[float]] | None = None
+    """What is counted in each micro-batch, if the right weights are the shares of that."""
+    total: Callable[[FittedWeights], float] | None = None
+    """What the weights in use add up to, if their sum alone is wrong; 0: nothing here."""
+    applies: Callable[[FittedWeights], bool] | None = None
+    """Another question that tells whether the weights are these."""
     wrong: str = ""
-    """What is wrong, in words."""
+    """What is wrong, in words; behind the factor where the sum alone is wrong."""
     wrong_if_equal: str = ""
     """The same where all micro-batches in use count equally; empty where there is no other sentence."""
     meaning: str = ""
     """What the right weights are, in words; empty where they stand for nothing known."""
-    repair: str = ""
+    repair: str = "multiply each micro-batch's loss by {correction}"
     """What to change in a training loop."""
     in_frameworks: Mapping[Framework, str] = field(default_factory=dict)
     """The same for loops of frameworks that need something else."""
     option: str = ""
     """The value of `--weighting` that repairs a run; empty where none does."""
 
-
-def shares_of(amounts: Callable[[FittedWeights], Sequence[float]]) -> Callable[[FittedWeights], bool]:
-    """Returns the question whether the right weights are the micro-batches' shares of some amounts."""
-    return lambda weights: bool(weights.right) and weights.are_shares_of(amounts(weights))
-
-
-def total_of(number: Callable[[FittedWeights], float]) -> Callable[[FittedWeights], bool]:
-    """Returns the question whether only the sum of the weights in use is wrong, and a certain number; 0: none."""
-    return lambda weights: not weights.right and (value := number(weights)) > 0 and weights.is_total(value)
+    def matches(self, weights: FittedWeights) -> bool:
+        """Whether the fitted weights are these."""
+        if self.amounts is not None:
+            return bool(weights.right) and weights.are_shares_of(self.amounts(weights))
+        if self.total is not None:
+            total = self.total(weights)
+            return not weights.right and total > 0 and math.isclose(weights.total, total, rel_tol=weights.tolerance)
+        return self.applies is not None and self.applies(weights)
 
 
 def _invert(number: float) -> float:
@@ -326,7 +325,6 @@ _DIVIDE_BY_WINDOW = (
     "weights)"
 )
 _SHARE_OF_MEAN = "weight each micro-batch by its share of what the full batch's mean averages over"
-_MULTIPLY = "multiply each micro-batch's loss by {correction}"
 _TWICE = " (= 1/{parts}): {what} is divided by {parts} once too often"
 _NOT_SHARES = "micro-batches get loss weights that are not their shares of the full batch's mean"
 _SAME_WEIGHT = "micro-batches that count differently in the full batch's mean get the same loss weight"
@@ -348,13 +346,13 @@ SHARES = (
     ShareKind(
         "no valid target",
         "GAV203",
-        lambda weights: explains_weights(weights.facts),
+        applies=lambda weights: explains_weights(weights.facts),
         repair="sum the losses and divide by the valid targets of all micro-batches, which are never zero",
     ),
     ShareKind(
         "skipped micro-batches",
         "GAV203",
-        lambda weights: weights.term is None and weights.are_of_skipped,
+        applies=lambda weights: weights.term is None and weights.are_of_skipped,
         wrong="{subject} no backward pass and nothing to add, but the loss is divided by all {count} micro-batches",
         repair=DIVIDE_ONCE,
     ),
@@ -362,7 +360,7 @@ SHARES = (
     ShareKind(
         "r/K in a short window",
         "GAV605",
-        lambda weights: weights.is_short and weights.is_total(weights.steps / weights.full_count),
+        total=lambda weights: weights.steps / weights.full_count if weights.is_short else 0,
         wrong="update {update} sums {passes} but divides by K = {full_count}: its gradient is {total} of the full "
         "batch's",
         repair="divide the losses of this update by {steps}, its number of micro-batches (weights {weight} each)",
@@ -370,47 +368,36 @@ SHARES = (
     ShareKind(
         "micro-batches that are not skipped",
         "GAV201",
-        total_of(lambda weights: weights.skipped.window.backwards if weights.skipped is not None else 0),
+        total=lambda weights: weights.skipped.window.backwards if weights.skipped is not None else 0,
         wrong=": {what} is not divided by the {used} micro-batches that are used, of {count}",
         repair=DIVIDE_ONCE,
     ),
     ShareKind(
         "K, as many as ranks",
         "GAV201",
-        total_of(lambda weights: weights.steps if weights.may_be_ranks else 0),
+        total=lambda weights: weights.steps if weights.may_be_ranks else 0,
         wrong=" (= K = R): {what} is not divided by K, or gradients are summed over the ranks instead of averaged",
-        repair=_MULTIPLY,
         in_frameworks=_ASK_TRAINER,
-    ),
-    ShareKind(
-        "1/K, as many as ranks",
-        "GAV201",
-        total_of(lambda weights: 1 / weights.steps if weights.may_be_ranks else 0),
-        wrong=" (= 1/K = 1/R): {what} is divided by K once too often, or by the number of ranks",
-        repair=_MULTIPLY,
     ),
     ShareKind(
         "K",
         "GAV201",
-        total_of(lambda weights: weights.steps),
+        total=lambda weights: weights.steps,
         wrong=" (= K): {what} is not divided by K",
-        repair=_MULTIPLY,
         in_frameworks=_ASK_TRAINER,
     ),
     ShareKind(
         "1/K of a framework and 1/K of the script",
         "GAV201",
-        total_of(lambda weights: weights.framework_factor if weights.is_divided_twice else 0),
+        total=lambda weights: weights.framework_factor if weights.is_divided_twice else 0,
         wrong=_TWICE,
-        repair=_MULTIPLY,
         in_frameworks={each: f"{_FRAMEWORK_DIVIDES[each]} already: {_SECOND_DIVISION[each]}" for each in Framework},
     ),
     ShareKind(
         "1/K of a framework",
         "GAV201",
-        total_of(lambda weights: weights.framework_factor),
+        total=lambda weights: weights.framework_factor,
         wrong=_TWICE,
-        repair=_MULTIPLY,
         in_frameworks={
             Framework.TRANSFORMERS: _FRAMEWORK_DIVIDES[Framework.TRANSFORMERS]
             + ": set its `model_accepts_loss_kwargs` to True, which turns this off",
@@ -419,73 +406,65 @@ SHARES = (
         },
     ),
     ShareKind(
-        "1/K", "GAV201", total_of(lambda weights: _invert(weights.micro_batches)), wrong=_TWICE, repair=_MULTIPLY
+        "1/K, as many as ranks",
+        "GAV201",
+        total=lambda weights: 1 / weights.steps if weights.may_be_ranks else 0,
+        wrong=" (= 1/K = 1/R): {what} is divided by K once too often, or by the number of ranks",
     ),
+    ShareKind("1/K", "GAV201", total=lambda weights: _invert(weights.micro_batches), wrong=_TWICE),
     # With B = K² the quotients with the batch size are K or 1/K, which come first.
-    ShareKind(
-        "K/B",
-        "GAV201",
-        total_of(lambda weights: weights.steps_per_sample),
-        " (= K/B)",
-        repair=_MULTIPLY,
-    ),
-    ShareKind(
-        "B/K",
-        "GAV201",
-        total_of(lambda weights: _invert(weights.steps_per_sample)),
-        " (= B/K)",
-        repair=_MULTIPLY,
-    ),
-    ShareKind("1/B", "GAV201", total_of(lambda weights: _invert(weights.samples)), " (= 1/B)", repair=_MULTIPLY),
-    ShareKind("B", "GAV201", total_of(lambda weights: weights.samples), " (= B)", repair=_MULTIPLY),
-    ShareKind("another factor", "GAV201", lambda weights: not weights.right, repair=_MULTIPLY),
+    ShareKind("K/B", "GAV201", total=lambda weights: weights.steps_per_sample, wrong=" (= K/B)"),
+    ShareKind("B/K", "GAV201", total=lambda weights: _invert(weights.steps_per_sample), wrong=" (= B/K)"),
+    ShareKind("1/B", "GAV201", total=lambda weights: _invert(weights.samples), wrong=" (= 1/B)"),
+    ShareKind("B", "GAV201", total=lambda weights: weights.samples, wrong=" (= B)"),
+    ShareKind("another factor", "GAV201", applies=lambda weights: not weights.right),
     # The ratios of the weights are wrong. Samples come first: where each has as many targets, both shares are the same.
     ShareKind(
         "samples",
         "GAV202",
-        shares_of(lambda weights: weights.window.sizes),
-        _NOT_SHARES,
-        "micro-batches with different numbers of samples get the same loss weight",
-        "these are the micro-batches' shares of the samples, n_k/N",
-        "weight each micro-batch by n_k/N",
+        amounts=lambda weights: weights.window.sizes,
+        wrong=_NOT_SHARES,
+        wrong_if_equal="micro-batches with different numbers of samples get the same loss weight",
+        meaning="these are the micro-batches' shares of the samples, n_k/N",
+        repair="weight each micro-batch by n_k/N",
         option="samples",
     ),
     ShareKind(
         "class weights",
         "GAV202",
-        shares_of(lambda weights: weights.window.valid_targets if weights.window.has_class_weights else ()),
-        _NOT_SHARES,
-        "micro-batches with different sums of class weights get the same loss weight",
-        "these are the micro-batches' shares of the sums of class weights",
-        "sum the losses and divide by the sum of the class weights of all targets in all micro-batches",
+        amounts=lambda weights: weights.window.valid_targets if weights.window.has_class_weights else (),
+        wrong=_NOT_SHARES,
+        wrong_if_equal="micro-batches with different sums of class weights get the same loss weight",
+        meaning="these are the micro-batches' shares of the sums of class weights",
+        repair="sum the losses and divide by the sum of the class weights of all targets in all micro-batches",
         option="tokens",
     ),
     ShareKind(
         "targets",
         "GAV202",
-        shares_of(lambda weights: weights.window.valid_targets),
-        _NOT_SHARES,
-        "micro-batches with different numbers of valid targets get the same loss weight",
-        "these are the micro-batches' shares of valid targets",
-        "sum the losses and divide by the valid targets of all micro-batches",
-        _ASK_TRAINER,
+        amounts=lambda weights: weights.window.valid_targets,
+        wrong=_NOT_SHARES,
+        wrong_if_equal="micro-batches with different numbers of valid targets get the same loss weight",
+        meaning="these are the micro-batches' shares of valid targets",
+        repair="sum the losses and divide by the valid targets of all micro-batches",
+        in_frameworks=_ASK_TRAINER,
         option="tokens",
     ),
     ShareKind(
         "divisors",
         "GAV202",
-        shares_of(lambda weights: weights.divisors),
-        _NOT_SHARES,
-        _SAME_WEIGHT,
-        "these are the shares of the numbers that the losses are divided by",
-        _DIVIDE_BY_WINDOW,
-        _ASK_TRAINER,
+        amounts=lambda weights: weights.divisors,
+        wrong=_NOT_SHARES,
+        wrong_if_equal=_SAME_WEIGHT,
+        meaning="these are the shares of the numbers that the losses are divided by",
+        repair=_DIVIDE_BY_WINDOW,
+        in_frameworks=_ASK_TRAINER,
     ),
     ShareKind(
         "ones",
         "GAV202",
-        lambda weights: are_ones(weights.right, weights.residual),
-        "micro-batches get loss weights although their losses are sums",
+        applies=lambda weights: are_ones(weights.right, weights.residual),
+        wrong="micro-batches get loss weights although their losses are sums",
         meaning="each loss is a sum over its samples, divided by the same number in every micro-batch",
         repair="add the losses up as they are, without 1/K or n_k/N",
         option="none",
@@ -493,58 +472,63 @@ SHARES = (
     ShareKind(
         "running sum",
         "GAV202",
-        lambda weights: weights.is_last_alone,
-        "each backward pass repeats the earlier micro-batches",
+        applies=lambda weights: weights.is_last_alone,
+        wrong="each backward pass repeats the earlier micro-batches",
         meaning="the last loss alone already contains all micro-batches",
         repair="call `backward()` on each micro-batch's own loss, not on the running sum",
     ),
     ShareKind(
         "equal sizes, unequal means",
         "GAV202",
-        lambda weights: weights.has_equal_micro_batches and weights.reach_step_equally,
-        _SAME_WEIGHT,
+        applies=lambda weights: weights.has_equal_micro_batches and weights.reach_step_equally,
+        wrong=_SAME_WEIGHT,
         meaning="probable cause: class weights or a mask, by which the full batch's mean weights its samples",
         repair=_DIVIDE_BY_WINDOW,
     ),
     ShareKind(
         "equal sizes, unequal weights",
         "GAV202",
-        lambda weights: weights.has_equal_micro_batches,
-        "micro-batches of equal size get different weights",
+        applies=lambda weights: weights.has_equal_micro_batches,
+        wrong="micro-batches of equal size get different weights",
         meaning="the script weights them {ratios}",
         repair="give each micro-batch the same weight, 1/K",
     ),
     ShareKind(
         "a number that moves",
         "GAV202",
-        lambda weights: not weights.adds_up,
-        "micro-batches have other weights than in the full batch",
+        applies=lambda weights: not weights.adds_up,
+        wrong="micro-batches have other weights than in the full batch",
         repair="look for what this loss is divided by: a norm over samples must cover all micro-batches, and a moving "
         "average must be updated once per optimizer step",
     ),
     ShareKind(
         "nothing that was counted",
         "GAV202",
-        lambda weights: not weights.window.valid_targets,
-        _NOT_SHARES,
-        _SAME_WEIGHT,
-        "no loss function with countable targets was seen",
-        _SHARE_OF_MEAN,
+        applies=lambda weights: not weights.window.valid_targets,
+        wrong=_NOT_SHARES,
+        wrong_if_equal=_SAME_WEIGHT,
+        meaning="no loss function with countable targets was seen",
+        repair=_SHARE_OF_MEAN,
     ),
     ShareKind(
-        "numbers without a meaning", "GAV202", lambda weights: True, _NOT_SHARES, _SAME_WEIGHT, "", _SHARE_OF_MEAN
+        "numbers without a meaning",
+        "GAV202",
+        applies=lambda weights: True,
+        wrong=_NOT_SHARES,
+        wrong_if_equal=_SAME_WEIGHT,
+        repair=_SHARE_OF_MEAN,
     ),
 )
-"""What weights of micro-batches may be: the first row that matches is told."""
+"""Weights that micro-batches may need: the first row that matches is told."""
 
 
 _ROWS = {share.name: share for share in SHARES}
 _DIFFERENTIATE_ALL = "run `backward()` on every micro-batch, or leave the same samples out of the full batch"
 
 
-def find_share(weights: FittedWeights) -> ShareKind:
+def find_share(weights: FittedWeights, table: Sequence[ShareKind] = SHARES) -> ShareKind:
     """Returns the first row that the weights match."""
-    return next(share for share in SHARES if share.matches(weights))
+    return next(share for share in table if share.matches(weights))
 
 
 def word(weights: FittedWeights, text: str) -> str:
@@ -611,13 +595,11 @@ def find_shares(facts: Facts) -> FittedWeights | None:
     record, update = facts.record, facts.record.divergent
     if update is None or factor_in_loop(record, update) is not None:
         return None
-    loop_weights, term = weights_of(record), weighted_term(record)
     # Weights of the whole loss say more than those of one of its terms.
-    if loop_weights is not None:
-        (update, fit), term = loop_weights, None
-    elif term is not None:
-        fit = term.fit
-    else:
+    fit = weights_of(record)
+    term = weighted_term(record) if fit is None else None
+    fit = term.fit if term is not None else fit
+    if fit is None:
         return None
     multipliers = _needed_multipliers(fit, update)
     micro_batches = len(multipliers)
@@ -631,12 +613,8 @@ def find_shares(facts: Facts) -> FittedWeights | None:
     # A fit leaves rounding where a micro-batch has no right to any weight.
     right = [0.0 if abs(weight) < record.tolerance else weight for weight in right]
     found = replace(found, right=tuple(right), in_use=in_use, basis=basis)
-    is_named = abs(total - 1) >= record.tolerance and find_share(found).name in _AMOUNTS
+    is_named = abs(total - 1) >= record.tolerance and find_share(found).amounts is not None
     return replace(found, total=total) if is_named else found
-
-
-_AMOUNTS = ("samples", "class weights", "targets", "divisors")
-"""Rows whose weights are shares of something that was seen."""
 
 
 def identify_weights(
@@ -911,7 +889,7 @@ def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
             continue
         factor = factor_in_loop(record, later)
         value = factor.value if factor is not None else 1.0 if later.outcome is Outcome.EQUIVALENT else None
-        if value is not None and not weights.is_total(value):
+        if value is not None and not math.isclose(weights.total, value, rel_tol=weights.tolerance):
             return later.number, value
     return None
 
@@ -1120,11 +1098,11 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
     share, trial = find_share(weights), weights.trial
     # Weights without a meaning that fit, and do not repair: two gradients per micro-batch, say, fit anything.
     is_refuted = weights.update is not None and trial.run is not None and not trial.run.rounding
-    if share.code == "GAV202" and not (is_refuted and share.name not in _AMOUNTS):
-        yield _finding_of_shares(weights, share, trial)
+    if share.code == "GAV202" and not (is_refuted and share.amounts is None):
+        yield finding_of_shares(weights, share, trial)
 
 
-def _finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTrial) -> Finding:
+def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTrial) -> Finding:
     """The finding of weights whose ratios are wrong."""
     facts, fit, right, term = weights.facts, weights.fit, list(weights.right), weights.term
     number = weights.update.number if weights.update is not None else None
@@ -1145,9 +1123,11 @@ def _finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsT
         remedy, multiply = by_framework, f" (with the right weights{trial.tested})" if trial.tested else ""
     elif all(right) and trial.proven:
         multiply = _word_multipliers(weights, number) + trial.tested
+    # divisors are known up to a common factor only
+    amounts = f": {share_texts(share.amounts(weights))}" if share.amounts is not None and share.option else ""
     numbers = "loss weights" if weights.adds_up else "losses multiplied by"
     text = [f"{numbers} {weights_text(right)} reproduce the full-batch gradient to {weights.residual:.0e}"]
-    text += [word(weights, share.meaning) + _word_amounts(weights, share)] if share.meaning else []
+    text += [word(weights, share.meaning) + amounts] if share.meaning else []
     text += [f"the script weights them by {in_use}"] if in_use and number is not None else []
     doubt = "" if fit.determined else " (other weights fit as well: these micro-batches cannot tell them apart)"
     if not weights.adds_up:
@@ -1258,10 +1238,3 @@ def _word_multipliers(weights: FittedWeights, number: int) -> str:
     tolerance = min(weights.tolerance, max(FIT_MAGNIFIES * weights.fit.residual, FIT_EXACT))
     what = "the losses" if weights.term is None else f"term {weights.term.number}"  # the other terms may be right
     return f"; in update {number} that means: multiply {what} by {exact(weights.fit.multipliers, tolerance)}"
-
-
-def _word_amounts(weights: FittedWeights, share: ShareKind) -> str:
-    """What each micro-batch counts of the whole window, where that was counted."""
-    if weights.update is not None or not share.option or share.option == "none":
-        return ""
-    return f": {share_texts(weights.window.sizes if share.option == 'samples' else weights.window.valid_targets)}"

@@ -1,0 +1,62 @@
+"""The table of weights: its rows, and a row more, judged in a run and in a training loop alike."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from measured import divergent, fitted, row
+from updates import update_of
+
+from gaverify import Outcome
+from gaverify.records.audit import Record, RowCheck
+from gaverify.records.experiment import WeightFit
+from gaverify.records.facts import Facts, facts_of_loop
+from gaverify.rules.shares import SHARES, ShareKind, find_share, find_shares, finding_of_shares
+
+SIZES = (4, 1, 9)
+ROOTS = ShareKind(
+    "square roots",
+    "GAV202",
+    amounts=lambda weights: [math.sqrt(size) for size in weights.window.sizes],
+    wrong="micro-batches are not weighted by the roots of their sizes",
+    meaning="these are the shares of the square roots of the sizes",
+    repair="weight each micro-batch by the root of its size",
+)
+RIGHT = (2 / 6, 1 / 6, 3 / 6)
+
+
+def run() -> Facts:
+    return divergent(sizes=SIZES, weights=(1 / 3,) * 3, steps=3, **fitted(*RIGHT))
+
+
+def loop() -> Facts:
+    fit = WeightFit(RIGHT, 1e-8, used=(1 / 3,) * 3, factor=1.0, factor_residual=0.4)
+    update = update_of(
+        1,
+        outcome=Outcome.DIVERGENT,
+        judged=True,
+        parameters=(row(difference=1.0),),
+        data=RowCheck(14, 14),
+        fit=fit,
+        sizes=SIZES,
+        steps=3,
+    )
+    return facts_of_loop(Record(updates=(update,)))
+
+
+@pytest.mark.parametrize("facts", [run(), loop()], ids=["run", "loop"])
+def test_a_row_more_is_judged_and_worded_as_the_others_are(facts: Facts) -> None:
+    weights = find_shares(facts)
+    assert weights is not None and find_share(weights).name != ROOTS.name
+    share = find_share(weights, (ROOTS, *SHARES))
+    finding = finding_of_shares(weights, share, weights.trial)
+    assert share is ROOTS and finding.summary.startswith(ROOTS.wrong)
+    assert ROOTS.meaning in finding.evidence[1].statement and ROOTS.repair in finding.remedy
+
+
+def test_every_row_asks_one_question_of_the_weights() -> None:
+    assert len({share.name for share in SHARES}) == len(SHARES)
+    for share in SHARES:
+        questions = (share.amounts, share.total, share.applies)
+        assert sum(question is not None for question in questions) == 1, share.name
