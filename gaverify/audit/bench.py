@@ -22,7 +22,6 @@ from gaverify.errors import GaverifyError
 from gaverify.records.audit import Record, Stage, UpdateComparison
 from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
-from gaverify.records.windows import rounds_of
 from gaverify.rules.rule import join_texts
 from gaverify.search.bench import ControlFailed, Intervention
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART
@@ -208,7 +207,7 @@ class ScriptBench:
             left_out: Parameters that are not compared.
         """
         update = update or self.update
-        round_ = rounds_of(runs.accumulated.events)[update.number - 1]
+        round_ = self.trial.rounds[update.number - 1]
         full, accumulated = (
             {str(place): gradient for place, gradient in gradients.items() if place not in left_out}
             for run in (runs.full, runs.accumulated)
@@ -239,7 +238,7 @@ class ScriptBench:
 
     def _find_connected(self, run: RecordedRun) -> list[ParameterPlace]:
         """The parameters that got a gradient in the update."""
-        round_ = rounds_of(run.events)[self.update.number - 1]
+        round_ = self.trial.rounds[self.update.number - 1]
         gradients = run.gradients(round_, summed=self._is_summed(self.update))
         return [place for place, gradient in gradients.items() if bool(gradient.any())]
 
@@ -255,7 +254,7 @@ class ScriptBench:
 
     def _fit(self, runs: ControlledRuns) -> WeightFit | None:
         """Returns the weights that explain what is left; None where none do."""
-        round_ = rounds_of(runs.accumulated.events)[self.update.number - 1]
+        round_ = self.trial.rounds[self.update.number - 1]
         fit = fit_of(runs.full.samples(round_), runs.accumulated.samples(round_), summed=self._is_summed(self.update))
         return fit if fit is not None and not fit.vacuous and fit.residual <= self.record.tolerance else None
 

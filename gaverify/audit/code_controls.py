@@ -40,7 +40,7 @@ from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, CarriedValue, ChangedValue
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.facts import NextUpdate, State, StateChange
-from gaverify.records.windows import common_rounds, rounds_of
+from gaverify.records.windows import Round
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses
 from gaverify.search.bench import Intervention
@@ -170,7 +170,7 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
         return record
     if update.differs_after_passes:  # noise that is added to the sum once answers like a transformation
         return record
-    round_ = common_rounds(trial.full.events, trial.accumulated.events)[update.number - 1]
+    round_ = trial.rounds[update.number - 1]
     difference_of_sums = _compare_sums(trial.full.samples(round_), trial.accumulated.samples(round_))
     first_half = update.window.steps // 2
     second_half = update.window.steps - first_half
@@ -184,7 +184,7 @@ def find_transformed_gradients(trial: Trial, record: Record) -> Record:
             for each in shares
         )
     )
-    used = [_used_gradients(run, update) for run in (trial.accumulated, *runs)]
+    used = [_used_gradients(run, update, round_) for run in (trial.accumulated, *runs)]
     transformed = compare_responses(record, update, labels(trial.full, trial.accumulated), *used)
     transformed = transformed and replace(transformed, sums_difference=difference_of_sums)
     return replace(record, controls=replace(record.controls, transformed=transformed))
@@ -247,9 +247,8 @@ def _compare_sums(full: Samples, accumulated: Samples) -> float:
     return math.inf if fit is None else fit.factor_residual
 
 
-def _used_gradients(run: RecordedRun, update: UpdateComparison) -> Gradients:
+def _used_gradients(run: RecordedRun, update: UpdateComparison, round_: Round) -> Gradients:
     """Returns the gradients that decided about an update: before the window's last clipping, or after it."""
-    round_ = rounds_of(run.events)[update.number - 1]
     # Differences of them are taken: in bfloat16 these would be rounded by as much as is looked for.
     return {
         place: each.double() for place, each in run.gradients(round_, summed=update.decided is Stage.SUMMED).items()

@@ -221,7 +221,9 @@ class Trial:
         self.accumulated = accumulated.beside(full)
         self.failures: dict[str, str] = {}
         """Question of the search → why it could not be asked."""
-        self.numbers = number_steps(common_rounds(full.events, self.accumulated.events))
+        self.rounds = common_rounds(full.events, self.accumulated.events)
+        """Steps of each update that is compared; a control is read at the same ones."""
+        self.numbers = number_steps(self.rounds)
 
     @property
     def steps_itself(self) -> bool:

@@ -882,8 +882,13 @@ def _find_shared_divisor(weights: FittedWeights) -> int | None:
 
 def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
     """Returns the number of an update of as many passes with another factor, and that factor; None where none has."""
-    record = weights.facts.record
-    for later in record.updates if weights.update is not None else ():
+    record, update = weights.facts.record, weights.update
+    if update is None:
+        return None
+    for later in record.updates:
+        # another optimizer's update has another loss
+        if {row.name for row in later.parameters}.isdisjoint(row.name for row in update.parameters):
+            continue
         # windows of other lengths, or with skipped micro-batches, have other factors for a reason of their own
         if not later.judged or later.window.steps != weights.window.steps or find_skipped(record, later) is not None:
             continue

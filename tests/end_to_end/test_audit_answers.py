@@ -222,6 +222,16 @@ ROWS = [
     # S11: several optimizers have windows of their own
     *(Row("loops_partners.py", f"--loop {loop}", options=UPDATES_4) for loop in ("interleaved", "shifted", "against")),
     Row("loops_partners.py", "--loop interleaved --undivided", "GAV201", options=UPDATES_4),
+    Row(
+        "loops_partners.py",
+        "--loop step_together --undivided",
+        "GAV201",
+        "step_together",
+        words="multiply each micro-batch's loss by 0.25",
+        proven=True,
+        quick=True,
+    ),
+    Row("loops_partners.py", "--loop step_together"),
     # networks that take turns: each optimizer has its own window, and a turn is an update
     Row("loops_partners.py", "--loop turns_of_updates", options=UPDATES_4, quick=True),
     Row("loops_partners.py", "--loop turns_after_the_critic", options=UPDATES_4),

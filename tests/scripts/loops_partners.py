@@ -34,6 +34,18 @@ def interleaved(args):
             step_second.zero_grad()
 
 
+def step_together(args):
+    """The same where both step at the end of the loop: each has backward passes of its own."""
+    first, second, step_first, step_second, batches = made(args)
+    for i, (noise, real) in enumerate(batches):
+        (mse_loss(first(noise), real) / args.accum).backward()
+        (mse_loss(second(real), noise[:, :1]) / args.divisor).backward()  # here: step_together
+        if (i + 1) % args.accum == 0:
+            for optimizer in (step_first, step_second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def shifted(args):
     """The second model's window ends half a window after the first's."""
     first, second, step_first, step_second, batches = made(args)
