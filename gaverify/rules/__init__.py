@@ -38,7 +38,7 @@ from gaverify.rules.remainder import (
     unexplained,
     uninformative_batch,
 )
-from gaverify.rules.rule import Rule, harm
+from gaverify.rules.rule import Rule, show_harm
 from gaverify.rules.shares import (
     empty_micro_batch,
     find_shares,
@@ -177,5 +177,5 @@ def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
     for position, finding in enumerate(found):
         is_reported = finding.severity == "fault" or finding.code == unexplained.code
         matters = position == 0 and bool(facts.compared.divergent) and is_reported
-        extra = harm(facts) if matters else ()
+        extra = show_harm(facts) if matters else ()
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -31,18 +31,18 @@ from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.rules.rule import (
     control_evidence,
-    difference,
     finding_of,
     first_place,
     measured_evidence,
-    place,
+    place_of,
     quote_names,
     rule,
     show_distinct,
-    times,
     trace_evidence,
     weights_text,
     word_control,
+    word_difference,
+    word_times,
 )
 from gaverify.thresholds import FIT_FLOAT32, SAME_IN_FLOAT32
 
@@ -96,7 +96,7 @@ def _finding_of_clips(record: Record, inside: Sequence[Clipping]) -> Finding:
     effect = f"{len(active)} of {len(inside)} in all updates changed it" if active else "none of them was active"
     control, proven = _without_clips(record)
     return finding_of(
-        f"gradients are clipped {times(clippings)} in update {number}, {early}before the last backward pass",
+        f"gradients are clipped {word_times(clippings)} in update {number}, {early}before the last backward pass",
         measured_evidence(
             "events",
             f"{len(in_window)} clippings of a partly accumulated gradient; {effect}",
@@ -109,7 +109,7 @@ def _finding_of_clips(record: Record, inside: Sequence[Clipping]) -> Finding:
         severity="fault" if active else "note",
         location=first_place([*active, *inside]),
         proven=proven or not active,
-        together=map(place, active or inside),
+        together=map(place_of, active or inside),
     )
 
 
@@ -130,7 +130,7 @@ def _finding_of_transformed(calls: Calls, update: UpdateComparison, control: Tra
         f"(update {update.number})",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; the untransformed gradients add up to the full batch's, up to one factor, to "
+            f"{word_difference(update)}; the untransformed gradients add up to the full batch's, up to one factor, to "
             f"{control.sums_difference:.0e}",
             apart=control.sums_difference,
             parameters=list(control.parameters),
@@ -156,7 +156,7 @@ def _finding_of_late_edit(update: UpdateComparison, first: FirstDifference) -> F
     return finding_of(
         f"the gradients of update {update.number} agree after the last backward pass, and differ by what then changes "
         f"them: `{first.operation.source}`",
-        measured_evidence("comparison", agreement + difference(update), update=update.number),
+        measured_evidence("comparison", agreement + word_difference(update), update=update.number),
         trace_evidence(first),
         *tried,
         remedy="compute what changes the gradients from all micro-batches of the update, not from the last one alone",
@@ -173,7 +173,7 @@ def _finding_of_early_clips(record: Record, update: UpdateComparison) -> Finding
     location = first_place([] if window is None else [*window.of(Clipping), *reversed(window.of(Backward))])
     return finding_of(
         f"gradients are clipped in update {update.number} before they are summed or divided",
-        measured_evidence("comparison", difference(update), update=update.number),
+        measured_evidence("comparison", word_difference(update), update=update.number),
         *control,
         remedy="complete the gradient first (divide the losses by K), then clip: the limit is meant for what the step "
         "uses",
@@ -227,13 +227,14 @@ def _finding_of_edits(record: Record, update: UpdateComparison, edits: Sequence[
     )
     control, proven = _without_clips(record)
     return finding_of(
-        f"gradients are clipped by hand {times(len(edits))} in update {update.number}, before the last backward pass",
+        f"gradients are clipped by hand {word_times(len(edits))} in update {update.number}, before the last backward "
+        "pass",
         measured_evidence("events", f"a partly accumulated gradient is {by}", factors=known_factors),
         *control,
         remedy=_CLIP_ONCE,
         location=first_place(edits),
         proven=proven,
-        together=map(place, edits),
+        together=map(place_of, edits),
     )
 
 
@@ -250,7 +251,7 @@ def scheduler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
     calls = [event for event in (window.of(SchedulerStep) if window else ()) if event.scheduler == inside[0].scheduler]
     rates = _word_rates(record.update_of(number))
     yield finding_of(
-        f"the learning-rate scheduler steps {times(len(calls))} in update {number}",
+        f"the learning-rate scheduler steps {word_times(len(calls))} in update {number}",
         measured_evidence(
             "events",
             f"{len(inside)} scheduler steps before the last backward pass of an update{rates}",
@@ -260,7 +261,7 @@ def scheduler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
         remedy="step the scheduler once per update, after the optimizer's step",
         location=first_place(inside),
         proven=True,
-        together=map(place, inside),
+        together=map(place_of, inside),
     )
 
 
@@ -285,7 +286,7 @@ def scaler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
         return
     number = inside[0].update
     calls = Counter(f"`{event.call}`" for event in inside if event.update == number)
-    text = " and ".join(f"{call} {times(count)}" for call, count in calls.items())
+    text = " and ".join(f"{call} {word_times(count)}" for call, count in calls.items())
     yield finding_of(
         f"the gradient scaler is used too early in update {number}: {text} before the last backward pass",
         measured_evidence(

@@ -13,26 +13,26 @@ from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.rules.rule import (
     RAN_EQUIVALENT,
-    control,
     control_evidence,
-    difference,
     find_constant_remedy,
     find_pairing_remedy,
     finding_of,
-    first_operation,
     group_causes,
-    largest,
+    is_proven,
     measured_evidence,
     module_name,
     number_remedy,
-    proven,
     quote_names,
     rule,
+    show_control,
+    show_first_operation,
     weights_text,
     word_assignments,
     word_control,
+    word_difference,
     word_difference_left,
     word_earlier_fixes,
+    word_largest,
 )
 from gaverify.rules.scale import contradict_losses
 from gaverify.thresholds import FIT_FLOAT64, SAME_IN_FLOAT32
@@ -103,12 +103,12 @@ def _meeting(
     """
     return finding_of(
         what,
-        first_operation(facts, cause),
+        show_first_operation(facts, cause),
         *more,
-        control(facts, _join_causes([cause, *others])),
+        show_control(facts, _join_causes([cause, *others])),
         location=cause.suspect.culprit.location,
         remedy=number_remedy(facts, remedy, cause),
-        proven=all(proven(facts, each) for each in (cause, *others)),
+        proven=all(is_proven(facts, each) for each in (cause, *others)),
         together=(*_places(cause), *(each.suspect.culprit.location for each in others)),
     )
 
@@ -225,10 +225,10 @@ def loss_inputs_differ(facts: Facts) -> Iterator[Finding]:
         yield finding_of(
             what,
             _value_evidence(facts, cause, value),
-            control(facts, cause),
+            show_control(facts, cause),
             location=suspect.operation.location,
             remedy=number_remedy(facts, remedy + tested, cause),
-            proven=proven(facts, cause),
+            proven=is_proven(facts, cause),
         )
 
 
@@ -236,7 +236,7 @@ def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
     """Where the value differs first, by how much, and where the loss reads it."""
     suspect, reader = cause.suspect, value.reader
     rows = f" for {suspect.samples} samples" if suspect.samples else ""
-    text = largest(facts)
+    text = word_largest(facts)
     text += "" if suspect.in_model else "; all outputs of the model agree for the same samples"
     text += f"; first value that differs{rows}: `{suspect.operation.source}`"
     number = value.made_with
@@ -312,7 +312,7 @@ def _judge_losses(record: Record) -> Iterator[Finding]:
         f"the backward of {names} depends on the batch, although the losses add up to the full batch's",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; the losses of update {update.number} add up to {losses:.4g} (full batch: "
+            f"{word_difference(update)}; the losses of update {update.number} add up to {losses:.4g} (full batch: "
             f"{update.window.full_loss:.4g}), and to {losses_fitted:.4g} with the weights that fit the gradients",
             losses=losses,
             full_loss=update.window.full_loss,
@@ -334,7 +334,7 @@ def _judge_traced_backward(update: UpdateComparison, first: FirstDifference) -> 
     names = quote_names(row.name for row in update.parameters if row.outcome is Outcome.DIVERGENT)
     yield finding_of(
         f"the backward of {names} depends on the batch, although all forward values agree",
-        measured_evidence("trace", f"{difference(update)}; gradients first differ in `{culprit.source}`"),
+        measured_evidence("trace", f"{word_difference(update)}; gradients first differ in `{culprit.source}`"),
         word_control("control", f"with {run.what} the difference", run.left, proven=True),
         remedy=_BACKWARD_REMEDIES[BackwardPlace.TENSOR_HOOK],
         location=culprit.location,

@@ -17,17 +17,17 @@ from gaverify.records.windows import Window
 from gaverify.rules.rule import (
     control_evidence,
     count_calls,
-    difference,
     finding_of,
     first_place,
     join_texts,
     line_of,
     measured_evidence,
-    passes,
-    place,
+    place_of,
     rule,
-    updates,
+    word_difference,
     word_difference_left,
+    word_passes,
+    word_updates,
 )
 from gaverify.thresholds import LOST_SHARE
 
@@ -286,7 +286,7 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     first = losses[0]
     numbers = [loss.window for loss in losses]
     summary = (
-        f"update {first.window} uses {first.survivors} of {passes(len(first.backwards) + first.survivors)}: the "
+        f"update {first.window} uses {first.survivors} of {word_passes(len(first.backwards) + first.survivors)}: the "
         "gradients of the others were cleared"
     )
     remedy = "clear the gradients once per update, after the step"
@@ -296,9 +296,9 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
     yield finding_of(
         summary,
         count_calls(record.calls.windows),
-        Evidence("events", "cleared", f"gradients lost in {updates(numbers)}", {"updates": numbers}),
+        Evidence("events", "cleared", f"gradients lost in {word_updates(numbers)}", {"updates": numbers}),
         remedy=remedy,
-        location=place(first.by),
+        location=place_of(first.by),
         proven=True,
     )
 
@@ -306,9 +306,9 @@ def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
 def _finding_of_overwritten(update: UpdateComparison, setting: Overwritten) -> Finding:
     """Returns the finding where each backward pass writes its gradients over those of the passes before it."""
     return finding_of(
-        f"update {update.number} uses 1 of {passes(update.window.steps)}: each overwrites the gradients instead of "
-        "adding to them",
-        measured_evidence("comparison", difference(update), update=update.number),
+        f"update {update.number} uses 1 of {word_passes(update.window.steps)}: each overwrites the gradients instead "
+        "of adding to them",
+        measured_evidence("comparison", word_difference(update), update=update.number),
         control_evidence(
             "control",
             "with the gradients cleared before every backward pass, the step gets the same gradient to "
@@ -351,7 +351,7 @@ def trailing_window_lost(facts: Facts) -> Iterator[Finding]:
     after = f"after update {first.window - 1}" if first.window > 1 else "before the first update"
     how = "are cleared before a step uses them" if first.by is not None else "are never used: the script ends"
     yield finding_of(
-        f"{passes(len(first.backwards))} {after} {how}",
+        f"{word_passes(len(first.backwards))} {after} {how}",
         count_calls(record.calls.windows),
         remedy="also step after the last micro-batch of an epoch, and divide by the number of micro-batches in that "
         "update",

@@ -18,11 +18,11 @@ from gaverify.rules.rule import (
     finding_of,
     join_texts,
     measured_evidence,
-    passes,
     rank_trial,
     rule_of_ranks,
-    shares,
     word_control,
+    word_passes,
+    word_shares,
 )
 from gaverify.thresholds import COMPUTED_FLOAT32, FIT_FLOAT32, SMALL_PART
 from gaverify.tracebacks import display_path
@@ -149,7 +149,7 @@ def _is_lost(ranks: RankFacts) -> bool:
 
 def _reducing(ranks: RankFacts) -> str:
     """How many backward passes of the window reduce, in words."""
-    reducing = f"{ranks.reductions or 'none'} of {passes(len(ranks.reduction.bytes_by_pass))}"
+    reducing = f"{ranks.reductions or 'none'} of {word_passes(len(ranks.reduction.bytes_by_pass))}"
     return f"{reducing} {'reduce' if ranks.reductions > 1 else 'reduces'} over ranks"
 
 
@@ -223,7 +223,7 @@ def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     # weights of a mean over ranks are equal: others were put in on purpose, or the reduction is wrong
     if fit.used_residual > ranks.rounding or not is_constant(fit.used, ranks.rounding):
         return
-    right, used = shares(fit.weights), shares(fit.used)
+    right, used = word_shares(fit.weights), word_shares(fit.used)
     fitted = f"the weights used are {used}; {right} fit to {fit.residual:.0e}"
     yield _finding(ranks, right, fitted, right=list(fit.weights), used=list(fit.used))
 
@@ -233,7 +233,7 @@ def _of_shards(ranks: RankFacts) -> Iterator[Finding]:
     if ranks.shares_tried not in ranks.shares_of_targets or not ranks.is_rounding(ranks.weights_control):
         return
     of_each = any(len(rank_shares) > 1 for rank_shares in ranks.shares_tried)
-    fitting = shares([rank_shares[0] / ranks.ranks for rank_shares in ranks.shares_tried])
+    fitting = word_shares([rank_shares[0] / ranks.ranks for rank_shares in ranks.shares_tried])
     counted = join_texts([" + ".join(map(str, counts[:_SHOWN])) for counts in ranks.shares.targets], ranks.ranks)
     yield _finding(
         ranks,
@@ -378,17 +378,16 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     evidence = [
         measured_evidence(
             "ranks",
-            f"the {part} of ranks 0 to {ranks.ranks - 1} are {shares(factors)} times the full batch's, each to within "
-            f"{max(shard.residual for shard in shards):.0e}",
+            f"the {part} of ranks 0 to {ranks.ranks - 1} are {word_shares(factors)} times the full batch's, each to "
+            f"within {max(shard.residual for shard in shards):.0e}",
             factors=factors,
         )
     ]
     proven = largest_error <= ranks.rounding
     if proven:
         norms = [shard.norms for shard in shards]
-        text = (
-            f"clipping each by its own norm gives the factors {shares(norms)}, the same to {largest_error:.0e}: proven"
-        )
+        text = f"clipping each by its own norm gives the factors {word_shares(norms)}, "
+        text += f"the same to {largest_error:.0e}: proven"
         evidence.append(control_evidence("ranks", text, norms=norms, left=largest_error))
     yield finding_of(
         f"each of the {ranks.ranks} ranks scales its {whose} by a different factor"

@@ -14,7 +14,6 @@ from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
 from gaverify.records.windows import SCRIPT
 from gaverify.rules.rule import (
-    difference,
     finding_of,
     join_texts,
     measured_evidence,
@@ -22,6 +21,7 @@ from gaverify.rules.rule import (
     rule,
     trace_evidence,
     word_control,
+    word_difference,
 )
 from gaverify.rules.shares import empty_micro_batches
 from gaverify.thresholds import AGREE_FLOAT64, BITS_WORTH_A_NOTE
@@ -45,7 +45,7 @@ def unexplained(facts: Facts, findings: tuple[Finding, ...]) -> Iterator[Finding
     summary = "the divergence is real; no rule explains it"
     remedy = f"{_advice(facts)}; please report a small example"
     if update is not None:
-        evidence.insert(0, measured_evidence("comparison", difference(update), update=update.number))
+        evidence.insert(0, measured_evidence("comparison", word_difference(update), update=update.number))
     if update is not None and first is not None:
         summary = f"update {update.number} differs, and nothing proves why; {_word_first_difference(first)}"
         evidence.insert(1, trace_evidence(first))

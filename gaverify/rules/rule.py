@@ -148,7 +148,7 @@ def word_trial(run: ControlRun, behind: str = "") -> str:
     return f"gaverify ran it{behind}: equivalent" if run.rounding else f"{RAN} a difference of {run.left:.0e} is left"
 
 
-def harm(facts: Facts) -> tuple[Evidence, ...]:
+def show_harm(facts: Facts) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
     fit = facts.window.fit
     total = facts.compared.total
@@ -169,14 +169,14 @@ def line_of(file: str | None, line: int | None) -> Location | None:
     return None if file is None else Location(file=display_path(file), line=line)
 
 
-def place(event: Event | None) -> Location | None:
+def place_of(event: Event | None) -> Location | None:
     """Returns file and line of an event as people write them."""
     return None if event is None else line_of(*event.place)
 
 
 def first_place(events: Iterable[Event]) -> Location | None:
     """Returns the place of the first event whose line is known."""
-    return place(next((event for event in events if event.file is not None), None))
+    return place_of(next((event for event in events if event.file is not None), None))
 
 
 def backward_place(facts: Facts, number: int | None = None) -> Location | None:
@@ -192,7 +192,7 @@ def backward_place(facts: Facts, number: int | None = None) -> Location | None:
     return first_place(reversed(window.of(Backward))) if window is not None else None
 
 
-def counts(windows: Sequence[Window]) -> str:
+def word_counts(windows: Sequence[Window]) -> str:
     """Returns backward : step : zero_grad of the windows in words, runs of equal ones together."""
     parts: list[tuple[str, int, int]] = []
     for window in windows:
@@ -201,7 +201,7 @@ def counts(windows: Sequence[Window]) -> str:
             parts[-1] = (text, parts[-1][1], window.number)
         else:
             parts.append((text, window.number, window.number))
-    named = [f"{text} in {updates(range(first, last + 1))}" for text, first, last in parts[:_SHOWN]]
+    named = [f"{text} in {word_updates(range(first, last + 1))}" for text, first, last in parts[:_SHOWN]]
     return f"backward : step : zero_grad = {', '.join(named)}" + (", …" if len(parts) > _SHOWN else "")
 
 
@@ -211,10 +211,10 @@ def count_calls(windows: Sequence[Window], label: str = "measured") -> Evidence:
     first_windows = windows[:_COUNTED]
     calls = [[len(window.of(Backward)), len(window.steps), window.zero_grads] for window in first_windows]
     values = {"counts": calls, "updates": [window.number for window in first_windows]}
-    return Evidence("events", label, counts(first_windows), values)
+    return Evidence("events", label, word_counts(first_windows), values)
 
 
-def updates(numbers: Iterable[int]) -> str:
+def word_updates(numbers: Iterable[int]) -> str:
     """Returns `update 2`, `updates 1 to 3`, `updates 1, 4`."""
     ordered = sorted(set(numbers))
     if len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1)):
@@ -222,12 +222,12 @@ def updates(numbers: Iterable[int]) -> str:
     return ("update " if len(ordered) == 1 else "updates ") + ", ".join(map(str, ordered))
 
 
-def passes(count: int) -> str:
+def word_passes(count: int) -> str:
     """Returns `1 backward pass`, `3 backward passes`."""
     return f"{count} backward {'pass' if count == 1 else 'passes'}"
 
 
-def times(count: int) -> str:
+def word_times(count: int) -> str:
     """Returns `once`, `4 times`."""
     return "once" if count == 1 else f"{count} times"
 
@@ -240,7 +240,7 @@ def weights_text(weights: Sequence[float], *, each: bool = True) -> str:
     return ", ".join(shown_weights) + (", …" if len(weights) > 12 else "")
 
 
-def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
+def write_exactly(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
     """Returns weights so that who copies them leaves no difference, all in one way: `0.25`, `5/47`, else more digits.
 
     Args:
@@ -259,19 +259,19 @@ def exact(weights: Sequence[float], tolerance: float = FIT_EXACT) -> str:
     return ", ".join(map(repr, weights))
 
 
-def share_texts(amounts: Sequence[float]) -> str:
+def word_share_of_each(amounts: Sequence[float]) -> str:
     """Returns `5 of 47, 12 of 47`: what each micro-batch counts of the whole window."""
     shown_amounts = [f"{amount:g} of {sum(amounts):g}" for amount in amounts[:12]]
     return ", ".join(shown_amounts) + (", …" if len(amounts) > 12 else "")
 
 
-def largest(facts: Facts) -> str:
+def word_largest(facts: Facts) -> str:
     """Returns the largest relative difference, with the parameter that shows it."""
     update = facts.record.divergent
-    return difference(update) if update is not None else facts.compared.largest
+    return word_difference(update) if update is not None else facts.compared.largest
 
 
-def difference(update: UpdateComparison) -> str:
+def word_difference(update: UpdateComparison) -> str:
     """Returns the largest difference of an update, and the ratio of the norms."""
     row = update.largest
     if math.isinf(update.relative_difference):
@@ -299,7 +299,7 @@ def show_distinct(*sides: Sequence[float]) -> list[str]:
     )
 
 
-def shares(weights: Sequence[float]) -> str:
+def word_shares(weights: Sequence[float]) -> str:
     """Returns fitted weights as words: `0.534, 0.466`; one that is only the rounding of its fit is `0`."""
     # a fit never gives exactly zero
     noise = NO_WEIGHT * max(map(abs, weights), default=0.0)
@@ -337,7 +337,7 @@ _INEXACT = {
 """Why a control may leave something although nothing else is at fault."""
 
 
-def first_operation(facts: Facts, cause: Cause) -> Evidence:
+def show_first_operation(facts: Facts, cause: Cause) -> Evidence:
     """Returns the evidence of the trace: the difference, the operation, how many samples."""
     suspect = cause.suspect
     where = f"first operation that differs: {suspect.operation}"
@@ -368,7 +368,7 @@ def _at(operation: Operation) -> str:
     return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
 
 
-def control(facts: Facts, cause: Cause) -> Evidence:
+def show_control(facts: Facts, cause: Cause) -> Evidence:
     """Returns the evidence of a cause's control run."""
     run = cause.control
     if run is None:
@@ -520,7 +520,7 @@ def has_several_causes(facts: Facts) -> bool:
     return len(facts.forward.causes) + state + weights + (facts.draws.difference_alone > 0) > 1
 
 
-def proven(facts: Facts, cause: Cause) -> bool:
+def is_proven(facts: Facts, cause: Cause) -> bool:
     """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
     # its own control decides first; next to other causes it has to explain a share when all of them are removed
     if cause.control is None or not _is_told_from_weights(facts, cause.control):

@@ -41,22 +41,22 @@ from gaverify.rules.rule import (
     backward_place,
     control_evidence,
     count_calls,
-    difference,
-    exact,
     finding_of,
     join_texts,
-    largest,
     line_of,
     measured_evidence,
     number_remedy,
-    passes,
     quote_names,
     rule,
-    share_texts,
     weights_text,
     word_control,
+    word_difference,
+    word_largest,
     word_other_fixes,
+    word_passes,
+    word_share_of_each,
     word_trial,
+    write_exactly,
 )
 from gaverify.rules.scale import (
     NOT_ENOUGH,
@@ -539,11 +539,11 @@ def word(weights: FittedWeights, text: str) -> str:
         parts="(K · R)" if weights.window.has_recipe and weights.ranks > 1 else "K",
         steps=weights.micro_batches,
         weight=f"{_invert(weights.micro_batches):.4g}",
-        passes=passes(weights.micro_batches),
+        passes=word_passes(weights.micro_batches),
         full_count=weights.full_count,
         update=weights.update.number if weights.update is not None else 1,
         total=f"{weights.total:.4g}",
-        correction=exact([1 / weights.total], weights.precision),
+        correction=write_exactly([1 / weights.total], weights.precision),
         configured=framework.steps if framework is not None else 0,
         items=_word_items(framework) if framework is not None else "",
         ratios=" : ".join(f"{min(right) / weight:.3g}" for weight in right[:12] if weight),
@@ -708,10 +708,10 @@ def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
 
 def _finding_of_factor(weights: FittedWeights) -> Finding:
     facts, update, share, trial = weights.facts, weights.update, find_share(weights), weights.trial
-    factor, right = weights.total, exact([1 / weights.total], weights.precision)
+    factor, right = weights.total, write_exactly([1 / weights.total], weights.precision)
     right_weights = f"{right} each" if weights.micro_batches > 1 else ""
     if facts.window.has_recipe:
-        right_weights = exact([weight / factor for weight in facts.window.used], weights.precision)
+        right_weights = write_exactly([weight / factor for weight in facts.window.used], weights.precision)
     number = update.number if update is not None else 1
     later = _other_factor(weights)
     remedy = word(weights, share.repair) + (f" (loss weights {right_weights})" if right_weights else "")
@@ -725,7 +725,7 @@ def _finding_of_factor(weights: FittedWeights) -> Finding:
     elif facts.window.counts and facts.window.remedy is not None:
         remedy = counts_remedy(facts, facts.window.counts, facts.window.remedy)
     remedy = DIVIDE_ONCE if weights.skipped is not None else remedy
-    notes = [largest(facts) + word_count_place(facts.window)]
+    notes = [word_largest(facts) + word_count_place(facts.window)]
     subject = "the accumulated gradient" if update is None else f"the gradient of update {number}"
     if update is None and not facts.window.has_recipe:
         subject = "the gradient summed over the update's micro-batches"
@@ -797,7 +797,7 @@ def _judge_terms(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
             f"{number} as in the full batch{word(weights, find_share(weights).wrong)}",
             measured_evidence(
                 "comparison",
-                difference(update) + (rest if right_count else ""),
+                word_difference(update) + (rest if right_count else ""),
                 factor=factor.value,
                 update=number,
                 term=term.number,
@@ -809,7 +809,8 @@ def _judge_terms(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
                 "up to the whole gradient",
                 residual=residual,
             ),
-            remedy=f"multiply this term by {exact([1 / factor.value], tolerance)} in each micro-batch, {advice}",
+            remedy=f"multiply this term by {write_exactly([1 / factor.value], tolerance)} in each micro-batch, "
+            f"{advice}",
             location=line_of(term.file, term.line),
             proven=True,
         )
@@ -829,7 +830,7 @@ def _judge_some_parameters(facts: Facts, update: UpdateComparison) -> Iterator[F
     yield finding_of(
         f"the gradient of {quote_names(names)} in update {update.number} is {factor:.6g} times the full batch's "
         f"(= {meaning}); {agreement}",
-        measured_evidence("comparison", difference(update), factor=factor, update=update.number, parameters=names),
+        measured_evidence("comparison", word_difference(update), factor=factor, update=update.number, parameters=names),
         remedy=f"a loss term that reaches only these parameters is added in {where}: {advice}",
         location=backward_place(facts, update.number),
         proven=False,
@@ -840,7 +841,7 @@ def _finding_of_sum(weights: FittedWeights, update: UpdateComparison) -> Finding
     """The finding where weights are wrong one to another, and add up to K or 1/K and not to 1."""
     facts, trial, total, term = weights.facts, weights.trial, weights.total, weights.term
     of_sum = replace(weights, right=())
-    factor, remedy = exact([1 / total], facts.tolerance), NOT_ENOUGH
+    factor, remedy = write_exactly([1 / total], facts.tolerance), NOT_ENOUGH
     if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {factor}"
         remedy += "; the factors that GAV202 gives include this one" if all(weights.right) else ""
@@ -855,7 +856,7 @@ def _finding_of_sum(weights: FittedWeights, update: UpdateComparison) -> Finding
         f"{word(of_sum, find_share(of_sum).wrong)}",
         measured_evidence(
             "comparison",
-            f"{difference(update)}; their ratios are wrong, too",
+            f"{word_difference(update)}; their ratios are wrong, too",
             total=total,
             update=update.number,
         ),
@@ -918,8 +919,8 @@ def trailing_window_misscaled(facts: Facts) -> Iterator[Finding]:
             word(weights, share.wrong),
             measured_evidence(
                 "micro-batch-weights",
-                f"{difference(update)}; apart from the factor r/K = {short}/{full_count} the gradients agree up to "
-                f"{weights.residual:.0e}",
+                f"{word_difference(update)}; apart from the factor r/K = {short}/{full_count} the gradients agree up "
+                f"to {weights.residual:.0e}",
                 factor=short / full_count,
                 update=update.number,
             ),
@@ -943,7 +944,7 @@ def _judge_calls(facts: Facts, record: Record) -> Iterator[Finding]:
         weight = weights.pop()
         if weight is not None and math.isclose(weight * full_count, 1.0, rel_tol=THREE_DIGITS):
             yield finding_of(
-                f"update {window.number} sums {passes(short)} but divides by K = {full_count}: the weights of its "
+                f"update {window.number} sums {word_passes(short)} but divides by K = {full_count}: the weights of its "
                 f"losses add up to {short / full_count:.4g}",
                 measured_evidence(
                     "events", f"every loss is multiplied by {weight:.4g} = 1/{full_count}", weight=weight
@@ -985,7 +986,7 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
     number = facts.compared.update
     window = f"of {facts.window.steps}" if number is None else f"of update {number}"
     effect = "its mean loss is 0/0" if lost else "it gets a share of the mean but adds nothing"
-    measured_text = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else largest(facts)
+    measured_text = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else word_largest(facts)
     evidence = [
         measured_evidence(
             "micro-batch-weights",
@@ -1016,7 +1017,7 @@ def _judge_skipped(facts: Facts) -> Iterator[Finding]:
         return
     trial = read_trial(facts, update.number) if explained else WeightsTrial()
     summary = f"{skipped.subject} no backward pass: {skipped.number} of {skipped.count} do not reach the gradient"
-    measured_text, remedy = difference(update), _DIFFERENTIATE_ALL
+    measured_text, remedy = word_difference(update), _DIFFERENTIATE_ALL
     if explained:
         summary = _ROWS["skipped micro-batches"].wrong.format(subject=skipped.subject, count=skipped.count)
         measured_text += f"; {skipped.number} of {skipped.count} micro-batches skipped"
@@ -1129,7 +1130,7 @@ def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTr
     elif all(right) and trial.proven:
         multiply = _word_multipliers(weights, number) + trial.tested
     # divisors are known up to a common factor only
-    amounts = f": {share_texts(share.amounts(weights))}" if share.amounts is not None and share.option else ""
+    amounts = f": {word_share_of_each(share.amounts(weights))}" if share.amounts is not None and share.option else ""
     numbers = "loss weights" if weights.adds_up else "losses multiplied by"
     text = [f"{numbers} {weights_text(right)} reproduce the full-batch gradient to {weights.residual:.0e}"]
     text += [word(weights, share.meaning) + amounts] if share.meaning else []
@@ -1140,7 +1141,7 @@ def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTr
             "; they are not the weights of a mean, so a divisor that depends on the micro-batch or a moving average "
             "fits as well: suspected, not proven"
         )
-    measured_text, values = largest(facts), dict[str, Any](update=number)
+    measured_text, values = word_largest(facts), dict[str, Any](update=number)
     if facts.window.has_recipe:
         measured_text += f" with loss weights {weights_text(weights.in_use, each=False)}"
         measured_text += _word_zero_weights(weights.in_use) + word_count_place(facts.window)
@@ -1242,4 +1243,4 @@ def _word_multipliers(weights: FittedWeights, number: int) -> str:
     """The factors for the losses as the script has them now: the fit is of the gradient before any clipping."""
     tolerance = min(weights.tolerance, max(FIT_MAGNIFIES * weights.fit.residual, FIT_EXACT))
     what = "the losses" if weights.term is None else f"term {weights.term.number}"  # the other terms may be right
-    return f"; in update {number} that means: multiply {what} by {exact(weights.fit.multipliers, tolerance)}"
+    return f"; in update {number} that means: multiply {what} by {write_exactly(weights.fit.multipliers, tolerance)}"

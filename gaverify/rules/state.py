@@ -14,19 +14,19 @@ from gaverify.records.numbers import count_text
 from gaverify.rules.rule import (
     RAN,
     RAN_EQUIVALENT,
-    control,
     control_evidence,
     explain_rest,
     finding_of,
-    first_operation,
     first_place,
+    is_proven,
     join_texts,
     measured_evidence,
-    proven,
     quote_names,
     rule,
-    times,
+    show_control,
+    show_first_operation,
     word_difference_left,
+    word_times,
     word_trial,
 )
 from gaverify.thresholds import SAME_IN_FLOAT32
@@ -221,7 +221,7 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         if facts.state is not None and is_carried(facts.state):
             remedy = f"repair {quote_names(blamed)} first, as the other finding says; no update rate repairs it"
         yield finding_of(
-            f"{quote_names(drift)} {are} updated {times(facts.window.steps)} per optimizer step and {end} up "
+            f"{quote_names(drift)} {are} updated {word_times(facts.window.steps)} per optimizer step and {end} up "
             f"different{after}",
             measured_evidence("state", differs, **dict(drift)),
             remedy=remedy,
@@ -239,7 +239,7 @@ def _judge_average(calls: Calls) -> Iterator[Finding]:
     window = calls.window_of(number)
     often = len(window.of(AverageUpdate)) if window is not None else len(inside)
     yield finding_of(
-        f"the moving average of the weights is updated {times(often)} in update {number}",
+        f"the moving average of the weights is updated {word_times(often)} in update {number}",
         measured_evidence(
             "events",
             f"{len(inside)} of these calls before the last backward pass of an update",
@@ -276,7 +276,7 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
 
 def _word_split_draws(facts: Facts) -> str:
     draws = facts.draws
-    how_often = f" {times(draws.dealt)}" if draws.is_counted else ""
+    how_often = f" {word_times(draws.dealt)}" if draws.is_counted else ""
     text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
     if not draws.uneven:
         return f"{text}: each got the rows of its own samples"
@@ -317,7 +317,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
     text = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     evidence = [measured_evidence("random-draws", text, **dict(reasons))] if reasons else []
     if decisive is not None:
-        evidence += [first_operation(facts, decisive), control(facts, decisive)]
+        evidence += [show_first_operation(facts, decisive), show_control(facts, decisive)]
     still = facts.draws.control
     if still is not None:
         without = facts.draws.difference_alone == 0  # measured, with the causes that are named neutralised
@@ -349,7 +349,7 @@ def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
         remedy=remedy,
         proven=not unmatched
         and (
-            (decisive is not None and proven(facts, decisive))
+            (decisive is not None and is_proven(facts, decisive))
             or (still is not None and still.rounding)
             or facts.draws.difference_alone > 0
         ),

@@ -17,11 +17,11 @@ from gaverify.rules.rule import (
     count_calls,
     finding_of,
     first_place,
-    passes,
-    place,
+    place_of,
     rule,
-    times,
-    updates,
+    word_passes,
+    word_times,
+    word_updates,
 )
 
 _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is too short
@@ -52,12 +52,12 @@ def is_ramp(calls: Calls) -> bool:
 def _finding_of_ramp(calls: Calls) -> Finding:
     first, last = calls.complete[0], calls.complete[-1]
     return finding_of(
-        f"updates grow from {passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
+        f"updates grow from {word_passes(first.backwards)} to {last.backwards}: accumulation is warmed up, which looks "
         "intended",
         count_calls(calls.complete),
         remedy="compare updates after the warm-up, or switch it off for the audit",
         severity="note",
-        location=place(first.steps[0]),
+        location=place_of(first.steps[0]),
         proven=False,
     )
 
@@ -142,8 +142,8 @@ def _finding_of_early_step(record: Record, early: list[tuple[Window, int]]) -> F
     inside = step is not None and step.inside
     undone = record.controls.steps_undone
     evidence = () if undone is None else (_with_steps_undone(record, undone),)
-    other_updates = f" (and {updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
-    what = f"update {window.number} steps after {window.backwards} of {passes(wanted)}"
+    other_updates = f" (and {word_updates(late.number for late, _ in early[1:])})" if len(early) > 1 else ""
+    what = f"update {window.number} steps after {window.backwards} of {word_passes(wanted)}"
     if inside:
         what += ", inside the backward pass itself"
         remedy = "move the step out of the backward hook; a step in a hook cannot accumulate"
@@ -156,7 +156,7 @@ def _finding_of_early_step(record: Record, early: list[tuple[Window, int]]) -> F
         count_calls(record.calls.complete),
         *evidence,
         remedy=remedy,
-        location=place(step),
+        location=place_of(step),
         proven=undone is not None and undone.residual < record.tolerance,
     )
 
@@ -165,7 +165,7 @@ def _with_steps_undone(record: Record, undone: WeightFit) -> Evidence:
     """Returns the evidence of the control in which all micro-batches run at the same weights."""
     text = f"with the weights put back after each step, a difference of {undone.residual:.1e} remains"
     if undone.residual < record.tolerance:
-        summed = f"with the weights put back after each step, {passes(len(undone.weights))} sum to"
+        summed = f"with the weights put back after each step, {word_passes(len(undone.weights))} sum to"
         is_one = abs(undone.factor - 1) < record.tolerance
         times_full = "the full batch's gradient" if is_one else f"{undone.factor:.4g} times the full batch's gradient"
         difference_left = max(undone.residual, undone.factor_residual)
@@ -211,15 +211,18 @@ def _finding_of_moves(calls: Calls, moved: list[tuple[Window, Event]]) -> Findin
     remedy = "change parameters (weight decay, clipping, averaging) once per update, next to the step"
     if in_full:
         remedy = (
-            f"change them {times(in_full)} per update: add up the gradients of all micro-batches first, then run all "
-            "of them again with the changed parameters"
+            f"change them {word_times(in_full)} per update: add up the gradients of all micro-batches first, then run "
+            "all of them again with the changed parameters"
         )
     return finding_of(
-        f"the parameters change {times(in_window)} between the backward passes of update {number}, without a step"
-        + (f"; in the full-batch run {times(in_full)}" if in_full else ""),
+        f"the parameters change {word_times(in_window)} between the backward passes of update {number}, without a step"
+        + (f"; in the full-batch run {word_times(in_full)}" if in_full else ""),
         count_calls(calls.complete),
         Evidence(
-            "events", "weights", f"changed between two backward passes {times(len(moved))} in all", {"updates": numbers}
+            "events",
+            "weights",
+            f"changed between two backward passes {word_times(len(moved))} in all",
+            {"updates": numbers},
         ),
         remedy=remedy,
         location=first_place(event for _, event in moved),
@@ -243,12 +246,12 @@ def gradients_not_cleared(facts: Facts) -> Iterator[Finding]:
         return
     for window, wanted in _overfull(record):
         yield finding_of(
-            f"update {window.number} uses {passes(window.backwards)} instead of {wanted}: gradients left over from the "
-            "previous update are still in `.grad`",
+            f"update {window.number} uses {word_passes(window.backwards)} instead of {wanted}: gradients left over "
+            "from the previous update are still in `.grad`",
             count_calls(calls.complete),
             remedy="step or clear at the end of an epoch: `if (i + 1) % K == 0 or i + 1 == len(loader):`; also step if "
             "the last micro-batch is skipped",
-            location=place(window.steps[0]),
+            location=place_of(window.steps[0]),
             proven=True,
         )
         return
@@ -257,23 +260,23 @@ def gradients_not_cleared(facts: Facts) -> Iterator[Finding]:
 def _finding_of_stale(calls: Calls, stale: Sequence[Stale]) -> Finding:
     numbers = [entry.step.update for entry in stale]
     return finding_of(
-        f"the step of update {numbers[0]} uses {passes(stale[0].backwards)} of earlier updates again",
+        f"the step of update {numbers[0]} uses {word_passes(stale[0].backwards)} of earlier updates again",
         count_calls(calls.complete),
         Evidence(
             "events",
             "reused",
-            f"{passes(sum(entry.backwards for entry in stale))}, in {updates(numbers)}",
+            f"{word_passes(sum(entry.backwards for entry in stale))}, in {word_updates(numbers)}",
             {"updates": numbers},
         ),
         remedy="call `optimizer.zero_grad()` once per update, after the step or before the first backward pass",
-        location=place(stale[0].step),
+        location=place_of(stale[0].step),
         proven=True,
     )
 
 
 def _finding_of_joined(calls: Calls, joined: list[MissedBoundary]) -> Finding:
     first, later = joined[0], [each.window.number for each in joined[1:]]
-    other_updates = f" (and {updates(later)})" if later else ""
+    other_updates = f" (and {word_updates(later)})" if later else ""
     if first.last is not None:
         count = len(first.window.of(Forward))
         fed = f"{count} micro-batches were given to the model instead of {first.steps}: two updates are joined"
@@ -284,11 +287,11 @@ def _finding_of_joined(calls: Calls, joined: list[MissedBoundary]) -> Finding:
         what = "the forward and the backward pass"
     return finding_of(
         f"update {first.window.number}{other_updates} continues past its last micro-batch, because that one is skipped "
-        f"and the step with it: {passes(first.window.backwards)}",
+        f"and the step with it: {word_passes(first.window.backwards)}",
         count_calls(calls.complete),
         Evidence("events", "fed", fed),
         remedy=f"skip {what} only, and not the step: no `continue` before `if (i + 1) % K == 0:`",
-        location=place(first.last or first.window.steps[0]),
+        location=place_of(first.last or first.window.steps[0]),
         proven=True,
     )
 

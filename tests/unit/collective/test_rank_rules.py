@@ -28,7 +28,7 @@ from gaverify.rules import (
     synchronised_every_micro_batch,
     wrong_rank_scale,
 )
-from gaverify.rules.rule import shares
+from gaverify.rules.rule import word_shares
 from gaverify.rules.shares import FittedWeights, find_share, word
 
 RULES = (mean_over_ranks, wrong_rank_scale, gather_without_gradient)
@@ -77,7 +77,7 @@ def test_a_run_without_ranks_has_no_such_finding() -> None:
     ],
 )
 def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float, ...], text: str) -> None:
-    assert shares(weights) == text
+    assert word_shares(weights) == text
 
 
 @pytest.mark.parametrize(

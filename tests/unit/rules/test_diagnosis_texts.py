@@ -33,7 +33,7 @@ from gaverify.records.experiment import ControlKind, ControlRun, Operation, Weig
 from gaverify.records.facts import Facts, NextUpdate, Repeatability, State, StateChange
 from gaverify.records.findings import Location
 from gaverify.rules import findings_for
-from gaverify.rules.rule import exact
+from gaverify.rules.rule import write_exactly
 from gaverify.thresholds import FIT_EXACT
 
 
@@ -237,16 +237,16 @@ def test_weights_whose_control_failed_are_no_repair() -> None:
 )
 def test_weights_to_copy_leave_nothing_over(weights: tuple[float, ...], text: str) -> None:
     """Six digits of 5/47 leave 1e-6, which gaverify itself calls divergent."""
-    assert exact(weights) == text
+    assert write_exactly(weights) == text
     for word, weight in zip(text.split(", "), weights, strict=True):
         assert float(Fraction(word)) == pytest.approx(weight, rel=FIT_EXACT)
 
 
 def test_measured_digits_below_their_own_noise_are_not_printed() -> None:
-    assert exact([0.2501, 0.7496], 0.02) == "0.25, 0.75", "below float32 a weight is known to a percent"
-    assert exact([0.2500001], 1e-4) == "0.25" and exact([1 / 3 + 4e-6], 1e-4) == "1/3"
-    assert exact([32 / 29, 1.1034547], 1e-6) == "1.103448, 1.103455", "some fraction is near any number"
-    assert exact([32 / 29, 5 / 29], 1e-7) == "32/29, 5/29"
+    assert write_exactly([0.2501, 0.7496], 0.02) == "0.25, 0.75", "below float32 a weight is known to a percent"
+    assert write_exactly([0.2500001], 1e-4) == "0.25" and write_exactly([1 / 3 + 4e-6], 1e-4) == "1/3"
+    assert write_exactly([32 / 29, 1.1034547], 1e-6) == "1.103448, 1.103455", "some fraction is near any number"
+    assert write_exactly([32 / 29, 5 / 29], 1e-7) == "32/29, 5/29"
 
 
 def test_empty_micro_batches_are_counted_from_one() -> None:
