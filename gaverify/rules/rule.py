@@ -478,12 +478,12 @@ def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
     """
     causes = [group[0] for group in group_causes(facts)]
     # the larger share of the difference is repaired first, so that each step shows an effect
-    order = (None, *causes) if facts.weights_first else (*causes, None)
-    total = len(causes) + facts.window.has_wrong_weights
-    # an order is told only where all of them together left nothing
-    if total < 2 or not facts.cleared:
+    weights = (None,) * facts.window.has_wrong_weights
+    order = (*weights, *causes) if facts.weights_first else (*causes, *weights)
+    # an order is told only where all of them together left nothing; weights of a script are tried alone
+    if len(order) < 2 or cause not in order or not facts.cleared:
         return remedy
-    return f"fix {order.index(cause) + 1} of {total}, in this order: {remedy}"
+    return f"fix {order.index(cause) + 1} of {len(order)}, in this order: {remedy}"
 
 
 def word_earlier_fixes(before: Sequence[Cause]) -> str:

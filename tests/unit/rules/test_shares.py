@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from measured import divergent, fitted, row
+from measured import LINE, cause, divergent, fitted, row
 from updates import update_of
 
 from gaverify import Outcome
 from gaverify.records.audit import Record, RowCheck
 from gaverify.records.experiment import WeightFit
 from gaverify.records.facts import Facts, facts_of_loop
-from gaverify.rules.shares import SHARES, ShareKind, find_share, find_shares, finding_of_shares
+from gaverify.rules.shares import SHARES, ShareKind, find_share, find_shares, finding_of_shares, mean_of_means
 
 SIZES = (4, 1, 9)
 ROOTS = ShareKind(
@@ -53,6 +54,13 @@ def test_a_row_more_is_judged_and_worded_as_the_others_are(facts: Facts) -> None
     finding = finding_of_shares(weights, share, weights.trial)
     assert share is ROOTS and finding.summary.startswith(ROOTS.wrong)
     assert ROOTS.meaning in finding.evidence[1].statement and ROOTS.repair in finding.remedy
+
+
+def test_the_repair_of_a_scripts_weights_has_no_number_among_causes_that_were_tried_without_it() -> None:
+    facts = loop()
+    beside = replace(facts, forward=replace(facts.forward, causes=(cause(), cause(LINE))), cleared=True)
+    (finding,) = mean_of_means.judge(beside)
+    assert finding.remedy.startswith("weight each micro-batch by its share")
 
 
 def test_every_row_asks_one_question_of_the_weights() -> None:
