@@ -33,7 +33,7 @@ class AnswerWriter(Protocol):
         """Returns the JSON document."""
 
 
-# What an answer was made with: versions, the machine, the moment and the commit.
+# Versions, machine, moment and commit of an answer.
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Environment(JsonRecord):
     """Git commit that was checked out in the working folder; "" outside a repository."""
 
 
-# What a run, an audit and a profile come to.
+# The base of the answers of runs, audits and profiles.
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -78,7 +78,7 @@ class Answer(JsonRecord):
             """Equivalent, divergent or inconclusive."""
 
     environment: Environment = field(default_factory=Environment)
-    """What it was made with."""
+    """Versions, platform, time and commit of its making."""
     source: str = ""
     """Path of the file that says what to run, or of the test; "" where the command line or a call said it."""
     command: str = ""

@@ -65,7 +65,7 @@ class RunSummary(JsonRecord):
     """One process of an audit."""
 
     role: str
-    """What the run was for: one of the keys of `TITLES`."""
+    """Purpose of the run: one of the keys of `TITLES`."""
     command: str
     """Command line of the run."""
     updates: int
@@ -77,7 +77,7 @@ class RunSummary(JsonRecord):
     ended: str
     """How the run ended, in words."""
     how: str = ""
-    """What was set so that its random draws could be seen; "" for nothing."""
+    """Setting that makes its random draws visible; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RecordedCalls(JsonRecord):
 
 @dataclass(frozen=True)
 class TrainedModels(JsonRecord):
-    """What a script trained."""
+    """The models and optimizers of a script."""
 
     modules: tuple[str, ...] = ()
     """Class names of the trained models."""
@@ -153,7 +153,7 @@ class Audit(Answer):
     runs: tuple[RunSummary, ...] = ()
     """The runs that the audit made, with their commands and seconds; empty where nothing ran."""
     trained: TrainedModels = field(default_factory=TrainedModels)
-    """What the script trained."""
+    """The models and optimizers of the script."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     """Where it trained, and in which precision."""
     method: str = Method.NOT_COMPARED

@@ -33,7 +33,6 @@ def _object_schema(record: Any, _: Any, handler: Any) -> Any:
     # The reference makes one definition of all uses in the schema of a document.
     described = core_schema.typed_dict_schema(
         {name: field(schema) for name, schema in names.items()},
-        cls_name=record.__name__,
         ref=f"{record.__module__}.{record.__qualname__}:{id(record)}",
         extra_behavior="forbid",
     )
@@ -84,8 +83,9 @@ def adapter_of(record: Any) -> TypeAdapter[Any]:
 def as_json(record: Any) -> dict[str, Any]:
     """Returns the JSON object of a record."""
     # Pydantic writes a value of another type than the field's as what it is, and one that it does not know as its text.
-    adapter = adapter_of(cast(Any, type(record)))
-    return adapter.dump_python(record, mode="json", warnings=False, fallback=str)  # type: ignore[no-any-return]
+    serializer = adapter_of(cast(Any, type(record))).serializer
+    document: dict[str, Any] = serializer.to_python(record, mode="json", warnings=False, fallback=str)
+    return document
 
 
 def _defaults_of(record: Any) -> dict[str, bool]:

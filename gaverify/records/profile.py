@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setting(JsonRecord):
-    """What was profiled and where, as the first process that got so far reported it."""
+    """The profiled model and machine, as the first process that got so far reported them."""
 
     model: str
     """Model as the spec names it."""
@@ -92,7 +92,7 @@ class Memory(JsonRecord):
 
     @property
     def increment(self) -> int:
-        """What the update needed on top of the baseline."""
+        """Bytes that the update needed on top of the baseline."""
         return max(self.peak - self.baseline, 0)
 
 
@@ -173,7 +173,7 @@ class Profile(Answer):
     """The word for it in documents."""
 
     setting: Setting | None
-    """What was profiled; None when no process got as far as loading the model."""
+    """The profiled model and machine; None when no process got as far as loading the model."""
     rows: tuple[Row, ...]
     """One row per plan; those that Ctrl-C left out have the status "not-run"."""
     steps: tuple[int, ...] = ()

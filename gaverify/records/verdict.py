@@ -26,7 +26,7 @@ class Losses(JsonRecord):
 
 @dataclass(frozen=True)
 class CountedTargets(JsonRecord):
-    """What the weighting `tokens` counted."""
+    """The targets that the weighting `tokens` counted."""
 
     counted: Number
     """The targets that count, or the sum of their class weights."""
@@ -40,7 +40,7 @@ class CountedTargets(JsonRecord):
 
 @dataclass(frozen=True)
 class RunInfo(JsonRecord):
-    """What was run: enough to run it again."""
+    """Everything that is needed to run it again."""
 
     written = ("model", "steps")
 
@@ -71,7 +71,7 @@ class RunInfo(JsonRecord):
     autocast: str | None = None
     """Data type of autocast; None where autocast was off."""
     losses: Losses = field(default_factory=Losses)
-    """What both strategies computed."""
+    """Losses of both strategies."""
     reference: Reference = Reference.FULL
     """How the full batch was run."""
     reference_failed: tuple[Reference, ...] = ()
@@ -83,7 +83,7 @@ class RunInfo(JsonRecord):
     in_evaluation: tuple[str, ...] = ()
     """Layers in evaluation mode beside others in training mode: "6 BatchNorm2d"."""
     targets: CountedTargets | None = None
-    """What the weighting `tokens` counted in the full batch; None under another weighting."""
+    """The targets that the weighting `tokens` counted in the full batch; None under another weighting."""
 
     @property
     def steps(self) -> int:
@@ -129,7 +129,7 @@ class TraceStep(JsonRecord):
 
 @dataclass(frozen=True)
 class Trace(JsonRecord):
-    """What `--trace` shows."""
+    """The micro-batches and the step that `--trace` shows."""
 
     rows: tuple[TraceRow, ...]
     """One row per micro-batch."""
@@ -150,7 +150,7 @@ class Verdict(Answer):
     parameters: tuple[ParameterComparison, ...]
     """Comparison of each parameter's gradient."""
     run: RunInfo
-    """What was run, and in which arithmetic."""
+    """The model, the batch and the arithmetic of the run."""
     method: str
     """How the parameters were decided."""
     resolution: Number
