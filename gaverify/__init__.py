@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gaverify.errors import ProblemError as ProblemError
     from gaverify.errors import SpecError as SpecError
     from gaverify.passes.batching import Problem as Problem
-    from gaverify.records.comparison import Outcome as Outcome
-    from gaverify.records.comparison import ParameterComparison as ParameterComparison
     from gaverify.records.findings import Finding as Finding
+    from gaverify.records.outcomes import Outcome as Outcome
+    from gaverify.records.outcomes import ParameterComparison as ParameterComparison
     from gaverify.records.verdict import Verdict as Verdict
     from gaverify.tracebacks import fill_in as fill_in
     from gaverify.verification import assert_equivalent as assert_equivalent
@@ -31,8 +31,8 @@ _HOMES = {
     "SpecError": "gaverify.errors",
     "Problem": "gaverify.passes.batching",
     "Finding": "gaverify.records.findings",
-    "Outcome": "gaverify.records.comparison",
-    "ParameterComparison": "gaverify.records.comparison",
+    "Outcome": "gaverify.records.outcomes",
+    "ParameterComparison": "gaverify.records.outcomes",
     "Verdict": "gaverify.records.verdict",
     "assert_equivalent": "gaverify.verification",
     "fill_in": "gaverify.tracebacks",

@@ -13,8 +13,8 @@ from typing import TypeVar
 from gaverify.errors import SpecError
 from gaverify.records.answers import Answer
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Excerpt, Finding, Location
+from gaverify.records.outcomes import Outcome
 from gaverify.records.verdict import Verdict
 from gaverify.spec.entries import Accept, read_entries
 from gaverify.spec.project import Project

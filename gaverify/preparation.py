@@ -29,7 +29,7 @@ from gaverify.passes.isolation import (
 from gaverify.passes.modes import check_queries, mode_set
 from gaverify.passes.precision import DTYPES, convert_weights, resolve_device
 from gaverify.passes.user_code import named_parameters
-from gaverify.records.comparison import Reference
+from gaverify.records.outcomes import Reference
 from gaverify.spec import Spec
 from gaverify.spec.fields import explain_spec
 from gaverify.verdict.settings import Settings

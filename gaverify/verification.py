@@ -37,8 +37,8 @@ from gaverify.passes.isolation import exact_products
 from gaverify.passes.precision import available_devices, resolve_device
 from gaverify.preparation import Progress, prepare_experiment, problem_of, problem_of_spec, reporter, settings_of
 from gaverify.records.answers import Environment
-from gaverify.records.comparison import Method, NotCompared, Outcome, Reference
-from gaverify.records.facts import Facts
+from gaverify.records.comparison import Comparison
+from gaverify.records.outcomes import Method, NotCompared, Outcome, Reference
 from gaverify.records.ranks import Engine
 from gaverify.records.verdict import Verdict
 from gaverify.rules import findings_for
@@ -215,9 +215,9 @@ def _verify_here(problem: Problem, settings: Settings, progress: Progress | None
         experiment = replace(experiment, progress=reporter(progress, settings.steps))
         measurement, decision, first_samples = _measure_and_decide(experiment, settings, stack)
         searched_at = time.perf_counter()
-        decision, facts = _find_causes(measurement, decision, first_samples, diagnose=settings.diagnose)
+        decision, comparison = _find_causes(measurement, decision, first_samples, diagnose=settings.diagnose)
         measurement.seconds["diagnosis"] = time.perf_counter() - searched_at
-        return _make_verdict(settings, started, measurement, decision, facts)
+        return _make_verdict(settings, started, measurement, decision, comparison)
 
 
 def _measure_and_decide(
@@ -314,51 +314,51 @@ def _decide_in_float32(measurement: Measurement, settings: Settings, stack: Exit
 
 def _find_causes(
     measurement: Measurement, decision: Decision, first_samples: FirstSamplesAnswer, *, diagnose: bool
-) -> tuple[Decision, Facts]:
+) -> tuple[Decision, Comparison]:
     """Looks for the cause of a divergence, and confirms on all of the batch what the first samples showed.
 
     Returns:
         The decision, by float64 on all of the batch where the first samples were not confirmed; and everything that
         was measured.
     """
-    facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
-    if not diagnose or not facts.compared.divergent or facts.window.steps < 2:
-        return decision, facts
-    facts = replace(facts, diagnosed=True)
+    comparison, limit = collect_facts(measurement, decision), measurement.experiment.limit
+    if not diagnose or not comparison.compared.divergent or comparison.window.steps < 2:
+        return decision, comparison
+    comparison = replace(comparison, diagnosed=True)
     try:
         with limit.searching():
-            if decision.method is Method.FLOAT64_PART and first_samples.facts is not None:
+            if decision.method is Method.FLOAT64_PART and first_samples.comparison is not None:
                 # The cause that the first samples showed, tried on the whole batch in the user's precision.
-                confirmed = confirm_in_working_precision(measurement, decision, facts, first_samples.facts)
+                confirmed = confirm_in_working_precision(measurement, decision, comparison, first_samples.comparison)
                 if confirmed is not None:
                     return decision, confirmed
                 # It is not the whole batch's, so that what they decided counts no more: float64 on all of it decides.
                 decision = decide_open(measurement, first_samples.open_decision, make_watch=watch_passes)
-                facts = collect_facts(measurement, decision)
-                if not facts.compared.divergent:
-                    return decision, facts
-                facts = replace(facts, diagnosed=True)
+                comparison = collect_facts(measurement, decision)
+                if not comparison.compared.divergent:
+                    return decision, comparison
+                comparison = replace(comparison, diagnosed=True)
             # Control runs happen in float64 where that decided, else in the user's precision.
-            with open_control_runs(measurement, decision, facts.compared.total) as bench:
-                if decision.float64 is not None and first_samples.facts is not None:
-                    confirmed = confirm_on_batch(bench, facts, first_samples.facts)
+            with open_control_runs(measurement, decision, comparison.compared.total) as bench:
+                if decision.float64 is not None and first_samples.comparison is not None:
+                    confirmed = confirm_on_batch(bench, comparison, first_samples.comparison)
                     if confirmed is not None:
-                        return replace(decision, part=first_samples.facts.window.sizes), confirmed
-                return decision, search_causes(bench, facts)
+                        return replace(decision, part=first_samples.comparison.window.sizes), confirmed
+                return decision, search_causes(bench, comparison)
     except TimeUp:
         # A time limit ends the search, never the verdict: what had been decided by then stands.
-        return decision, replace(facts, stopped_after=limit.seconds)
+        return decision, replace(comparison, stopped_after=limit.seconds)
 
 
 def _make_verdict(
-    settings: Settings, started: float, measurement: Measurement, decision: Decision, facts: Facts
+    settings: Settings, started: float, measurement: Measurement, decision: Decision, comparison: Comparison
 ) -> Verdict:
     """The answer: what was decided, with the findings that the rules make of the facts."""
-    findings = with_excerpts(findings_for(facts))
-    if facts.undecided:
+    findings = with_excerpts(findings_for(comparison))
+    if comparison.undecided:
         decision = decision.leave_open()
     outcome = decision.outcome(findings)
-    if outcome is Outcome.EQUIVALENT and facts.blind:
+    if outcome is Outcome.EQUIVALENT and comparison.blind:
         outcome = Outcome.INCONCLUSIVE
     parameters = measurement.experiment.parameters
     rows = tuple(  # one without a gradient on either side was measured without knowing its shape
@@ -377,9 +377,9 @@ def _make_verdict(
         timings={**measurement.seconds, "total": time.perf_counter() - started},
         trace=steps_shown,
         control_failure=decision.float64_failure,
-        ranks=facts.ranks,
+        ranks=comparison.ranks,
         few_samples=decision.few if decision.method == Method.FEW_SAMPLES else None,
-        modules=facts.forward.modules,
+        modules=comparison.forward.modules,
     )
 
 

@@ -20,8 +20,8 @@ from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_of
 from gaverify.errors import GaverifyError
 from gaverify.records.audit import Record, Stage, UpdateComparison
-from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit
+from gaverify.records.outcomes import Outcome
 from gaverify.rules.rule import join_texts
 from gaverify.search.bench import ControlFailed, Intervention
 from gaverify.thresholds import COMPUTED_FLOAT32, MANY_UNITS, SMALL_PART

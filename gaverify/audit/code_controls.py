@@ -36,10 +36,10 @@ from gaverify.audit.recording.state import EVERYTHING
 from gaverify.audit.running import Trial
 from gaverify.audit.stages import fit_gradients
 from gaverify.records.audit import Record, Stage, TransformedGradients, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import NextUpdate, State, StateChange
 from gaverify.records.events import Backward, CarriedValue, ChangedValue
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import NextUpdate, State, StateChange
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import Round
 from gaverify.rules.rule import join_texts
 from gaverify.rules.scale import contradict_losses

@@ -45,9 +45,9 @@ from gaverify.audit.stages import compare_changes, fit_gradients, fit_terms
 from gaverify.collective.facts import with_shares
 from gaverify.errors import ProblemError, TimeUp
 from gaverify.records.audit import Overwritten, Record, Stage, StageComparison, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import Backward
-from gaverify.records.facts import facts_of_loop
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import common_rounds, rounds_of, windows_of
 from gaverify.rules.calls import clipped_inside
 from gaverify.rules.scale import fitted_weights_of, multipliers_of
@@ -98,7 +98,7 @@ def control_clipping(trial: Trial, record: Record) -> Record:
     Clipping lets a small gradient pass. Other edits (dividing, centralising, summing elsewhere) do not depend on its
     size, so that the optimizers see them alone.
     """
-    if not any(update.unclear for update in record.updates) and not clipped_inside(facts_of_loop(record)):
+    if not any(update.unclear for update in record.updates) and not clipped_inside(comparison_of(record)):
         return record
     control = trial.repeat_with(ScaleLosses(TOO_SMALL_TO_CLIP), shown_as="unclipped")
     unclipped = tuple(replace(update, decided=Stage.UNCLIPPED) for update in control.compare(unclipped=True))

@@ -38,6 +38,7 @@ from gaverify.audit.script_trace import (
 from gaverify.audit.source_lines import deciding_line, is_kept, test_lines
 from gaverify.passes.calls import walk_from
 from gaverify.records.audit import Record, UpdateComparison
+from gaverify.records.comparison import State, StateChange
 from gaverify.records.events import Forward
 from gaverify.records.experiment import (
     MOVES_ROWS,
@@ -50,7 +51,6 @@ from gaverify.records.experiment import (
     Operation,
     Suspect,
 )
-from gaverify.records.facts import State, StateChange
 from gaverify.search.bench import Intervention
 from gaverify.thresholds import SMALL_PART, TINY
 from gaverify.tracebacks import Place, display_path

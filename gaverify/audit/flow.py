@@ -39,10 +39,10 @@ from gaverify.patches import read_context
 from gaverify.patches.searching import Patches, TrialResult, explain_no_trial, search_patch
 from gaverify.records.audit import Calls, Record, Stage
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import Backward, ClosingRecord, Forward, GradientCopies, ledger_of
-from gaverify.records.facts import facts_of_loop
 from gaverify.records.numbers import bytes_text
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import windows_of
 from gaverify.rules import findings_for
 from gaverify.thresholds import COMPUTED_FLOAT32, CUT, STARTED_APART, U32
@@ -174,7 +174,7 @@ def _report(request: Request, runner: Runner, patches: Patches = "none") -> Audi
 
 
 def _report_of(request: Request, runner: Runner, runs: ComparedRuns) -> Audit:
-    findings = with_excerpts(findings_for(facts_of_loop(runs.record)))
+    findings = with_excerpts(findings_for(comparison_of(runs.record)))
     closing = runs.accumulated.closing
     return report_of(request, runs.record, findings, runner.summaries, closing, runner.timings)
 

@@ -34,9 +34,9 @@ from gaverify.records.audit import (
     StepComparison,
     UpdateComparison,
 )
-from gaverify.records.comparison import Outcome
 from gaverify.records.events import Backward, Event, Forward, ledger_of
 from gaverify.records.experiment import WeightFit
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import (
     AccumulationWindow,
     Round,

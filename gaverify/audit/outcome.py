@@ -18,11 +18,11 @@ from gaverify.records.audit_report import (
     counts_of,
     timeline_of,
 )
-from gaverify.records.comparison import Method, Outcome, hidden_share
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import ClosingRecord, FileLoaded, Forward
-from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Method, Outcome, hidden_share
 from gaverify.rules import findings_for
 from gaverify.rules.lost_passes import is_skipping
 from gaverify.rules.scale import unexplained_term
@@ -207,12 +207,12 @@ def is_explained(record: Record) -> bool:
     # A fault in one term of the loss explains nothing about another term: the search for causes has to go on.
     if unexplained_term(record):
         return False
-    return any(finding.severity == "fault" for finding in findings_for(facts_of_loop(record)))
+    return any(finding.severity == "fault" for finding in findings_for(comparison_of(record)))
 
 
 def is_proven(record: Record) -> bool:
     """Whether a rule proves a fault in what is known so far."""
-    return any(finding.severity == "fault" and finding.proven for finding in findings_for(facts_of_loop(record)))
+    return any(finding.severity == "fault" and finding.proven for finding in findings_for(comparison_of(record)))
 
 
 def _method(record: Record) -> Method:

@@ -24,9 +24,9 @@ from gaverify.audit.stages import clips_of, fit_gradients
 from gaverify.collective.facts import make_rank_facts
 from gaverify.errors import ProblemError
 from gaverify.records.audit import Stage, UpdateComparison
-from gaverify.records.comparison import Outcome, relative_total
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad
 from gaverify.records.experiment import WeightFit, is_constant
+from gaverify.records.outcomes import Outcome, relative_total
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, Reduction, Replicas, Share, Traffic
 from gaverify.records.windows import Round, rounds_of, windows_of
 from gaverify.thresholds import FIT_UNITS, KEPT_ELEMENTS

@@ -20,9 +20,9 @@ import torch
 from gaverify.audit.reading import ParameterPlace, RecordedRun, Samples
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights
 from gaverify.records.audit import Clip, SettingDifference, Stage, StageComparison
-from gaverify.records.comparison import Method, Outcome, ParameterComparison, outcome_of, relative_total
 from gaverify.records.events import Backward, Clipping, Step
 from gaverify.records.experiment import LossTerm, WeightFit
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison, outcome_of, relative_total
 from gaverify.records.windows import Round, Window, common_rounds
 from gaverify.thresholds import (
     COMPUTED_FLOAT32,

@@ -14,7 +14,7 @@ import click
 
 from gaverify.errors import GaverifyError, ProblemError, SpecError
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.records.patch import Patch
 from gaverify.records.verdict import Verdict
 from gaverify.thresholds import SAME_NORM

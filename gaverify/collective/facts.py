@@ -20,8 +20,8 @@ from gaverify.passes.layouts import digest_of
 from gaverify.passes.precision import buffers_apart
 from gaverify.passes.sketches import SINGULAR_FLOAT32, fit_weights, sketch
 from gaverify.passes.wrappers import THIS_RANK, RankSum, is_sharded, local, shard_number
-from gaverify.records.comparison import Outcome, ParameterComparison, relative_total
 from gaverify.records.experiment import WeightFit
+from gaverify.records.outcomes import Outcome, ParameterComparison, relative_total
 from gaverify.records.ranks import (
     Engine,
     RankFacts,

@@ -30,8 +30,8 @@ from gaverify.passes.layouts import children, digest_of, leaves, with_children
 from gaverify.passes.precision import RANKED, resolve_device, unit_roundoff
 from gaverify.passes.wrappers import dividing, hooks_left_out
 from gaverify.preparation import Progress, prepare_experiment, reporter, settings_of
-from gaverify.records.comparison import Method, Outcome, relative_total
-from gaverify.records.facts import Facts
+from gaverify.records.comparison import Comparison
+from gaverify.records.outcomes import Method, Outcome, relative_total
 from gaverify.records.ranks import Engine
 from gaverify.search.investigation import collect_facts, investigate
 from gaverify.spec import Spec
@@ -45,7 +45,7 @@ from gaverify.verdict.settings import Settings
 
 def judge_together(
     experiment: Experiment, trained: Trained, *, diagnose: bool, exact: bool
-) -> tuple[Measurement, Decision, Facts]:
+) -> tuple[Measurement, Decision, Comparison]:
     """Returns the verdict on the gradient that the ranks end up with, and everything that was measured.
 
     Args:
@@ -142,7 +142,7 @@ def _ask_of_one_process(trained: Trained, measurement: Measurement) -> Experimen
     return experiment
 
 
-def _search_cause(trained: Trained, one: Measurement, decision: Decision, diagnose: bool) -> Facts:
+def _search_cause(trained: Trained, one: Measurement, decision: Decision, diagnose: bool) -> Comparison:
     """Looks for the cause of a divergence in what one process shows.
 
     Under an engine of the user's all ranks search in step, because sharded ones need each other for every pass. A plain
@@ -173,7 +173,10 @@ class Asked:
 
 
 def verify_together(
-    asked: Asked, member: Member, progress: Progress | None, answer: Callable[[Measurement, Decision, Facts], Answer]
+    asked: Asked,
+    member: Member,
+    progress: Progress | None,
+    answer: Callable[[Measurement, Decision, Comparison], Answer],
 ) -> Answer:
     """Returns rank 0's answer on every rank.
 

@@ -36,7 +36,7 @@ from gaverify.passes.randomness import (
 )
 from gaverify.passes.user_code import explain_user_errors, loss_of, micro_batch_of, micro_batch_weight, named_parameters
 from gaverify.passes.wrappers import keep_reducers, settle
-from gaverify.records.comparison import Reference
+from gaverify.records.outcomes import Reference
 from gaverify.torch_internals import no_dispatch_modes
 from gaverify.tracebacks import hands_over
 

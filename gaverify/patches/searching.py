@@ -16,8 +16,8 @@ from gaverify.patches.proposing import propose
 from gaverify.patches.sources import Context, Source, apply, render_diff, split_lines
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding
+from gaverify.records.outcomes import Outcome
 from gaverify.records.patch import Edit, Patch
 
 Patches = Literal["none", "safe", "unsafe"]

@@ -11,7 +11,7 @@ from gaverify.children.group import Group, open_group
 from gaverify.children.last_words import Ended
 from gaverify.errors import GaverifyError, InternalError
 from gaverify.records.answers import Environment
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.records.profile import LABELS, Plan, Profile, Row, Setting, Status
 
 if TYPE_CHECKING:

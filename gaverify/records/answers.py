@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance, Finding
 from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
+from gaverify.records.outcomes import Outcome
 from gaverify.records.patch import Patch
 from gaverify.version import __version__, current_time, git_commit
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from gaverify.records.comparison import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.events import Forward, Ledger
 from gaverify.records.experiment import Cause, ControlRun, DifferenceKind, FirstDifference, LossTerm, WeightFit
 from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
+from gaverify.records.outcomes import Outcome, ParameterComparison, relative_total, resolution_of
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import AccumulationWindow, E, Window
 from gaverify.thresholds import COMPUTED_FLOAT32, FEW_UNITS, U32
 
 if TYPE_CHECKING:
-    from gaverify.records.facts import State
+    from gaverify.records.comparison import State
 
 
 # The three places at which an update is compared, and what stood between them: clipping, settings, a step.

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 from gaverify.records.answers import Answer
 from gaverify.records.audit import UpdateComparison
-from gaverify.records.comparison import Method, Outcome
 from gaverify.records.events import (
     AverageUpdate,
     Backward,
@@ -22,6 +21,7 @@ from gaverify.records.events import (
 )
 from gaverify.records.json_objects import JsonRecord
 from gaverify.records.numbers import Number
+from gaverify.records.outcomes import Method, Outcome
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import Window
 

@@ -1,356 +1,341 @@
-"""The result of comparing two gradients: a row per parameter, the method that decided, and the outcome of all rows.
+"""One comparison, measured by a run or an audit, in frozen parts: the rules read nothing else.
 
-Strings and floats only.
+Shapes: B samples in K micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal
 
-from gaverify.records.json_objects import JsonRecord, json_object
-from gaverify.records.numbers import Number
-from gaverify.thresholds import TENTH
-
-
-class Method(str, Enum):
-    """The method that decided; the values are what JSON prints.
-
-    `EVENTS`: only the order of a script's calls was looked at.
-    """
-
-    WORKING_PRECISION = "working-precision"
-    FLOAT64_CONTROL = "float64-control"
-    NOISE_FLOOR = "noise-floor"
-    TWO_SAMPLES = "two-samples"
-    FEW_SAMPLES = "few-samples"
-    WEIGHTS = "weights"
-    FLOAT32_RUNS = "float32-runs"
-    FLOAT64_PART = "float64-part"
-    TOLERANCE = "tolerance"
-    NOT_COMPARED = "not-compared"
-    EVENTS = "events"
-
-    def __str__(self) -> str:
-        """The value, as in documents."""
-        # Without this, an f-string writes the class and the member in some versions of Python.
-        return str(self.value)
+from gaverify.records.audit import Calls, Record
+from gaverify.records.experiment import Cause, ControlRun, ModuleDifference, Operation
+from gaverify.records.outcomes import Compared, Method, ParameterComparison
+from gaverify.records.ranks import RankFacts
+from gaverify.records.windows import AccumulationWindow
+from gaverify.thresholds import AGREE_FLOAT64, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART
 
 
-TOGETHER = (Method.FEW_SAMPLES, Method.WEIGHTS)
-"""Methods that decide all parameters at once: `allowed` is then a share of the whole gradient."""
-
-
-class NotCompared(Enum):
-    """Why the numbers of a parameter's gradients could not be compared; the values are the words of all reports."""
-
-    UNUSED = "unused: no gradient on either side"
-    MISSING_IN_FULL = "no gradient (None) in the full-batch run only"
-    MISSING_IN_ACCUMULATED = "no gradient (None) in the accumulated run only"
-    NOT_FINITE_IN_FULL = "not finite in the full-batch run only"
-    NOT_FINITE_IN_ACCUMULATED = "not finite in the accumulated run only"
-    NOT_FINITE_IN_BOTH = "not finite in both runs"
-
-    @property
-    def missing(self) -> bool:
-        """Whether one run alone has no gradient (None)."""
-        return self in (NotCompared.MISSING_IN_FULL, NotCompared.MISSING_IN_ACCUMULATED)
-
-    @property
-    def not_finite(self) -> bool:
-        """Whether a gradient holds NaN or infinity; else there is none."""
-        return not self.missing and self is not NotCompared.UNUSED
-
-
-class Outcome(str, Enum):
-    """The result for a batch or for one parameter; the values are what JSON prints."""
-
-    EQUIVALENT = "equivalent"
-    DIVERGENT = "divergent"
-    INCONCLUSIVE = "inconclusive"
-
-    @property
-    def exit_code(self) -> int:
-        """0, 1 or 3, as the command line leaves."""
-        return {"equivalent": 0, "divergent": 1, "inconclusive": 3}[self.value]
-
-
-# A tuple, as `ParameterComparison` below.
-@json_object()
-class Element(NamedTuple):
-    """The element of a gradient with the largest difference: its index and the two values (moduli where complex)."""
-
-    index: tuple[int, ...]  # type: ignore[assignment]
-    """Index in the parameter's shape."""
-    reference: Number
-    """Value in the full batch's gradient; the modulus where complex."""
-    accumulated: Number
-    """Value in the accumulated gradient; the modulus where complex."""
-
-
-# A tuple, not a frozen dataclass: models have thousands of these, and each must be built in less than a microsecond.
-@json_object("name", "outcome", "relative_difference")
-class ParameterComparison(NamedTuple):
-    """One parameter's gradients from both strategies, in the precision that decided; all norms are Euclidean."""
+@dataclass(frozen=True)
+class StateChange:
+    """A value that the forward changes."""
 
     name: str
-    """Name of the parameter in the model."""
-    shape: tuple[int, ...]
-    """Shape of the parameter."""
-    outcome: Outcome
-    """Whether its gradients agree."""
-    method: Method
-    """The method that decided it."""
-    reference_norm: Number
-    """Norm of the full batch's gradient; NaN where it is not finite or absent."""
-    accumulated_norm: Number
-    """Norm of the accumulated gradient; NaN where it is not finite or absent."""
-    difference_norm: Number
-    """Norm of accumulated − full; NaN where it has no finite value."""
-    allowed: Number
-    """Largest `difference_norm` that rounding, or the user's tolerance, explains."""
-    working_difference_norm: Number
-    """Norm of accumulated − full in the user's precision."""
-    worst: Element | None
-    """The element with the largest difference; None where none was looked for."""
-    why: NotCompared | None = None
-    """Why the gradients could not be compared; None where they were."""
-
-    @property
-    def word(self) -> str:
-        """The outcome in a table: `unused` where neither run has a gradient."""
-        return "unused" if self.why is NotCompared.UNUSED else self.outcome.value
-
-    @property
-    def reason(self) -> str:
-        """Why nothing was compared, in words; empty where it was."""
-        return self.why.value if self.why is not None else ""
-
-    @property
-    def relative_difference(self) -> Number:
-        """‖accumulated − full‖ / ‖full‖; 0 where both are zero, infinite where only the full-batch gradient is."""
-        return _relative(self.difference_norm, self.reference_norm)
-
-    @property
-    def relative_allowed(self) -> float:
-        """`allowed` / ‖full‖, comparable with `relative_difference`."""
-        return _relative(self.allowed, self.reference_norm)
-
-    @property
-    def vanishing(self) -> bool:
-        """Whether the full-batch gradient is zero, or no larger than rounding is in the arithmetic that decided."""
-        # A tolerance is what a user asks for, and tells nothing of the arithmetic.
-        return self.reference_norm == 0.0 or (self.method != "tolerance" and self.reference_norm <= self.allowed)
-
-
-def badness(row: ParameterComparison) -> tuple[int, float]:
-    """A sort key that puts the worst parameter last: outcome first, then how large the difference is.
-
-    Divergent ones by the relative difference, others by the difference over what was allowed.
-    """
-    rank = {Outcome.EQUIVALENT: 0, Outcome.INCONCLUSIVE: 1, Outcome.DIVERGENT: 2}[row.outcome]
-    if math.isnan(row.difference_norm):
-        # Without a number, a divergence is the worst of all, and anything else the least.
-        return rank, math.inf if row.outcome is Outcome.DIVERGENT else -1.0
-    if row.outcome is Outcome.DIVERGENT:
-        return rank, row.relative_difference
-    return rank, _relative(row.difference_norm, row.allowed)
-
-
-def _relative(difference: float, scale: float) -> float:
-    # Two gradients of zero are equal, although the quotient would be NaN.
-    if difference == 0.0:
-        return 0.0
-    return difference / scale if scale != 0.0 else math.inf
-
-
-class Reference(str, Enum):
-    """The ways to run the full batch's forward and backward; the values are what specs and JSON say.
-
-    `AUTO` is only ever asked for: it stands for `FULL`, or for `OFFLOAD` where that does not fit.
-    """
-
-    FULL = "full"
-    OFFLOAD = "offload"
-    AUTO = "auto"
-
-    def __str__(self) -> str:
-        """The value, as in documents."""
-        # Without this, an f-string writes the class and the member in some versions of Python.
-        return str(self.value)
-
-
-def together(outcomes: Iterable[Outcome]) -> Outcome:
-    """Returns divergent if any is, equivalent if all are and there is one, inconclusive otherwise."""
-    distinct = set(outcomes)
-    if Outcome.DIVERGENT in distinct:
-        return Outcome.DIVERGENT
-    return Outcome.EQUIVALENT if distinct == {Outcome.EQUIVALENT} else Outcome.INCONCLUSIVE
-
-
-def outcome_of(rows: Sequence[ParameterComparison]) -> Outcome:
-    """Returns the outcome of all parameters; inconclusive where no fault could have been seen.
-
-    So it is where every gradient is zero, and where a tenth of the whole gradient could hide in what is rounding.
-    """
-    outcome = together(row.outcome for row in rows)
-    # Gradients of zero agree whatever a fault makes of them: a dead network proves nothing.
-    informative = any(row.reference_norm > 0 or row.accumulated_norm > 0 for row in rows)
-    blind = not informative or hidden_share(rows) > TENTH
-    return Outcome.INCONCLUSIVE if outcome is Outcome.EQUIVALENT and blind else outcome
-
-
-def hidden_share(rows: Iterable[ParameterComparison]) -> float:
-    """Returns the smallest difference that could have been seen, as a share of the whole gradient; 0 for none.
-
-    Tolerances that were asked for hide what they hide.
-    """
-    rows = [row for row in rows if row.why is None and row.method != Method.TOLERANCE]
-    # Their `allowed` is of the whole gradient already: added up it would count once for each parameter.
-    if rows and all(row.method in TOGETHER for row in rows):
-        return resolution_of(rows)
-    return relative_total((row.allowed, row.reference_norm) for row in rows)
-
-
-def relative_total(norms: Iterable[tuple[float, float]]) -> float:
-    """Returns √(Σ difference²) / √(Σ reference²) over pairs (difference, reference) of norms; NaN pairs are left out.
-
-    0 where nothing differs, infinite where something differs from zero.
-    """
-    finite = [pair for pair in norms if math.isfinite(pair[0]) and math.isfinite(pair[1])]
-    difference = math.hypot(*(pair[0] for pair in finite))
-    reference = math.hypot(*(pair[1] for pair in finite))
-    if difference == 0.0:
-        return 0.0
-    return difference / reference if reference > 0.0 else math.inf
-
-
-def resolution_of(rows: Iterable[ParameterComparison]) -> float:
-    """Returns the smallest relative difference that could have been seen in the least clear parameter; NaN in none.
-
-    Where all parameters were decided together, it is that of the whole gradient.
-    """
-    rows = [row for row in rows if row.why is None]
-    if rows and all(row.method in TOGETHER for row in rows):
-        return max(row.allowed for row in rows) / math.hypot(*(row.reference_norm for row in rows))
-    # Nothing can be said relative to a gradient that vanishes in the arithmetic that decided.
-    allowances = [row.relative_allowed for row in rows if not row.vanishing and math.isfinite(row.relative_allowed)]
-    return max((value for value in allowances if value > 0), default=math.nan)
+    """Its path in the model, or the variable of the loss."""
+    place: Literal["parameter", "buffer", "attribute", "closure", "unnamed"]
+    """Where it lives."""
+    writer: Operation | None = None
+    """The operation that wrote it; None where not known."""
 
 
 @dataclass(frozen=True)
-class PrecisionLoss:
-    """Relative errors of both gradients in the working dtype, against float64."""
+class NextUpdate:
+    """The relative difference of a second update, whose micro-batches start from the restored state again."""
 
-    dtype: str
-    """Name of the working dtype: "bfloat16"."""
-    full: float
-    """Relative error of the full batch's gradient."""
-    accumulated: float
-    """Relative error of the accumulated gradient; with `samples`, including what adding up lost."""
-    in_float32: float | None = None
-    """Relative error if the same micro-batch gradients are added up in float32; None where that was not tried."""
-    samples: int = 0
-    """Number of samples that the errors were measured on; 0 for all of the batch."""
-
-    @property
-    def bits_lost(self) -> float:
-        """How many bits less the accumulated gradient has."""
-        return _bits(self.accumulated, self.full)
-
-    @property
-    def bits_regained(self) -> float:
-        """How many bits a sum in float32 has more; infinite where that was not tried."""
-        return math.inf if self.in_float32 is None else _bits(self.accumulated, self.in_float32)
-
-
-def _bits(error: float, smaller: float) -> float:
-    return math.log2(error / smaller) if error > 0 and smaller > 0 else 0.0
+    rounding: float
+    """The largest difference that is none."""
+    left: float
+    """It begins with the state that the last micro-batch of the first update left."""
+    from_full_batch: float
+    """It begins with the state that the first full batch left: only another cause makes a difference then."""
+    from_forward: float = math.nan
+    """It begins with the state that a forward pass of the full batch without gradients left."""
 
 
 @dataclass(frozen=True)
-class FewSamples(JsonRecord):
-    """The decision of a window below float32: its weights by fit, and the result of a few of its samples."""
+class State:
+    """Values that the forward changes, and whether they make the difference."""
 
-    samples: int
-    """Number of samples that were run."""
-    structure: Number
-    """Difference in float64 between these samples at once and one by one, relative to their gradient."""
-    rounding: Number
-    """The same difference in the working precision."""
-    error: Number
-    """Difference of the working precision from float64, relative to the samples' gradient."""
-    rest: Number = math.nan
-    """Relative part of the full batch's gradient that no weights of micro-batches explain; NaN if not measured."""
-    weights: Number = math.nan
-    """Largest relative difference between the weights that fit best and those that were used; NaN if not measured."""
-    lost: Number = math.nan
-    """Loss from adding up in the parameters' precision, relative to the whole gradient; NaN if not measured."""
-    allowed: Number = math.nan
-    """Largest difference of the whole gradient that is rounding, relative to it; NaN if not derived."""
+    changes: tuple[StateChange, ...]
+    """Every value that changed."""
+    control: ControlRun | None = None
+    """The run without effect of these changes, or with the state restored before each micro-batch."""
+    blamed: tuple[StateChange, ...] = ()
+    """The changes that matter."""
+    remedies: tuple[ControlRun, ...] = ()
+    """The runs that can be written as repairs."""
+    difference_alone: float = math.nan
+    """Relative difference that the blamed changes make with every other cause neutralised."""
+    accumulated_change: float = math.nan
+    """How much restoring them changes the accumulated gradient, where no other cause can be neutralised separately."""
+    new_state_difference: float = math.nan
+    """Distance of the gradient without changes of the state from the full batch's, whose own forward changes it."""
+    next_update: NextUpdate | None = None
+    """A second update with the state restored in both; None where that was not the repair, or could not be run."""
+    together: bool = False
+    """Whether the blamed changes are proven only together, so that some of them may be innocent."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Both gradients compared parameter by parameter, and the method that decided."""
+class Repeatability:
+    """Relative difference between a pass and its repetition from the restored state."""
 
-    rows: tuple[ParameterComparison, ...]
-    """Comparison of each parameter's gradient."""
-    method: Method
-    """Method that decided."""
-    control_failure: str = ""
-    """Why the float64 control could not run; "" where it could or was not needed."""
-    precision: PrecisionLoss | None = None
-    """Relative errors of both gradients; None where they were not measured."""
+    forward: float
+    """Of the losses."""
+    backward: float
+    """Of the gradients."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random draws of the full batch, and which of them the micro-batches reused."""
+
+    count: int = 0
+    """Draws of the full batch."""
+    dealt: int = 0
+    """Draws of which each micro-batch used its own rows."""
+    is_counted: bool = True
+    """Whether `dealt` counts a draw as often as a micro-batch used it; an audit counts it once."""
+    can_be_constant: bool = True
+    """Whether a control could replace every draw by a constant; those of a script stay as they are."""
+    uneven: bool = False
+    """Whether the rows of some are no samples: time steps of packed sequences, picked elements."""
+    unaligned: Mapping[str, str] = field(default_factory=dict)
+    """Draw → why it could not be cut into rows of samples."""
+    unmatched: frozenset[str] = frozenset()
+    """Those among them whose rows may be those of other samples, and may as well be the right ones."""
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Such a draw → its file and line."""
+    foreign_differ: bool = False
+    """Whether Python's or NumPy's generators gave the micro-batches other numbers."""
+    shared: Mapping[str, tuple[str, int] | None] = field(default_factory=dict)
+    """Draw without a row per sample, of which every micro-batch used all → its line, where known."""
+    control: ControlRun | None = None
+    """The run with every draw constant."""
+    difference_alone: float = math.nan
+    """Relative difference that unaligned draws make with all other causes neutralised."""
+
+    @property
+    def are_unmatched(self) -> bool:
+        """Whether those that are open went to rows that cannot be told apart: that is no fault of the user's."""
+        return bool(self.unmatched) and self.unaligned.keys() <= self.unmatched and not self.foreign_differ
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers that end up different after the micro-batches."""
+
+    drift: Mapping[str, float] = field(default_factory=dict)
+    """Buffer → relative difference; NaN where only known to be more than rounding."""
     update: int | None = None
-    """Number of the optimizer update in a training loop; None in a run."""
+    """Number of the update after which they were seen, in a training loop."""
+
+
+@dataclass(frozen=True)
+class ForwardComparison:
+    """Results of tracing both forwards."""
+
+    causes: tuple[Cause, ...] = ()
+    """The causes that were found in them, in the order of execution."""
+    agree: bool = False
+    """Whether no operation of the forward differs."""
+    loss_gap: float = math.nan
+    """Relative difference of the weighted losses, with `shares`."""
+    adds_constant: bool = False
+    """Whether the loss adds a constant of the batch: it has no gradient, and the losses differ by it."""
+    shares: tuple[float, ...] = ()
+    """The weights with which the losses come nearest."""
+    ruled_out: tuple[Operation, ...] = ()
+    """Operations whose control did not help."""
+    modules: tuple[ModuleDifference, ...] = ()
+    """Modules whose outputs could be compared sample by sample."""
+    branch: Operation | None = None
+    """The first operation that only one side computes its loss with, where a gradient is missing."""
 
     @property
-    def divergent(self) -> tuple[ParameterComparison, ...]:
-        """The rows that differ."""
-        return tuple(row for row in self.rows if row.outcome is Outcome.DIVERGENT)
+    def shows_nothing(self) -> bool:
+        """Whether no operation differs, or the losses agree and no control with power blames one that does."""
+        is_harmless = all(cause.lacks_power for cause in self.causes) and self.loss_gap <= SAME_IN_FLOAT32
+        return is_harmless or (self.agree and not self.causes)
+
+
+class BackwardPlace(Enum):
+    """The kind of place where gradients start to differ although all forwards agree."""
+
+    MODULE = "the backward of a module or of a custom function"
+    PARAMETER_HOOK = "gradient hooks of parameters"
+    MODULE_HOOK = "backward hooks of a module"
+    TENSOR_HOOK = "a gradient hook that the forward puts on a tensor"
+    CONSTANT = "a number that was computed from the batch and is a constant to the backward"
+    LOSS = "the backward of the loss"
+
+
+@dataclass(frozen=True)
+class BackwardComparison:
+    """Where gradients start to differ although all forwards agree."""
+
+    place: BackwardPlace | None = None
+    """The kind of place; None where none was found."""
+    culprit: Operation | None = None
+    """The module, function, hook or line."""
+    control: ControlRun | None = None
+    """The run with it neutralised; None where none was possible."""
+    hooked: tuple[str, ...] = ()
+    """Parameters with gradient hooks."""
+    kept: ControlRun | None = None
+    """The run with the gradients put back that a forward clears, where one does."""
+    clearing: Operation | None = None
+    """The operation that clears them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything measured about one comparison; each question of the search returns it with fields replaced."""
+
+    batch_size: int
+    """B, the number of samples in the full batch."""
+    compared: Compared
+    """Compared parameters and the method that decided."""
+    window: AccumulationWindow
+    """The micro-batches, their weights, and the weights that would be right."""
+    # Frozen records can be shared as defaults.
+    draws: Draws = Draws()
+    """Random draws of the full batch, and which of them the micro-batches reused."""
+    buffers: Buffers = Buffers()
+    """Buffers that differ after the micro-batches."""
+    state: State | None = None
+    """Values that the forward changes, with control runs; None where none was examined or found."""
+    forward: ForwardComparison = ForwardComparison()
+    """Causes found in the forward passes, and what was ruled out."""
+    backward: BackwardComparison = BackwardComparison()
+    """Where gradients differ although the forwards agree."""
+    repeatability: Repeatability | None = None
+    """Relative difference of a pass from its repetition; None where no pass was repeated."""
+    ranks: RankFacts | None = None
+    """Measurements over several ranks; None for one process."""
+    identical: bool = False
+    """Whether all samples of the batch are the same."""
+    unpadded: tuple[str, ...] = ()
+    """Values that would pad or mask a part of the batch, and do not, each in words."""
+    left: float = math.nan
+    """Relative difference that remains with all found causes neutralised; NaN where not measured."""
+    cleared: bool = False
+    """Whether the difference that remains is rounding; in an audit also where other weights explain it."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Questions that could not be asked, with the reason for each."""
+    diagnosed: bool = False
+    """Whether a cause was searched; in an audit whether the samples and draws were the same, so that one would show."""
+    stopped_after: float | None = None
+    """Time limit in seconds that ended the search; None where none did."""
+    runs_repairs: bool = True
+    """Whether repairs were run, each on top of those before it; every control of an audit runs alone."""
+    weights_probe: str = "micro-batch-weights"
+    """The name under which documents show the run with the right weights."""
+    record: Record = field(default_factory=Record)
+    """Calls, compared updates and controls of a training script; those of a run are empty."""
 
     @property
-    def comparable(self) -> bool:
-        """Whether every divergent row has finite numbers on both sides."""
-        return all(math.isfinite(row.difference_norm) for row in self.divergent)
+    def calls(self) -> Calls:
+        """Windows and ledgers of a training script; a run has none."""
+        return self.record.calls
 
     @property
-    def one_sided(self) -> tuple[ParameterComparison, ...]:
-        """The divergent rows with a gradient in one run alone."""
-        return tuple(row for row in self.divergent if row.why is not None and row.why.missing)
+    def tolerance(self) -> float:
+        """Below this a fit's residual is rounding, and two weights are the same."""
+        return self.record.tolerance
 
     @property
-    def largest(self) -> str:
-        """The largest relative difference as text, with the parameter that shows it."""
-        rows = [row for row in self.divergent if math.isfinite(row.relative_difference)]
-        # A gradient that is zero but for rounding may differ by a factor on correct code.
-        rows = [row for row in rows if not row.vanishing] or rows
-        if not rows:
-            return "no finite difference"
-        row = max(rows, key=lambda row: row.relative_difference)
-        return f"relative difference {row.relative_difference:.1e} in `{row.name}`"
+    def weights_run(self) -> ControlRun | None:
+        """The accumulated run with the right weights of its micro-batches; None where none was made."""
+        return self.record.controls.weighted_run or self.window.remedy
 
     @property
-    def total(self) -> float:
-        """‖accumulated − full‖ / ‖full‖ over all parameters; infinite where a divergent one has no number."""
-        if not self.comparable:
-            return math.inf
-        return relative_total((row.difference_norm, row.reference_norm) for row in self.rows)
+    def weights_update(self) -> int | None:
+        """Number of the update in which other weights were run, if any were; None where there is one update alone."""
+        update = self.record.divergent
+        return update.number if update is not None else None
 
     @property
-    def scale(self) -> tuple[float, float]:
-        """The factor c in accumulated ≈ c · full over all parameters, and what it leaves over relative to ‖full‖."""
-        rows = [row for row in self.rows if math.isfinite(row.difference_norm)]
-        reference = sum(row.reference_norm**2 for row in rows)
-        if reference == 0.0:
-            return math.nan, math.inf
-        # Norms suffice, because a·e = (‖a‖² + ‖e‖² − ‖a − e‖²) / 2.
-        factor = sum(row.accumulated_norm**2 + row.reference_norm**2 - row.difference_norm**2 for row in rows) / 2
-        factor /= reference
-        squared_residual = sum(row.accumulated_norm**2 for row in rows) - factor**2 * reference
-        # Cancellation may leave a residual of zero slightly below it.
-        return factor, math.sqrt(max(squared_residual, 0.0) / reference)
+    def same_split(self) -> str:
+        """How both sides come to split the batch alike, so that nothing is compared; empty where they do not."""
+        if self.record.same_pieces:
+            return "both runs split the first update in the same way"
+        is_one_piece = self.window.has_recipe and self.window.steps == 1 and self.ranks is None
+        return "K = 1" if is_one_piece else ""
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether other weights leave next to nothing of the difference, though more than rounding: named first."""
+        # Empty in an audit: each of its controls runs alone, and sets no order of repairs.
+        run = self.window.remedy
+        return run is not None and not run.rounding and run.left <= SMALL_PART * self.compared.total
+
+    @property
+    def blind(self) -> bool:
+        """Whether no fault but one of scale could have shown: equal samples that no random draw tells apart.
+
+        They have the same statistics, the same loss and the same weight in every micro-batch.
+        """
+        return self.identical and self.window.steps > 1 and not self.draws.dealt
+
+    @property
+    def undecided(self) -> bool:
+        """Whether draws that went to other samples than in the full batch may be all that makes the difference."""
+        control = self.draws.control
+        return self.draws.are_unmatched and (control is None or control.rounding)
+
+    @property
+    def comparisons(self) -> tuple[tuple[int | None, tuple[ParameterComparison, ...]], ...]:
+        """The rows of every comparison that means something, with the number of its update in a training loop."""
+        if not self.record.updates:
+            return ((None, self.compared.rows),)
+        return tuple((update.number, update.parameters) for update in self.record.updates if update.judged)
+
+    @property
+    def repeats(self) -> float:
+        """The relative difference of two runs of the same batch that arithmetic without a fixed order may leave."""
+        # Kernels without a fixed order of additions round differently each time.
+        return AGREE_FLOAT64 if self.compared.method == Method.FLOAT64_CONTROL else COMPUTED_FLOAT32
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether two runs of the full batch came to the same loss, as far as is known."""
+        return self.repeatability is None or self.repeatability.forward <= self.repeats
+
+
+def comparison_of(record: Record) -> Comparison:
+    """Returns what an audit knows in the parts that a run delivers: the first differing update, else the first.
+
+    An update whose runs had other samples or other weights gives no rows: they would mean nothing.
+    """
+    update = record.divergent or next(iter(record.updates), None)
+    compared, window = Compared((), Method.EVENTS), AccumulationWindow()
+    if update is not None:
+        rows = update.parameters if update.judged else ()
+        compared, window = Compared(rows, Method.NOISE_FLOOR, update=update.number), update.window
+    # Buffers of later updates start from values that differ already.
+    first_drift = next((candidate for candidate in record.updates if candidate.judged and candidate.step.drifted), None)
+    buffers = Buffers()
+    if first_drift is not None:
+        # An audit compares them with the rounding of their type and keeps no difference.
+        buffers = Buffers(dict.fromkeys(first_drift.step.drifted, math.nan), first_drift.number)
+    state = record.controls.state
+    # The state's control comes last: it explains what those of interacting samples leave.
+    controls = [cause.control for cause in record.controls.coupling if cause.control is not None]
+    controls += [state.control] if state is not None and state.control is not None else []
+    return Comparison(
+        batch_size=update.data.full if update is not None else 0,
+        compared=compared,
+        window=window,
+        draws=Draws(record.dealt, record.dealt, is_counted=False, can_be_constant=False, unaligned=record.unaligned),
+        buffers=buffers,
+        forward=ForwardComparison(record.controls.coupling),
+        state=state,
+        cleared=bool(controls) and (controls[-1].rounding or controls[-1].fit is not None),
+        ranks=record.together,
+        stopped_after=record.stopped_after,
+        failures=record.failures,
+        diagnosed=_can_show_causes(record),
+        runs_repairs=False,
+        weights_probe="control",
+        record=record,
+    )
+
+
+def _can_show_causes(record: Record) -> bool:
+    """Whether the controls of an audit are conclusive about the samples and draws of the update that differs."""
+    is_altered = record.together is not None and record.together.is_altered
+    return record.divergent is not None and record.divergent.data.checked and not record.unaligned and not is_altered

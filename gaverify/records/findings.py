@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gaverify.records.comparison import Outcome
 from gaverify.records.json_objects import JsonObject, JsonRecord
+from gaverify.records.outcomes import Outcome
 
 Severity = Literal["fault", "note"]
 

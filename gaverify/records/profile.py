@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import Outcome, together
 from gaverify.records.json_objects import JsonObject, JsonRecord
 from gaverify.records.numbers import Number
+from gaverify.records.outcomes import Outcome, together
 
 Strategy = Literal["full-batch", "summed-loss", "accumulate"]
 Status = Literal["measured", "out-of-memory", "does-not-fit", "failed", "not-run"]

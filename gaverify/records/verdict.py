@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import FewSamples, Outcome, ParameterComparison, Reference, badness
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.json_objects import JsonObject, JsonRecord
 from gaverify.records.numbers import Number
+from gaverify.records.outcomes import FewSamples, Outcome, ParameterComparison, Reference, badness
 from gaverify.records.ranks import RankFacts
 
 

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from gaverify.records.audit import Clip, RowCheck, Stage, UpdateComparison
 from gaverify.records.audit_report import TITLES, Audit, Moment, WindowCount
-from gaverify.records.comparison import Method, Outcome
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Method, Outcome
 from gaverify.report.blocks import Call, Facts, Page, Parameters, Repeated, Section, Table, Timeline
 from gaverify.report.charts import weights_charts
 from gaverify.report.common_blocks import blamed_modules, make_page

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Outcome, ParameterComparison
 from gaverify.records.profile import Row
 
 Call = tuple[str, str]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Outcome, ParameterComparison
 from gaverify.report.blocks import Bar, Chart
 from gaverify.report.layout import clean, modules_of, number, sort_rows
 

@@ -12,9 +12,9 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Outcome, ParameterComparison
 from gaverify.records.patch import Edit
 from gaverify.records.profile import LABELS, Row
 from gaverify.report.blocks import FindingBlock, Page, Parameters

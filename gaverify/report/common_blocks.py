@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import Outcome, ParameterComparison
 from gaverify.records.findings import Finding
+from gaverify.records.outcomes import Outcome, ParameterComparison
 from gaverify.records.profile import Row
 from gaverify.report.blocks import Chart, Facts, FindingBlock, Headline, Page, PatchBlock, Section
 from gaverify.report.charts import repairs_chart

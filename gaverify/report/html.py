@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup, escape
 
 from gaverify.records.answers import Answer
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.report.blocks import Block, Chart, FindingBlock, Parameters, PatchBlock, Table
 from gaverify.report.charts import chart_by_parameters, parameters_chart
 from gaverify.report.documents import answer_text

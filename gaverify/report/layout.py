@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gaverify.records.answers import Environment
-from gaverify.records.comparison import Method, Outcome, ParameterComparison, badness
 from gaverify.records.numbers import bytes_text
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison, badness
 from gaverify.records.ranks import RankFacts
 
 # Words and numbers that all pages and formats share.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.outcomes import Outcome, ParameterComparison
 from gaverify.report.blocks import Block, Facts, FindingBlock, Headline, Page, Parameters, PatchBlock, Section, Table
 from gaverify.report.diffs import changes_of, diffs_of
 from gaverify.report.layout import clean, clean_code, footnotes, measures, sort_rows

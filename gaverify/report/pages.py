@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from gaverify.errors import USAGE, worst_exit_code
 from gaverify.records.answers import Answer
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome, together
 from gaverify.records.findings import Finding
 from gaverify.records.json_objects import JsonRecord, as_json, json_object
 from gaverify.records.numbers import bytes_text, count_text, seconds_text
+from gaverify.records.outcomes import Outcome, together
 from gaverify.records.profile import LABELS, Profile, Row
 from gaverify.records.verdict import Verdict
 from gaverify.report.audit_page import audit_page

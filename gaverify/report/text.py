@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
 from gaverify.records.numbers import count_text, seconds_text
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison
 from gaverify.records.verdict import Verdict
 from gaverify.report.blocks import Facts, FindingBlock, Page, Parameters, Section, Table
 from gaverify.report.diffs import diffs_of

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from gaverify.records.comparison import Method, Outcome, Reference, hidden_share
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Method, Outcome, Reference, hidden_share
 from gaverify.records.verdict import CountedTargets, RunInfo, Trace, Verdict
 from gaverify.report.blocks import Facts, Page, Parameters, Section, Table
 from gaverify.report.charts import chart_by_outputs, weights_charts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gaverify.records.facts import Facts, facts_of_loop
+from gaverify.records.comparison import Comparison, comparison_of
 from gaverify.records.findings import Finding
 from gaverify.rules.calls import (
     clip_per_micro_batch,
@@ -108,42 +108,44 @@ RULES = (
 )
 
 
-def findings_for(facts: Facts) -> tuple[Finding, ...]:
+def findings_for(comparison: Comparison) -> tuple[Finding, ...]:
     """Returns the findings of all rules, faults first."""
     findings: list[Finding] = []
-    for rule in _rules_in_order(facts):
-        if rule in WEIGHTS and facts.record.controls.state is not None:
+    for rule in _rules_in_order(comparison):
+        if rule in WEIGHTS and comparison.record.controls.state is not None:
             # weights make up for state that moves as well: what counts is the fit with the state put back
-            findings += _beside_coupling(rule, facts)
-        elif rule not in WEIGHTS or not (changed := _gradients_changed(facts, findings)):
-            findings += rule.judge(facts)
-            findings += _beside_coupling(rule, facts) if rule in WEIGHTS else ()
-        elif facts.record.controls.unclipped and changed == {clip_per_micro_batch.code}:
-            results = facts.record.controls
-            without_clips = replace(facts.record, updates=results.unclipped, controls=replace(results, unclipped=()))
-            findings += rule.judge(facts_of_loop(without_clips))
-    first = facts.record.controls.first_difference
+            findings += _beside_coupling(rule, comparison)
+        elif rule not in WEIGHTS or not (changed := _gradients_changed(comparison, findings)):
+            findings += rule.judge(comparison)
+            findings += _beside_coupling(rule, comparison) if rule in WEIGHTS else ()
+        elif comparison.record.controls.unclipped and changed == {clip_per_micro_batch.code}:
+            results = comparison.record.controls
+            without_clips = replace(
+                comparison.record, updates=results.unclipped, controls=replace(results, unclipped=())
+            )
+            findings += rule.judge(comparison_of(without_clips))
+    first = comparison.record.controls.first_difference
     if first is not None and first.control is not None and first.control.proves:
         # what is proven leaves nothing to those that were only suspected before
         findings = [finding for finding in findings if finding.proven or finding.severity != "fault"]
-    findings += unexplained.judge(facts, tuple(findings))
-    codes_first = {rule.code for rule in WEIGHTS} if facts.weights_first else set()
+    findings += unexplained.judge(comparison, tuple(findings))
+    codes_first = {rule.code for rule in WEIGHTS} if comparison.weights_first else set()
     ordered = sorted(findings, key=lambda finding: (finding.severity != "fault", finding.code not in codes_first))
-    return tuple(_with_harm(facts, ordered))
+    return tuple(_with_harm(comparison, ordered))
 
 
-def _rules_in_order(facts: Facts) -> tuple[Rule[[Facts]], ...]:
+def _rules_in_order(comparison: Comparison) -> tuple[Rule[[Comparison]], ...]:
     """All rules; of a wrong factor and wrong shares of one update the larger fault comes first."""
-    shares = find_shares(facts)
+    shares = find_shares(comparison)
     if shares is None or shares.share_error <= abs(shares.total - 1):
         return RULES
     at = RULES.index(wrong_loss_scale)
     return (*RULES[:at], mean_of_means, wrong_loss_scale, *RULES[at + 2 :])
 
 
-def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
+def _beside_coupling(rule: Rule[[Comparison]], comparison: Comparison) -> Iterator[Finding]:
     """Yields what the rule finds in the weights that are left once what couples samples is held in a training loop."""
-    record, controls, update = facts.record, facts.record.controls, facts.record.divergent
+    record, controls, update = comparison.record, comparison.record.controls, comparison.record.divergent
     run = controls.coupling[-1].control if controls.coupling else None
     if controls.state is not None:
         run = controls.state.control
@@ -152,30 +154,30 @@ def _beside_coupling(rule: Rule[[Facts]], facts: Facts) -> Iterator[Finding]:
     refitted = replace(update, window=update.window.refit(run.fit))
     controls = replace(controls, coupling=(), state=None)
     without_coupling = replace(record, updates=(refitted,), controls=controls)
-    for finding in rule.judge(facts_of_loop(without_coupling)):
+    for finding in rule.judge(comparison_of(without_coupling)):
         yield replace(finding, summary=f"with {run.what}, {finding.summary}")
 
 
-def _gradients_changed(facts: Facts, found: list[Finding]) -> set[str]:
+def _gradients_changed(comparison: Comparison, found: list[Finding]) -> set[str]:
     """The codes by which the first differing update's gradient is no weighted sum of its micro-batches' any more."""
     faults = {finding.code for finding in found if finding.severity == "fault"}
     changed = {clip_per_micro_batch.code, scaler_per_micro_batch.code}
-    if facts.record.controls.overwritten is not None:  # weights fit to passes that add nothing
+    if comparison.record.controls.overwritten is not None:  # weights fit to passes that add nothing
         changed.add(gradients_cleared_inside_window.code)
     # Weights of micro-batches say nothing where it is the ranks' that are wrong: the fit of a script's passes holds
     # those of all ranks, and of a model none may be fitted.
-    is_of_ranks = facts.ranks is not None and facts.ranks.at_fault and facts.window.fit is None
-    if facts.record.ranks > 1 or is_of_ranks:
+    is_of_ranks = comparison.ranks is not None and comparison.ranks.at_fault and comparison.window.fit is None
+    if comparison.record.ranks > 1 or is_of_ranks:
         changed |= {rule.code for rule in RANKS}
-    if (facts.compared.update or 1) > 1:  # the first window has nothing of an earlier one
+    if (comparison.compared.update or 1) > 1:  # the first window has nothing of an earlier one
         changed.add(gradients_not_cleared.code)
     return faults & changed
 
 
-def _with_harm(facts: Facts, found: list[Finding]) -> Iterator[Finding]:
+def _with_harm(comparison: Comparison, found: list[Finding]) -> Iterator[Finding]:
     """Adds to the first finding how much the divergence matters: it is one number for all causes together."""
     for position, finding in enumerate(found):
         is_reported = finding.severity == "fault" or finding.code == unexplained.code
-        matters = position == 0 and bool(facts.compared.divergent) and is_reported
-        extra = show_harm(facts) if matters else ()
+        matters = position == 0 and bool(comparison.compared.divergent) and is_reported
+        extra = show_harm(comparison) if matters else ()
         yield replace(finding, evidence=(*finding.evidence, *extra)) if extra else finding

@@ -14,7 +14,7 @@ from gaverify.records.audit import (
     TransformedGradients,
     UpdateComparison,
 )
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import (
     Backward,
     ClearedByHand,
@@ -27,8 +27,8 @@ from gaverify.records.events import (
     Step,
 )
 from gaverify.records.experiment import FirstDifference
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
+from gaverify.records.outcomes import Outcome
 from gaverify.rules.rule import (
     control_evidence,
     finding_of,
@@ -51,12 +51,12 @@ _CLIP_ONCE = "clip once per update, between the last backward pass and the step"
 
 
 @rule("GAV606")
-def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
+def clip_per_micro_batch(comparison: Comparison) -> Iterator[Finding]:
     """Yields a fault where clipping inside a window changed gradients, a note where it did not.
 
     A control whose losses are too small to be clipped shows whether that is all.
     """
-    record = facts.record
+    record = comparison.record
     update, inside = record.divergent, record.calls.inside(Clipping)
     # the strongest evidence first: a proven transformation also explains clippings that were seen inside it
     if update is not None and record.edit is not None:
@@ -78,10 +78,10 @@ def clip_per_micro_batch(facts: Facts) -> Iterator[Finding]:
         yield _finding_of_clips(record, inside)
 
 
-def clipped_inside(facts: Facts) -> bool:
+def clipped_inside(comparison: Comparison) -> bool:
     """Whether a difference may come of clipping inside a window."""
-    return facts.record.divergent is not None and any(
-        finding.severity == "fault" for finding in clip_per_micro_batch.judge(facts)
+    return comparison.record.divergent is not None and any(
+        finding.severity == "fault" for finding in clip_per_micro_batch.judge(comparison)
     )
 
 
@@ -239,9 +239,9 @@ def _finding_of_edits(record: Record, update: UpdateComparison, edits: Sequence[
 
 
 @rule("GAV607")
-def scheduler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
+def scheduler_per_micro_batch(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a scheduler steps inside a window."""
-    record = facts.record
+    record = comparison.record
     inside = record.calls.inside(SchedulerStep)
     if not inside:
         return
@@ -277,9 +277,9 @@ def _word_rates(update: UpdateComparison | None) -> str:
 
 
 @rule("GAV608")
-def scaler_per_micro_batch(facts: Facts) -> Iterator[Finding]:
+def scaler_per_micro_batch(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a scaler is unscaled or updated inside a window."""
-    inside = [call for call in facts.calls.inside(ScalerCall) if not call.skipped]
+    inside = [call for call in comparison.calls.inside(ScalerCall) if not call.skipped]
     # `step` inside the window is GAV601, for scaled and unscaled training alike
     inside = [call for call in inside if call.call in ("unscale_", "update")]
     if not inside:
@@ -305,9 +305,9 @@ _SHOWN = 4  # settings that are listed
 
 
 @rule("GAV609")
-def step_settings_differ(facts: Facts) -> Iterator[Finding]:
+def step_settings_differ(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding at the first update that is made with other settings, or by another step."""
-    record, calls = facts.record, facts.calls
+    record, calls = comparison.record, comparison.calls
     for update in record.updates:
         # the step cancels a factor of the gradient (Adam does) and the weights change alike: nothing is left to explain
         if not update.judged or update.step.takes_factor:

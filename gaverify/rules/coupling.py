@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import BackwardPlace, Comparison
 from gaverify.records.experiment import Cause, ControlKind, DifferenceKind, FirstDifference, LossValue, Operation
-from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.outcomes import Outcome
 from gaverify.rules.rule import (
     RAN_EQUIVALENT,
     control_evidence,
@@ -62,9 +62,9 @@ _BACKWARD_REMEDIES = {
 
 
 @rule("GAV101")
-def batch_statistics(facts: Facts) -> Iterator[Finding]:
+def batch_statistics(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding per cause in which a module normalises its channels by statistics of the batch."""
-    for cause in facts.forward.causes:
+    for cause in comparison.forward.causes:
         suspect = cause.suspect
         # a normalisation inside the loss is GAV103: no layer of the model can be replaced there
         if not (suspect.statistics and suspect.in_model):
@@ -77,7 +77,7 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             if run.repairs and run.kind is ControlKind.REPLACED
         ]
         if cause.control is not None and cause.control.kind is ControlKind.EVALUATION_MODE:
-            if not facts.runs_repairs:  # then no run has another layer
+            if not comparison.runs_repairs:  # then no run has another layer
                 remedies.append(
                     "replace it by GroupNorm, which changes the model (gaverify did not run it; for a BatchNorm, "
                     "`gaverify.remedies.convert_batch_norm(model)` does it)"
@@ -91,11 +91,11 @@ def batch_statistics(facts: Facts) -> Iterator[Finding]:
             f"layer {module_name(operation.module, operation.kind)} normalises with the statistics of the micro-batch"
         )
         remedy = "; or ".join(remedies) or "use statistics of each sample (LayerNorm, GroupNorm) or stored ones"
-        yield _meeting(facts, cause, what, remedy)
+        yield _meeting(comparison, cause, what, remedy)
 
 
 def _meeting(
-    facts: Facts, cause: Cause, what: str, remedy: str, *more: Evidence, others: Sequence[Cause] = ()
+    comparison: Comparison, cause: Cause, what: str, remedy: str, *more: Evidence, others: Sequence[Cause] = ()
 ) -> Finding:
     """The finding of a cause in the forward: the trace, more that was measured, and the control run.
 
@@ -103,12 +103,12 @@ def _meeting(
     """
     return finding_of(
         what,
-        show_first_operation(facts, cause),
+        show_first_operation(comparison, cause),
         *more,
-        show_control(facts, _join_causes([cause, *others])),
+        show_control(comparison, _join_causes([cause, *others])),
         location=cause.suspect.culprit.location,
-        remedy=number_remedy(facts, remedy, cause),
-        proven=all(is_proven(facts, each) for each in (cause, *others)),
+        remedy=number_remedy(comparison, remedy, cause),
+        proven=all(is_proven(comparison, each) for each in (cause, *others)),
         together=(*_places(cause), *(each.suspect.culprit.location for each in others)),
     )
 
@@ -132,9 +132,9 @@ def _places(cause: Cause) -> Iterator[Location]:
 
 
 @rule("GAV102")
-def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
+def cross_sample_operation(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding per operation inside the model that mixes samples."""
-    for cause, *others in group_causes(facts):
+    for cause, *others in group_causes(comparison):
         suspect = cause.suspect
         # random draws that depend on the batch are GAV302, and values that are handed over GAV610
         if not suspect.in_model or suspect.statistics or suspect.kind in ("random", "values"):
@@ -153,17 +153,17 @@ def cross_sample_operation(facts: Facts) -> Iterator[Finding]:
         # a repair that has run comes before one that follows from the kind of operation
         remedy = find_constant_remedy(cause) or find_pairing_remedy(suspect) or remedy
         what = f"{module_name(operation.module, operation.kind)} {what}"
-        yield _meeting(facts, cause, what, remedy, others=others)
+        yield _meeting(comparison, cause, what, remedy, others=others)
 
 
 @rule("GAV103")
-def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
+def batch_coupled_loss(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding per operation outside the model's outputs that couples samples."""
-    for cause, *others in group_causes(facts):
+    for cause, *others in group_causes(comparison):
         suspect = cause.suspect
         if suspect.in_model or suspect.kind not in _IN_LOSS:
             continue
-        fit = facts.window.fit
+        fit = comparison.window.fit
         more = []
         # weights that fit would contradict the finding, and no residual says nothing
         if fit is not None and FIT_FLOAT64 < fit.residual < math.inf:
@@ -172,17 +172,17 @@ def batch_coupled_loss(facts: Facts) -> Iterator[Finding]:
                 f"no micro-batch weights reproduce the gradient{of}: the best leave a difference of {fit.residual:.1e}"
             )
             more.append(Evidence("micro-batch-weights", "fit", text, {"residual": fit.residual}))
-        yield _meeting(facts, cause, _IN_LOSS[suspect.kind], _remedy(facts, cause), *more, others=others)
+        yield _meeting(comparison, cause, _IN_LOSS[suspect.kind], _remedy(comparison, cause), *more, others=others)
 
 
-def _remedy(facts: Facts, cause: Cause) -> str:
+def _remedy(comparison: Comparison, cause: Cause) -> str:
     """The repair that was run; an audit runs none and names the one that holds for every loss over a model's outputs.
 
     A run tries cached gradients before anything else: where another control helped, they did not go or left something.
     """
     run = cause.control
     # cached gradients were run in one process only, so nothing is tested for several ranks
-    if facts.ranks is not None:
+    if comparison.ranks is not None:
         return (
             "compute the loss once over the outputs of all micro-batches and ranks: gather them with "
             "`gaverify.remedies.all_gather`, and cache the gradients of micro-batches (not tried here)"
@@ -193,7 +193,7 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         cached = f"{statistics}; or use {cached}"
     if run is not None and run.kind is ControlKind.CACHED_GRADIENTS and run.repairs:
         # an earlier cause in the model spoils this control unless it is repaired before
-        before = facts.forward.causes[: facts.forward.causes.index(cause)]
+        before = comparison.forward.causes[: comparison.forward.causes.index(cause)]
         fixes = word_earlier_fixes(before)
         return f"{cached}; gaverify ran it{fixes}: the full-batch gradient, with the memory of one micro-batch"
     constant_remedy = find_constant_remedy(cause)
@@ -201,14 +201,14 @@ def _remedy(facts: Facts, cause: Cause) -> str:
         return constant_remedy
     loss_remedy = "compute the loss once over the outputs of all micro-batches"
     return find_pairing_remedy(cause.suspect) or (
-        loss_remedy if facts.runs_repairs else f"{loss_remedy}: {cached} does it, not tried here"
+        loss_remedy if comparison.runs_repairs else f"{loss_remedy}: {cached} does it, not tried here"
     )
 
 
 @rule("GAV610")
-def loss_inputs_differ(facts: Facts) -> Iterator[Finding]:
+def loss_inputs_differ(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding per value that a loop hands to the loss and that differs for the same samples."""
-    for cause in facts.forward.causes:
+    for cause in comparison.forward.causes:
         suspect, value = cause.suspect, cause.suspect.value
         if value is None:
             continue
@@ -224,19 +224,19 @@ def loss_inputs_differ(facts: Facts) -> Iterator[Finding]:
         tested = RAN_EQUIVALENT if cause.control is not None and cause.control.rounding else ""
         yield finding_of(
             what,
-            _value_evidence(facts, cause, value),
-            show_control(facts, cause),
+            _value_evidence(comparison, cause, value),
+            show_control(comparison, cause),
             location=suspect.operation.location,
-            remedy=number_remedy(facts, remedy + tested, cause),
-            proven=is_proven(facts, cause),
+            remedy=number_remedy(comparison, remedy + tested, cause),
+            proven=is_proven(comparison, cause),
         )
 
 
-def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
+def _value_evidence(comparison: Comparison, cause: Cause, value: LossValue) -> Evidence:
     """Where the value differs first, by how much, and where the loss reads it."""
     suspect, reader = cause.suspect, value.reader
     rows = f" for {suspect.samples} samples" if suspect.samples else ""
-    text = word_largest(facts)
+    text = word_largest(comparison)
     text += "" if suspect.in_model else "; all outputs of the model agree for the same samples"
     text += f"; first value that differs{rows}: `{suspect.operation.source}`"
     number = value.made_with
@@ -252,37 +252,37 @@ def _value_evidence(facts: Facts, cause: Cause, value: LossValue) -> Evidence:
 
 
 @rule("GAV104")
-def batch_dependent_backward(facts: Facts) -> Iterator[Finding]:
+def batch_dependent_backward(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where all forwards and the losses agree, and gradients do not."""
     # no forwards of a script were traced: its losses have to tell
-    yield from _judge_losses(facts.record)
+    yield from _judge_losses(comparison.record)
     # a gradient that does not repeat itself is GAV303, and every comparison differs then
-    repeats = facts.repeatability is None or facts.repeatability.backward <= SAME_IN_FLOAT32
-    run = facts.backward.control
+    repeats = comparison.repeatability is None or comparison.repeatability.backward <= SAME_IN_FLOAT32
+    run = comparison.backward.control
     is_proven = run is not None and run.proves
-    agree = (facts.forward.agree or is_proven) and facts.forward.loss_gap <= SAME_IN_FLOAT32
-    if facts.forward.causes or not agree or not repeats:
+    agree = (comparison.forward.agree or is_proven) and comparison.forward.loss_gap <= SAME_IN_FLOAT32
+    if comparison.forward.causes or not agree or not repeats:
         return
-    if facts.left <= SAME_IN_FLOAT32 and facts.backward.control is None:
+    if comparison.left <= SAME_IN_FLOAT32 and comparison.backward.control is None:
         return
     # parameters that differ in another way (missing, not finite) have findings of their own
-    rows = [row for row in facts.compared.divergent if row.relative_difference > row.relative_allowed]
-    hooked = ", ".join(f"`{name}`" for name in facts.backward.hooked)
-    place, culprit = facts.backward.place, facts.backward.culprit
-    restored = " from the same state" if facts.state is not None and facts.state.blamed else ""
-    losses = "but for a constant" if facts.forward.adds_constant else f"to {facts.forward.loss_gap:.0e}"
+    rows = [row for row in comparison.compared.divergent if row.relative_difference > row.relative_allowed]
+    hooked = ", ".join(f"`{name}`" for name in comparison.backward.hooked)
+    place, culprit = comparison.backward.place, comparison.backward.culprit
+    restored = " from the same state" if comparison.state is not None and comparison.state.blamed else ""
+    losses = "but for a constant" if comparison.forward.adds_constant else f"to {comparison.forward.loss_gap:.0e}"
     where = f"; gradients first differ in {_word_place(place, culprit)}" if culprit is not None else ""
     where += f"; hooks are registered on {hooked}" if hooked else ""
-    alike = "all forward values agree" if facts.forward.agree else "the losses agree"
+    alike = "all forward values agree" if comparison.forward.agree else "the losses agree"
     operations = f"all operations of the forward pass agree{restored}, the losses"
-    if not facts.forward.agree:
+    if not comparison.forward.agree:
         operations = f"the losses agree{restored}"
     yield finding_of(
         f"the backward of {quote_names(row.name for row in rows)} depends on the batch, although {alike}",
         measured_evidence(
             "operations",
-            f"{facts.compared.largest}; {operations} {losses}{where}",
-            loss_gap=facts.forward.loss_gap,
+            f"{comparison.compared.largest}; {operations} {losses}{where}",
+            loss_gap=comparison.forward.loss_gap,
         ),
         *([] if run is None else [control_evidence("backward", word_difference_left(run), left=run.left)]),
         remedy=_BACKWARD_REMEDIES[place or BackwardPlace.MODULE],

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gaverify.records.audit import Calls, Overwritten, Record, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import Backward, Event, Forward, GradientsRemoved, LostPasses, Step
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import Window
 from gaverify.rules.rule import (
     control_evidence,
@@ -272,10 +272,10 @@ def _summed_elsewhere(record: Record, loss: LostPasses) -> bool:
 
 
 @rule("GAV603")
-def gradients_cleared_inside_window(facts: Facts) -> Iterator[Finding]:
+def gradients_cleared_inside_window(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where gradients vanish inside a window."""
-    yield from _by_the_forward(facts)
-    record = facts.record
+    yield from _by_the_forward(comparison)
+    record = comparison.record
     setting, update = record.controls.overwritten, record.divergent
     if setting is not None and update is not None:
         yield _finding_of_overwritten(update, setting)
@@ -322,16 +322,16 @@ def _finding_of_overwritten(update: UpdateComparison, setting: Overwritten) -> F
     )
 
 
-def _by_the_forward(facts: Facts) -> Iterator[Finding]:
+def _by_the_forward(comparison: Comparison) -> Iterator[Finding]:
     """A finding where the model or the loss clears the gradients of earlier micro-batches: `zero_grad` inside them."""
-    run = facts.backward.kept
+    run = comparison.backward.kept
     if run is None:
         return
-    by = facts.backward.clearing
+    by = comparison.backward.clearing
     line = f"; cleared by {by}: `{by.source}`" if by is not None and by.source else ""
     yield finding_of(
         "the forward clears the gradients of earlier micro-batches",
-        measured_evidence("gradients", f"{facts.compared.largest}{line}"),
+        measured_evidence("gradients", f"{comparison.compared.largest}{line}"),
         control_evidence("gradients", word_difference_left(run), left=run.left),
         remedy="clear the gradients once per update, after the step"
         + ("" if by is not None else "; look for `zero_grad` in the loss and in hooks"),
@@ -341,9 +341,9 @@ def _by_the_forward(facts: Facts) -> Iterator[Finding]:
 
 
 @rule("GAV604")
-def trailing_window_lost(facts: Facts) -> Iterator[Finding]:
+def trailing_window_lost(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where the last backward passes of an epoch or of the script are thrown away."""
-    record = facts.record
+    record = comparison.record
     tails = cut_off(record)
     if not tails:
         return

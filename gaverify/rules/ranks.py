@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import Backward, Clipping
 from gaverify.records.experiment import is_constant
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Finding, Location
 from gaverify.records.ranks import Engine, RankFacts
 from gaverify.rules.rule import (
@@ -31,7 +31,7 @@ _SHOWN = 8  # micro-batches of a rank whose targets are listed
 
 
 @rule_of_ranks("GAV701")
-def ranks_hold_different_gradients(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def ranks_hold_different_gradients(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where two ranks step with different gradients, or compute them at different weights."""
     # NaN: no two ranks have a part of the model in common, so there is nothing to compare
     if math.isnan(ranks.replicas.difference):
@@ -40,7 +40,7 @@ def ranks_hold_different_gradients(facts: Facts, ranks: RankFacts) -> Iterator[F
     if ranks.replicas.starting_difference > ranks.rounding:
         yield _other_weights(ranks)
     elif ranks.replicas_differ:
-        yield _other_gradients(facts, ranks)
+        yield _other_gradients(comparison, ranks)
 
 
 def _other_weights(ranks: RankFacts) -> Finding:
@@ -57,7 +57,7 @@ def _other_weights(ranks: RankFacts) -> Finding:
     )
 
 
-def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
+def _other_gradients(comparison: Comparison, ranks: RankFacts) -> Finding:
     # equal after the reduction and different at the step: the script changed them in between
     after = ranks.replicas.summed_difference <= ranks.rounding
     what = "; after the last backward pass they were equal" if after else ""
@@ -94,7 +94,7 @@ def _other_gradients(facts: Facts, ranks: RankFacts) -> Finding:
         f"the {ranks.ranks} ranks step with different gradients{of}: {why}",
         *evidence,
         # the line that changed them after the reduction is not known
-        location=None if after else backward_place(facts),
+        location=None if after else backward_place(comparison),
         remedy=remedy + (RAN_EQUIVALENT if repaired else ""),
         proven=proven or repaired,
     )
@@ -112,7 +112,7 @@ def _remedy(ranks: RankFacts) -> str:
 
 
 @rule_of_ranks("GAV702")
-def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def gradients_never_reduced(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where sharded parameters step without a gradient, or without that of the last backward pass."""
     if not _is_lost(ranks):
         return
@@ -132,7 +132,7 @@ def gradients_never_reduced(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
     yield finding_of(
         f"the {ranks.ranks} ranks step without {missing}",
         *evidence,
-        location=backward_place(facts),
+        location=backward_place(comparison),
         remedy="call `set_requires_gradient_sync(True)` before the last backward pass of the accumulation window"
         + (", and `set_requires_all_reduce(True)`" if ranks.reduction.stepped_without and ranks.reductions else "")
         + (RAN_EQUIVALENT if proven else ""),
@@ -154,7 +154,7 @@ def _reducing(ranks: RankFacts) -> str:
 
 
 @rule_of_ranks("GAV707")
-def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def rank_statistics(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where buffers of the ranks are apart and holding their layers still repairs the gradient."""
     if not ranks.at_fault or not ranks.replicas.buffers:
         return
@@ -181,7 +181,7 @@ def rank_statistics(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
 
 
 @rule_of_ranks("GAV708")
-def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def synchronised_every_micro_batch(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a note where more than one backward pass of the first window reduces over the ranks."""
     if ranks.reductions < 2:
         return
@@ -198,7 +198,7 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
             needed=last,
             reductions=ranks.reductions,
         ),
-        location=backward_place(facts),
+        location=backward_place(comparison),
         remedy=f"run all backward passes of an update except the last under `{switch}`",
         severity="note",
         proven=True,
@@ -206,7 +206,7 @@ def synchronised_every_micro_batch(facts: Facts, ranks: RankFacts) -> Iterator[F
 
 
 @rule_of_ranks("GAV703")
-def mean_over_ranks(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def mean_over_ranks(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where unequal weights of the ranks' gradients make the full batch's."""
     if not ranks.at_fault or ranks.replicas_differ:
         return
@@ -256,7 +256,7 @@ def _finding(ranks: RankFacts, fitting: str, what: str, **values: object) -> Fin
 
 
 @rule_of_ranks("GAV704")
-def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def wrong_rank_scale(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters makes the ranks' gradient the full batch's."""
     if not ranks.at_fault or ranks.replicas_differ:
         return
@@ -267,7 +267,11 @@ def wrong_rank_scale(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     if abs(factor - 1) <= ranks.rounding:
         return
     counting_rank = _rank_that_counts(ranks, factor)
-    if not facts.window.has_recipe and not _of_ranks(factor, ranks.ranks, facts.window.steps) and counting_rank is None:
+    if (
+        not comparison.window.has_recipe
+        and not _of_ranks(factor, ranks.ranks, comparison.window.steps)
+        and counting_rank is None
+    ):
         return
     strategy_meaning = (
         (float(ranks.ranks), "R): gradients are summed over the ranks instead of averaged"),
@@ -324,7 +328,7 @@ def _of_ranks(factor: float, ranks: int, steps: int) -> bool:
 
 
 @rule_of_ranks("GAV705")
-def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def gather_without_gradient(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where the ranks gather, and a gather that hands gradients back repairs the gradient."""
     if not ranks.at_fault or ranks.replicas_differ or not ranks.gathers:
         return
@@ -344,23 +348,23 @@ def gather_without_gradient(facts: Facts, ranks: RankFacts) -> Iterator[Finding]
             residual=residual,
         ),
         word_control("gather", "with `gaverify.remedies.all_gather` instead, the difference", difference_left, proven),
-        location=_place(facts),
+        location=_place(comparison),
         remedy="use `gaverify.remedies.all_gather`, which passes gradients back, instead of the gather"
         + (RAN_EQUIVALENT if proven else ""),
         proven=proven,
     )
 
 
-def _place(facts: Facts) -> Location | None:
+def _place(comparison: Comparison) -> Location | None:
     """Where the first window of a loop gathers a trained tensor; None for a run of a model."""
-    window = facts.calls.first
+    window = comparison.calls.first
     places = [place for backward in (window.of(Backward) if window else ()) for place in backward.gathers]
     file, line = next(filter(None, places), (None, None))
     return Location(file=display_path(file), line=line) if file else None
 
 
 @rule_of_ranks("GAV706")
-def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
+def shard_local_norm(comparison: Comparison, ranks: RankFacts) -> Iterator[Finding]:
     """Yields a finding where each shard has a factor of its own."""
     fit, shards = ranks.shares.fit, ranks.shares.shards
     if not ranks.at_fault or len(shards) < 2:
@@ -393,7 +397,7 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
         f"each of the {ranks.ranks} ranks scales its {whose} by a different factor"
         + (" before they are reduced" if fit is not None else ""),
         *evidence,
-        location=_clip_place(facts),
+        location=_clip_place(comparison),
         remedy="clip with `torch.nn.utils.clip_grad_norm_`, which handles sharded gradients, or sum the squared norms "
         "over all ranks first"
         if fit is None
@@ -402,9 +406,9 @@ def shard_local_norm(facts: Facts, ranks: RankFacts) -> Iterator[Finding]:
     )
 
 
-def _clip_place(facts: Facts) -> Location | None:
+def _clip_place(comparison: Comparison) -> Location | None:
     """Where the first window of a loop clips; None where no clipping was seen."""
-    window = facts.calls.first
+    window = comparison.calls.first
     clips = window.of(Clipping) if window is not None else ()
     file, line = clips[0].place if clips else (None, None)
     return Location(file=display_path(file), line=line) if file else None

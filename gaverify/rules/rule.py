@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Generic, ParamSpec
 
 from gaverify.records.audit import Stage, UpdateComparison
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import Backward, Event
 from gaverify.records.experiment import (
     MOVES_ROWS,
@@ -21,7 +22,6 @@ from gaverify.records.experiment import (
     Operation,
     Suspect,
 )
-from gaverify.records.facts import Facts
 from gaverify.records.findings import ALSO, Evidence, Finding, Location, Severity
 from gaverify.records.numbers import count_text
 from gaverify.records.ranks import RankFacts
@@ -40,9 +40,9 @@ class Rule(Generic[Asked]):
     name: str
     judgement: Callable[Asked, Iterable[Finding]]
 
-    def judge(self, *facts: Asked.args, **named: Asked.kwargs) -> Iterator[Finding]:
+    def judge(self, *comparison: Asked.args, **named: Asked.kwargs) -> Iterator[Finding]:
         """Yields the findings, which bear the rule's code and name."""
-        for finding in self.judgement(*facts, **named):
+        for finding in self.judgement(*comparison, **named):
             yield replace(finding, code=self.code, name=self.name)
 
 
@@ -51,13 +51,13 @@ def rule(code: str) -> Callable[[Callable[Asked, Iterable[Finding]]], Rule[Asked
     return lambda judgement: Rule(code, judgement.__name__.replace("_", "-"), judgement)
 
 
-def rule_of_ranks(code: str) -> Callable[[Callable[[Facts, RankFacts], Iterable[Finding]]], Rule[[Facts]]]:
+def rule_of_ranks(code: str) -> Callable[[Callable[[Comparison, RankFacts], Iterable[Finding]]], Rule[[Comparison]]]:
     """The same for a judgement about several ranks: of one process it finds nothing."""
 
-    def make_rule(judgement: Callable[[Facts, RankFacts], Iterable[Finding]]) -> Rule[[Facts]]:
+    def make_rule(judgement: Callable[[Comparison, RankFacts], Iterable[Finding]]) -> Rule[[Comparison]]:
         @wraps(judgement)
-        def judge(facts: Facts) -> Iterable[Finding]:
-            return () if facts.ranks is None else judgement(facts, facts.ranks)
+        def judge(comparison: Comparison) -> Iterable[Finding]:
+            return () if comparison.ranks is None else judgement(comparison, comparison.ranks)
 
         return rule(code)(judge)
 
@@ -148,10 +148,10 @@ def word_trial(run: ControlRun, behind: str = "") -> str:
     return f"gaverify ran it{behind}: equivalent" if run.rounding else f"{RAN} a difference of {run.left:.0e} is left"
 
 
-def show_harm(facts: Facts) -> tuple[Evidence, ...]:
+def show_harm(comparison: Comparison) -> tuple[Evidence, ...]:
     """How large the divergence is against the sampling noise of the gradient, with a word."""
-    fit = facts.window.fit
-    total = facts.compared.total
+    fit = comparison.window.fit
+    total = comparison.compared.total
     # the variation from batch to batch is known only where micro-batches were fitted
     if fit is None or not fit.noise > 0 or not total < float("inf"):
         return ()
@@ -179,16 +179,16 @@ def first_place(events: Iterable[Event]) -> Location | None:
     return place_of(next((event for event in events if event.file is not None), None))
 
 
-def backward_place(facts: Facts, number: int | None = None) -> Location | None:
+def backward_place(comparison: Comparison, number: int | None = None) -> Location | None:
     """Returns the line of a window's last backward pass, or of the loss that a library differentiates. None in a run.
 
     Args:
-        facts: The comparison.
+        comparison: The comparison.
         number: The update; None: the one that was compared.
     """
-    if facts.record.controls.loss_line is not None:
-        return line_of(*facts.record.controls.loss_line)
-    window = facts.calls.window_of(facts.compared.update if number is None else number)
+    if comparison.record.controls.loss_line is not None:
+        return line_of(*comparison.record.controls.loss_line)
+    window = comparison.calls.window_of(comparison.compared.update if number is None else number)
     return first_place(reversed(window.of(Backward))) if window is not None else None
 
 
@@ -265,10 +265,10 @@ def word_share_of_each(amounts: Sequence[float]) -> str:
     return ", ".join(shown_amounts) + (", …" if len(amounts) > 12 else "")
 
 
-def word_largest(facts: Facts) -> str:
+def word_largest(comparison: Comparison) -> str:
     """Returns the largest relative difference, with the parameter that shows it."""
-    update = facts.record.divergent
-    return word_difference(update) if update is not None else facts.compared.largest
+    update = comparison.record.divergent
+    return word_difference(update) if update is not None else comparison.compared.largest
 
 
 def word_difference(update: UpdateComparison) -> str:
@@ -337,7 +337,7 @@ _INEXACT = {
 """Why a control may leave something although nothing else is at fault."""
 
 
-def show_first_operation(facts: Facts, cause: Cause) -> Evidence:
+def show_first_operation(comparison: Comparison, cause: Cause) -> Evidence:
     """Returns the evidence of the trace: the difference, the operation, how many samples."""
     suspect = cause.suspect
     where = f"first operation that differs: {suspect.operation}"
@@ -349,14 +349,14 @@ def show_first_operation(facts: Facts, cause: Cause) -> Evidence:
         where += f"{_at(suspect.operation)} applies the result to each sample"
     # only traces that compare row by row know how many samples differ
     if suspect.kind in ("rows", "random") and suspect.samples:
-        where += f", for {suspect.samples} of {facts.batch_size} samples"
+        where += f", for {suspect.samples} of {comparison.batch_size} samples"
     culprit = suspect.culprit
     line = f": `{culprit.source}`" if culprit.source else ""
     if culprit.caller:
         line += f" ({culprit.caller})"
     return measured_evidence(
         "operations",
-        f"{facts.compared.largest}; {where}{line}",
+        f"{comparison.compared.largest}; {where}{line}",
         operation=suspect.operation.name,
         difference=suspect.difference,
         samples=suspect.samples,
@@ -368,26 +368,26 @@ def _at(operation: Operation) -> str:
     return f" at {operation.file}:{operation.line}" if operation.file is not None else ""
 
 
-def show_control(facts: Facts, cause: Cause) -> Evidence:
+def show_control(comparison: Comparison, cause: Cause) -> Evidence:
     """Returns the evidence of a cause's control run."""
     run = cause.control
     if run is None:
         why = cause.failure or "it cannot be kept fixed or replaced from outside"
         return control_evidence("control", f"no control run was possible ({why}): suspected, not proven")
     text = word_difference_left(run)
-    if not _is_told_from_weights(facts, run):
+    if not _is_told_from_weights(comparison, run):
         text = text.removesuffix(": proven")
         text += ": suspected, because it repairs wrong loss weights as well, and none could be fitted"
     if not run.rounding:
-        remainder = "the other causes listed explain the rest" if facts.cleared else explain_rest(facts, run)
+        remainder = "the other causes listed explain the rest" if comparison.cleared else explain_rest(comparison, run)
         # with all causes removed, what this one leaves can only come from the weights
-        weighs = facts.cleared and cause.explained > 1 - FIT_FLOAT64
+        weighs = comparison.cleared and cause.explained > 1 - FIT_FLOAT64
         text += (
             ": this and other micro-batch weights together explain all of it"
             if weighs
             else f": {_word_share(cause.explained)}{remainder}"
         )
-    if cause.difference_alone > 0 and has_several_causes(facts):
+    if cause.difference_alone > 0 and has_several_causes(comparison):
         text += f". With the other causes removed, it alone makes a difference of {cause.difference_alone:.0e}: proven"
     repairs = [{"what": tried.what, "left": tried.left, "rounding": tried.rounding} for tried in cause.remedies]
     more = {"repairs": repairs} if repairs else {}
@@ -420,12 +420,12 @@ def explain_no_power(run: ControlRun) -> str:
     return "what it keeps constant was the same before"
 
 
-def explain_rest(facts: Facts, run: ControlRun) -> str:
+def explain_rest(comparison: Comparison, run: ControlRun) -> str:
     """Says what a control leaves: another cause where one was seen that a control could remove, else why it may not."""
     # a term with a wrong factor is another cause, whatever the control of this one leaves
-    fits = [term.fit for term in facts.record.controls.terms]
+    fits = [term.fit for term in comparison.record.controls.terms]
     is_term_wrong = any(fit.factor_residual < SMALL_PART < abs(fit.factor - 1) for fit in fits)
-    if has_several_causes(facts) or facts.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
+    if has_several_causes(comparison) or comparison.forward.ruled_out or is_term_wrong or run.kind not in _INEXACT:
         return "another cause remains"
     return f"the control is not exact, because {_INEXACT[run.kind]}"
 
@@ -450,10 +450,10 @@ def find_pairing_remedy(suspect: Suspect) -> str:
     )
 
 
-def group_causes(facts: Facts) -> list[list[Cause]]:
+def group_causes(comparison: Comparison) -> list[list[Cause]]:
     """Returns the causes of the forward, those with one origin together: the partners of samples and their targets."""
     groups: list[list[Cause]] = []
-    for cause in facts.forward.causes:
+    for cause in comparison.forward.causes:
         partners = [group for group in groups if _have_one_origin(group[0].suspect, cause.suspect)]
         if partners:
             partners[0].append(cause)
@@ -468,20 +468,20 @@ def _have_one_origin(first: Suspect, second: Suspect) -> bool:
     return are_partners and not (first.statistics or second.statistics)
 
 
-def number_remedy(facts: Facts, remedy: str, cause: Cause | None = None) -> str:
+def number_remedy(comparison: Comparison, remedy: str, cause: Cause | None = None) -> str:
     """A remedy with its number, where operations have several, or one and the weights: they are made one by one.
 
     Args:
-        facts: The comparison.
+        comparison: The comparison.
         remedy: In words.
         cause: Whose it is; None: that of the weights, which come last where they do not explain nearly everything.
     """
-    causes = [group[0] for group in group_causes(facts)]
+    causes = [group[0] for group in group_causes(comparison)]
     # the larger share of the difference is repaired first, so that each step shows an effect
-    weights = (None,) * facts.window.has_wrong_weights
-    order = (*weights, *causes) if facts.weights_first else (*causes, *weights)
+    weights = (None,) * comparison.window.has_wrong_weights
+    order = (*weights, *causes) if comparison.weights_first else (*causes, *weights)
     # an order is told only where all of them together left nothing; weights of a script are tried alone
-    if len(order) < 2 or cause not in order or not facts.cleared:
+    if len(order) < 2 or cause not in order or not comparison.cleared:
         return remedy
     return f"fix {order.index(cause) + 1} of {len(order)}, in this order: {remedy}"
 
@@ -495,39 +495,39 @@ def word_earlier_fixes(before: Sequence[Cause]) -> str:
     return " together with the fixes before it" if applied else " with the earlier causes kept constant"
 
 
-def word_other_fixes(facts: Facts) -> str:
+def word_other_fixes(comparison: Comparison) -> str:
     """Says with which repairs weights were tested: those of the forward, else fixed state; empty alone."""
-    moving = facts.state is not None and bool(facts.state.blamed)
-    return ("" if facts.weights_first else word_earlier_fixes(facts.forward.causes)) or (
+    moving = comparison.state is not None and bool(comparison.state.blamed)
+    return ("" if comparison.weights_first else word_earlier_fixes(comparison.forward.causes)) or (
         " with the state kept fixed" if moving else ""
     )
 
 
-def _is_told_from_weights(facts: Facts, run: ControlRun) -> bool:
+def _is_told_from_weights(comparison: Comparison, run: ControlRun) -> bool:
     """Whether wrong loss weights would not do as well as a control.
 
     Cached gradients compute the loss once for all samples, with which wrong weights disappear, too. Weights that were
     fitted and leave a difference rule them out; those of a model with fewer numbers than micro-batches always fit.
     """
-    fit = facts.window.fit
+    fit = comparison.window.fit
     return run.kind is not ControlKind.CACHED_GRADIENTS or (fit is not None and not fit.vacuous)
 
 
-def has_several_causes(facts: Facts) -> bool:
+def has_several_causes(comparison: Comparison) -> bool:
     """Whether more than one cause was found."""
-    state = facts.state is not None and bool(facts.state.blamed)
-    weights = facts.window.has_wrong_weights
-    return len(facts.forward.causes) + state + weights + (facts.draws.difference_alone > 0) > 1
+    state = comparison.state is not None and bool(comparison.state.blamed)
+    weights = comparison.window.has_wrong_weights
+    return len(comparison.forward.causes) + state + weights + (comparison.draws.difference_alone > 0) > 1
 
 
-def is_proven(facts: Facts, cause: Cause) -> bool:
+def is_proven(comparison: Comparison, cause: Cause) -> bool:
     """Whether the difference falls to rounding without the suspect, or without it and the causes named beside it."""
     # its own control decides first; next to other causes it has to explain a share when all of them are removed
-    if cause.control is None or not _is_told_from_weights(facts, cause.control):
+    if cause.control is None or not _is_told_from_weights(comparison, cause.control):
         return False
     if cause.control.rounding:
         return cause.control.proves
-    return facts.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)
+    return comparison.cleared and (cause.difference_alone > 0 or cause.explained > SMALL_PART)
 
 
 # Where two traced runs differ first.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.comparison import Comparison
 from gaverify.records.experiment import ControlRun, LossTerm, WeightFit, alike, are_shares, is_constant
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison
 from gaverify.records.windows import AccumulationWindow
 from gaverify.rules.rule import control_evidence, word_other_fixes, word_trial
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
@@ -67,41 +67,43 @@ class WeightsTrial:
 _MAY_DIVIDE = ", but the script's own step may divide as well: suspected, not proven"
 
 
-def read_trial(facts: Facts, number: int | None = None, *, means: bool = True) -> WeightsTrial:
+def read_trial(comparison: Comparison, number: int | None = None, *, means: bool = True) -> WeightsTrial:
     """Returns what the accumulated run with the right weights of an update's micro-batches showed.
 
     Args:
-        facts: What was measured.
+        comparison: What was measured.
         number: The update; None: the one that was compared.
         means: Whether the weights stand for something; others make up for a number that moves as well.
     """
-    record, run = facts.record, facts.weights_run
+    record, run = comparison.record, comparison.weights_run
     if record.ranks > 1:  # the fit alone tells: its weights are those of the passes of all ranks
         return WeightsTrial(proven=means)
     # weights of another update were not tried
-    if facts.weights_update != (number or facts.compared.update):
+    if comparison.weights_update != (number or comparison.compared.update):
         return WeightsTrial()
     if run is None:
-        return WeightsTrial(failure=facts.window.failure)
+        return WeightsTrial(failure=comparison.window.failure)
     # A script's own step that may divide uses other gradients than those which the weights were tried on.
     may_take_factor = record.divergent is not None and record.divergent.step.may_take_factor
     means = means and not may_take_factor
     # A search adds up the repairs that it finds, and tries weights beside them.
-    is_explained = facts.runs_repairs and (facts.cleared or facts.weights_first)
+    is_explained = comparison.runs_repairs and (comparison.cleared or comparison.weights_first)
     result = f"the difference is {run.left:.0e}" + (": proven" if means else "")
     if not run.rounding:
-        share = run.left / facts.compared.total if facts.weights_first else 0.0  # 0 where there was no number
+        share = run.left / comparison.compared.total if comparison.weights_first else 0.0  # 0 where there was no number
         result = f"a difference of {run.left:.0e} is left{f', {share:.1g} of what it was' if share else ''}: "
         result += (
-            "the other causes listed explain it" if facts.runs_repairs and facts.cleared else "another cause remains"
+            "the other causes listed explain it"
+            if comparison.runs_repairs and comparison.cleared
+            else "another cause remains"
         )
     return WeightsTrial(
         run,
-        probe=facts.weights_probe,
+        probe=comparison.weights_probe,
         result=result + _MAY_DIVIDE * may_take_factor,
-        proven=means and (run.rounding or (facts.weights_first and facts.cleared)),
+        proven=means and (run.rounding or (comparison.weights_first and comparison.cleared)),
         refuted=means and not (run.rounding or is_explained),
-        tested=f"; {word_trial(run, word_other_fixes(facts) if facts.runs_repairs else '')}"
+        tested=f"; {word_trial(run, word_other_fixes(comparison) if comparison.runs_repairs else '')}"
         if run.rounding and not may_take_factor
         else "",
     )
@@ -296,31 +298,31 @@ def weight_tolerance(tolerance: float) -> float:
     return min(FIT_MAGNIFIES * tolerance, max(FIT_FLOAT32, 2 * tolerance))
 
 
-def factor_in_run(facts: Facts) -> GradientFactor | None:
+def factor_in_run(comparison: Comparison) -> GradientFactor | None:
     """Returns the factor in accumulated = factor · full, which is 1 where only the window's counts are wrong.
 
     Where a search ran, its weights or counts tell, and the norms of the gradients do not.
     """
-    if not (facts.compared.divergent and facts.compared.comparable):
+    if not (comparison.compared.divergent and comparison.compared.comparable):
         return None
-    exact = facts.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
+    exact = comparison.compared.method in (Method.FLOAT64_CONTROL, Method.TOLERANCE)
     accurate = FIT_FLOAT64 if exact else FIT_FLOAT32
-    fit = facts.window.fit
+    fit = comparison.window.fit
     # Counts tell where fitted weights do not explain everything.
-    if facts.window.counts and (fit is None or fit.residual > FIT_FLOAT32 or facts.weights_first):
-        factor = _factor_of_counts(facts.window)
+    if comparison.window.counts and (fit is None or fit.residual > FIT_FLOAT32 or comparison.weights_first):
+        factor = _factor_of_counts(comparison.window)
         return None if factor is None else GradientFactor(factor, math.inf if fit is None else fit.residual)
-    if fit is not None and facts.window.has_wrong_weights:
+    if fit is not None and comparison.window.has_wrong_weights:
         # Not `fit.used`: a search may have fitted with other weights in use than those of the run.
-        ratios = [w / c for w, c in zip(facts.window.used, fit.weights, strict=True) if c]
+        ratios = [w / c for w, c in zip(comparison.window.used, fit.weights, strict=True) if c]
         is_one_factor = len(ratios) == len(fit.weights) and is_constant(ratios, fit.residual)
         if is_one_factor and not is_constant(
             [*ratios, 1.0], fit.residual
         ):  # 1: counts of the window, beside right weights
             return GradientFactor(ratios[0], fit.residual)
         return None
-    factor, residual = facts.compared.scale
-    return GradientFactor(factor, residual) if not facts.diagnosed and residual < accurate else None
+    factor, residual = comparison.compared.scale
+    return GradientFactor(factor, residual) if not comparison.diagnosed and residual < accurate else None
 
 
 def _factor_of_counts(known: AccumulationWindow) -> float | None:

@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from gaverify.records.audit import Record, UpdateComparison
-from gaverify.records.comparison import Outcome
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import Backward, Framework, FrameworkLoop
 from gaverify.records.experiment import (
     ControlRun,
@@ -32,9 +32,9 @@ from gaverify.records.experiment import (
     are_shares,
     is_constant,
 )
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Outcome
 from gaverify.records.windows import AccumulationWindow, Window
 from gaverify.rules.lost_passes import Skipped, explains_skipped, find_skipped, missed_boundaries
 from gaverify.rules.rule import (
@@ -91,7 +91,7 @@ from gaverify.thresholds import (
 class FittedWeights:
     """The weights of one window's micro-batches, or of a term of its loss: those in use and those that fit."""
 
-    facts: Facts
+    comparison: Comparison
     """What was measured."""
     update: UpdateComparison | None
     """The update of a training loop; None in a run, or where all steps were undone."""
@@ -115,12 +115,12 @@ class FittedWeights:
     @property
     def window(self) -> AccumulationWindow:
         """The micro-batches."""
-        return self.facts.window if self.update is None else self.update.window
+        return self.comparison.window if self.update is None else self.update.window
 
     @property
     def tolerance(self) -> float:
         """Below this two numbers are the same."""
-        return self.facts.tolerance
+        return self.comparison.tolerance
 
     @property
     def precision(self) -> float:
@@ -137,7 +137,7 @@ class FittedWeights:
         if is_alone:
             return WeightsTrial(proven=self.adds_up)
         number = self.update.number if self.update is not None else None
-        return read_trial(self.facts, number, means=self.adds_up)
+        return read_trial(self.comparison, number, means=self.adds_up)
 
     @property
     def adds_up(self) -> bool:
@@ -185,7 +185,7 @@ class FittedWeights:
     @property
     def skipped(self) -> Skipped | None:
         """The micro-batches that get no backward pass."""
-        return find_skipped(self.facts.record, self.update) if self.update is not None else None
+        return find_skipped(self.comparison.record, self.update) if self.update is not None else None
 
     @property
     def is_short(self) -> bool:
@@ -196,13 +196,13 @@ class FittedWeights:
     @property
     def full_count(self) -> int:
         """K as the user gave it, or as most windows have it."""
-        calls = self.facts.calls
+        calls = self.comparison.calls
         return calls.steps or calls.usual(calls.window_of(self.update.number if self.update is not None else None))
 
     @property
     def framework(self) -> FrameworkLoop | None:
         """The framework whose loop ran the window; None where it is the script's own."""
-        window = self.facts.calls.window_of(self.update.number if self.update is not None else None)
+        window = self.comparison.calls.window_of(self.update.number if self.update is not None else None)
         # the last backward pass is the one that steps: a script may run passes of its own before
         backwards = window.of(Backward) if window is not None else ()
         return backwards[-1].framework if backwards else None
@@ -231,7 +231,7 @@ class FittedWeights:
     @property
     def ranks(self) -> int:
         """R, the ranks over which the gradient may be summed or averaged wrongly."""
-        ranks = self.facts.ranks
+        ranks = self.comparison.ranks
         # a model or loss that communicates by itself may count the ranks in its own way
         return 1 if ranks is None or (self.window.has_recipe and ranks.traffic.own.count()) else ranks.ranks
 
@@ -249,7 +249,7 @@ class FittedWeights:
     @property
     def samples(self) -> int:
         """B; 0 in a training loop, where it is not known by how many samples a loss is divided."""
-        return self.facts.batch_size if self.window.has_recipe else 0
+        return self.comparison.batch_size if self.window.has_recipe else 0
 
     @property
     def steps_per_sample(self) -> float:
@@ -259,7 +259,7 @@ class FittedWeights:
     @property
     def are_of_skipped(self) -> bool:
         """Whether the micro-batches that get no backward pass are all that is wrong with the weights."""
-        return self.update is not None and explains_skipped(self.facts.record, self.update)
+        return self.update is not None and explains_skipped(self.comparison.record, self.update)
 
     def are_shares_of(self, amounts: Sequence[float]) -> bool:
         """Whether the right weights are the shares of some amounts."""
@@ -346,7 +346,7 @@ SHARES = (
     ShareKind(
         "no valid target",
         "GAV203",
-        applies=lambda weights: explains_weights(weights.facts),
+        applies=lambda weights: explains_weights(weights.comparison),
         repair="sum the losses and divide by the valid targets of all micro-batches, which are never zero",
     ),
     ShareKind(
@@ -583,16 +583,18 @@ def _word_items(framework: FrameworkLoop) -> str:
 # Which weights are to be judged: those in use of a recipe are known, those of a script are found from the fit.
 
 
-def find_shares(facts: Facts) -> FittedWeights | None:
+def find_shares(comparison: Comparison) -> FittedWeights | None:
     """Returns the weights of micro-batches, or of a term of the loss, whose ratios are wrong; None where none are."""
-    if facts.window.has_recipe:
-        fit, basis = facts.window.fit, facts.window.weighting
+    if comparison.window.has_recipe:
+        fit, basis = comparison.window.fit, comparison.window.weighting
         # GAV201 tells of one factor for all micro-batches.
-        if fit is None or not facts.window.has_wrong_weights or factor_in_run(facts) is not None:
+        if fit is None or not comparison.window.has_wrong_weights or factor_in_run(comparison) is not None:
             return None
         basis = "equal" if basis == "uniform" else basis
-        return FittedWeights(facts, None, fit.residual, fit, right=fit.weights, in_use=facts.window.used, basis=basis)
-    record, update = facts.record, facts.record.divergent
+        return FittedWeights(
+            comparison, None, fit.residual, fit, right=fit.weights, in_use=comparison.window.used, basis=basis
+        )
+    record, update = comparison.record, comparison.record.divergent
     if update is None or factor_in_loop(record, update) is not None:
         return None
     # Weights of the whole loss say more than those of one of its terms.
@@ -603,7 +605,9 @@ def find_shares(facts: Facts) -> FittedWeights | None:
         return None
     multipliers = _needed_multipliers(fit, update)
     micro_batches = len(multipliers)
-    found = FittedWeights(facts, update, fit.residual, fit, right=multipliers, term=term, micro_batches=micro_batches)
+    found = FittedWeights(
+        comparison, update, fit.residual, fit, right=multipliers, term=term, micro_batches=micro_batches
+    )
     script = next(identify_weights(update, multipliers, record.tolerance), None)
     if script is None:
         return found
@@ -661,15 +665,15 @@ def _needed_multipliers(fit: WeightFit, update: UpdateComparison) -> tuple[float
     return tuple(multiplier if count else 0.0 for multiplier, count in zip(fit.multipliers, counts, strict=True))
 
 
-def weigh_total(facts: Facts, update: UpdateComparison | None) -> FittedWeights | None:
+def weigh_total(comparison: Comparison, update: UpdateComparison | None) -> FittedWeights | None:
     """Returns the weights of an update where one factor makes up for all that is wrong with its gradient, else None.
 
     Without an update that differs, those with all steps undone: unless steps come too early, undoing them joins windows
     that were meant to be smaller than the full batch.
     """
-    record, undone, steps = facts.record, facts.record.controls.steps_undone, facts.window.steps
-    if facts.window.has_recipe:
-        factor = factor_in_run(facts)
+    record, undone, steps = comparison.record, comparison.record.controls.steps_undone, comparison.window.steps
+    if comparison.window.has_recipe:
+        factor = factor_in_run(comparison)
         # A factor that is 1 to what it leaves over is none.
         if factor is not None and abs(factor.value - 1) < max(SAME_NUMBER, factor.residual):
             factor = None
@@ -682,36 +686,36 @@ def weigh_total(facts: Facts, update: UpdateComparison | None) -> FittedWeights 
     if factor is None:
         return None
     steps = steps or find_steps(record, factor.value)
-    return FittedWeights(facts, update, factor.residual, total=factor.value, micro_batches=steps)
+    return FittedWeights(comparison, update, factor.residual, total=factor.value, micro_batches=steps)
 
 
 # GAV201: their sum.
 
 
 @rule("GAV201")
-def wrong_loss_scale(facts: Facts) -> Iterator[Finding]:
+def wrong_loss_scale(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where one factor for all parameters and micro-batches makes the gradients agree."""
-    counts, run, update = facts.window.counts, facts.window.remedy, facts.record.divergent
+    counts, run, update = comparison.window.counts, comparison.window.remedy, comparison.record.divergent
     kinds = [kind for kind in TermKind if any(count.term is kind for count in counts)]
     if run is not None and kinds and all(count.term is not None for count in counts):
-        yield from (_finding_of_terms(facts, run, kind) for kind in kinds)
+        yield from (_finding_of_terms(comparison, run, kind) for kind in kinds)
         return
-    whole, shares = weigh_total(facts, update), find_shares(facts)
+    whole, shares = weigh_total(comparison, update), find_shares(comparison)
     if whole is not None and find_share(whole).code == "GAV201":
         yield _finding_of_factor(whole)
     # weights that explain the whole gradient leave nothing to single terms or parameters
     elif whole is None and update is not None and (shares is None or shares.term is not None):
-        yield from list(_judge_some_parameters(facts, update)) or _judge_terms(facts, update)
+        yield from list(_judge_some_parameters(comparison, update)) or _judge_terms(comparison, update)
     if update is not None and shares is not None and shares.total != 1.0 and find_share(shares).code == "GAV202":
         yield _finding_of_sum(shares, update)
 
 
 def _finding_of_factor(weights: FittedWeights) -> Finding:
-    facts, update, share, trial = weights.facts, weights.update, find_share(weights), weights.trial
+    comparison, update, share, trial = weights.comparison, weights.update, find_share(weights), weights.trial
     factor, right = weights.total, write_exactly([1 / weights.total], weights.precision)
     right_weights = f"{right} each" if weights.micro_batches > 1 else ""
-    if facts.window.has_recipe:
-        right_weights = write_exactly([weight / factor for weight in facts.window.used], weights.precision)
+    if comparison.window.has_recipe:
+        right_weights = write_exactly([weight / factor for weight in comparison.window.used], weights.precision)
     number = update.number if update is not None else 1
     later = _other_factor(weights)
     remedy = word(weights, share.repair) + (f" (loss weights {right_weights})" if right_weights else "")
@@ -722,12 +726,12 @@ def _finding_of_factor(weights: FittedWeights) -> Finding:
     elif later is not None:
         remedy = "divide by the count over all micro-batches of the update: no constant repairs "
         remedy += f"{factor:.4g} in update {number} and {later[1]:.4g} in update {later[0]}"
-    elif facts.window.counts and facts.window.remedy is not None:
-        remedy = counts_remedy(facts, facts.window.counts, facts.window.remedy)
+    elif comparison.window.counts and comparison.window.remedy is not None:
+        remedy = counts_remedy(comparison, comparison.window.counts, comparison.window.remedy)
     remedy = DIVIDE_ONCE if weights.skipped is not None else remedy
-    notes = [word_largest(facts) + word_count_place(facts.window)]
+    notes = [word_largest(comparison) + word_count_place(comparison.window)]
     subject = "the accumulated gradient" if update is None else f"the gradient of update {number}"
-    if update is None and not facts.window.has_recipe:
+    if update is None and not comparison.window.has_recipe:
         subject = "the gradient summed over the update's micro-batches"
         notes = ["with the weights put back after each step"]
     if (divisor := _find_shared_divisor(weights)) is not None:
@@ -739,45 +743,47 @@ def _finding_of_factor(weights: FittedWeights) -> Finding:
     # counts may tell a factor where no weights were fitted
     if math.isfinite(weights.residual):
         notes.append(f"apart from this factor the gradients agree up to {weights.residual:.0e}")
-    values: dict[str, Any] = {} if facts.window.has_recipe else {"update": number}
+    values: dict[str, Any] = {} if comparison.window.has_recipe else {"update": number}
     return finding_of(
         f"{subject} is {factor:.6g} times the full batch's{word(weights, share.wrong)}",
         measured_evidence("micro-batch-weights", "; ".join(notes), factor=factor, residual=weights.residual, **values),
-        *trial.evidence(f"loss weights {right_weights}" if facts.window.has_recipe and not facts.window.counts else ""),
-        remedy=number_remedy(facts, trial.replace_refuted(remedy)),
-        location=_locate(facts, number),
+        *trial.evidence(
+            f"loss weights {right_weights}" if comparison.window.has_recipe and not comparison.window.counts else ""
+        ),
+        remedy=number_remedy(comparison, trial.replace_refuted(remedy)),
+        location=_locate(comparison, number),
         proven=trial.proven,
     )
 
 
-def _locate(facts: Facts, number: int | None) -> Location | None:
+def _locate(comparison: Comparison, number: int | None) -> Location | None:
     """Returns the line that weights the losses: known in a run only, in a loop it differentiates them."""
-    place = facts.window.place
-    return backward_place(facts, number) if place is None else place.location
+    place = comparison.window.place
+    return backward_place(comparison, number) if place is None else place.location
 
 
-def _finding_of_terms(facts: Facts, run: ControlRun, kind: TermKind) -> Finding:
+def _finding_of_terms(comparison: Comparison, run: ControlRun, kind: TermKind) -> Finding:
     """The finding of the terms of one kind that get the weights of others."""
-    counts = tuple(count for count in facts.window.counts if count.term is kind)
-    source, trial = counts[0].operation.source, read_trial(facts)
+    counts = tuple(count for count in comparison.window.counts if count.term is kind)
+    source, trial = counts[0].operation.source, read_trial(comparison)
     what = "is a sum over samples, but is weighted like a mean"
     if kind is TermKind.PENALTY:
-        what = f"is the same in every micro-batch and is counted {sum(facts.window.used):.6g} times"
+        what = f"is the same in every micro-batch and is counted {sum(comparison.window.used):.6g} times"
     line = f": `{source}`" if source else ""
     return finding_of(
         f"a term of the loss, {places(counts)}, {what}",
-        measured_evidence("micro-batch-weights", f"{facts.compared.largest}{line}"),
+        measured_evidence("micro-batch-weights", f"{comparison.compared.largest}{line}"),
         *trial.evidence("other weights of this term"),
-        remedy=number_remedy(facts, counts_remedy(facts, counts, run)),
+        remedy=number_remedy(comparison, counts_remedy(comparison, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],
     )
 
 
-def _judge_terms(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
+def _judge_terms(comparison: Comparison, update: UpdateComparison) -> Iterator[Finding]:
     """Yields a finding per term of a loss with a factor of its own: a penalty that is not divided, say."""
-    tolerance, terms = facts.tolerance, facts.record.controls.terms
+    tolerance, terms = comparison.tolerance, comparison.record.controls.terms
     factors = [constant_factor(term.fit, tolerance) for term in terms]
     fits = [term.fit for term, factor in zip(terms, factors, strict=True) if factor is None]
     are_right = [fit.factor_residual <= tolerance and abs(fit.factor - 1) < tolerance for fit in fits]
@@ -787,7 +793,7 @@ def _judge_terms(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
             continue
         number, residual = update.number, term.fit.factor_residual
         weights = FittedWeights(
-            facts, update, residual, total=factor.value, term=term, micro_batches=update.window.steps
+            comparison, update, residual, total=factor.value, term=term, micro_batches=update.window.steps
         )
         which = "" if term.samples else ", which is the same in every micro-batch,"
         rest = f"; {count_text(right_count, 'other term')} {'has' if right_count == 1 else 'have'} the right weight"
@@ -816,9 +822,9 @@ def _judge_terms(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
         )
 
 
-def _judge_some_parameters(facts: Facts, update: UpdateComparison) -> Iterator[Finding]:
+def _judge_some_parameters(comparison: Comparison, update: UpdateComparison) -> Iterator[Finding]:
     """Yields a finding where some parameters alone have a factor: their loss is counted in every micro-batch."""
-    factor_and_rows = factor_of_some(facts.record, update)
+    factor_and_rows = factor_of_some(comparison.record, update)
     if factor_and_rows is None:
         return
     factor, rows = factor_and_rows
@@ -832,16 +838,16 @@ def _judge_some_parameters(facts: Facts, update: UpdateComparison) -> Iterator[F
         f"(= {meaning}); {agreement}",
         measured_evidence("comparison", word_difference(update), factor=factor, update=update.number, parameters=names),
         remedy=f"a loss term that reaches only these parameters is added in {where}: {advice}",
-        location=backward_place(facts, update.number),
+        location=backward_place(comparison, update.number),
         proven=False,
     )
 
 
 def _finding_of_sum(weights: FittedWeights, update: UpdateComparison) -> Finding:
     """The finding where weights are wrong one to another, and add up to K or 1/K and not to 1."""
-    facts, trial, total, term = weights.facts, weights.trial, weights.total, weights.term
+    comparison, trial, total, term = weights.comparison, weights.trial, weights.total, weights.term
     of_sum = replace(weights, right=())
-    factor, remedy = write_exactly([1 / total], facts.tolerance), NOT_ENOUGH
+    factor, remedy = write_exactly([1 / total], comparison.tolerance), NOT_ENOUGH
     if trial.proven:
         remedy = f"multiply the weight of each micro-batch by {factor}"
         remedy += "; the factors that GAV202 gives include this one" if all(weights.right) else ""
@@ -862,14 +868,14 @@ def _finding_of_sum(weights: FittedWeights, update: UpdateComparison) -> Finding
         ),
         *trial.evidence(),
         remedy=remedy,
-        location=backward_place(facts, update.number),
+        location=backward_place(comparison, update.number),
         proven=trial.proven,
     )
 
 
 def _find_shared_divisor(weights: FittedWeights) -> int | None:
     """The whole number that both runs divide every loss by, although one pass of the full batch needs no division."""
-    update, record = weights.update, weights.facts.record
+    update, record = weights.update, weights.comparison.record
     full_windows = [
         window for window in record.calls.full_windows if update is not None and window.number == update.number
     ]
@@ -883,7 +889,7 @@ def _find_shared_divisor(weights: FittedWeights) -> int | None:
 
 def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
     """Returns the number of an update of as many passes with another factor, and that factor; None where none has."""
-    record, update = weights.facts.record, weights.update
+    record, update = weights.comparison.record, weights.update
     if update is None:
         return None
     for later in record.updates:
@@ -904,13 +910,13 @@ def _other_factor(weights: FittedWeights) -> tuple[int, float] | None:
 
 
 @rule("GAV605")
-def trailing_window_misscaled(facts: Facts) -> Iterator[Finding]:
+def trailing_window_misscaled(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a short window differs by r/K."""
-    record = facts.record
+    record = comparison.record
     if not record.updates:
-        yield from _judge_calls(facts, record)
+        yield from _judge_calls(comparison, record)
     for update in record.updates:
-        weights = weigh_total(facts, update)
+        weights = weigh_total(comparison, update)
         share = find_share(weights) if weights is not None else None
         if weights is None or share is None or share.code != "GAV605":
             continue
@@ -927,13 +933,13 @@ def trailing_window_misscaled(facts: Facts) -> Iterator[Finding]:
             count_calls(record.calls.complete, "counts"),
             *trial.evidence(),
             remedy=word(weights, share.repair),
-            location=backward_place(facts, update.number),
+            location=backward_place(comparison, update.number),
             proven=trial.proven,
         )
         return
 
 
-def _judge_calls(facts: Facts, record: Record) -> Iterator[Finding]:
+def _judge_calls(comparison: Comparison, record: Record) -> Iterator[Finding]:
     """Yields a finding where losses are multiplied by 1/K in a window of fewer than K micro-batches as well."""
     for window in record.calls.complete:
         full_count, short = record.calls.steps or record.calls.usual(window), window.backwards
@@ -951,7 +957,7 @@ def _judge_calls(facts: Facts, record: Record) -> Iterator[Finding]:
                 ),
                 count_calls(record.calls.complete, "counts"),
                 remedy=f"divide the losses of this update by {short}, its number of micro-batches",
-                location=backward_place(facts, window.number),
+                location=backward_place(comparison, window.number),
                 proven=False,
             )
             return
@@ -967,26 +973,31 @@ def _round_weights(window: Window) -> list[float | None]:
 
 
 @rule("GAV203")
-def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
+def empty_micro_batch(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a micro-batch without valid targets gives NaN or drops out of the mean."""
-    empty = empty_micro_batches(facts)
-    if facts.weights_update != 1:
-        yield from _judge_other_samples(facts.record)
-    if not facts.compared.divergent:
+    empty = empty_micro_batches(comparison)
+    if comparison.weights_update != 1:
+        yield from _judge_other_samples(comparison.record)
+    if not comparison.compared.divergent:
         return
     # an empty micro-batch explains a weight of zero, so skipped ones are looked for only where there is none
     if not empty:
-        yield from _judge_skipped(facts)
+        yield from _judge_skipped(comparison)
         return
-    losses, counts, fit, run = facts.window.losses, facts.window.valid_targets, facts.window.fit, facts.weights_run
+    losses, counts, fit, run = (
+        comparison.window.losses,
+        comparison.window.valid_targets,
+        comparison.window.fit,
+        comparison.weights_run,
+    )
     # A script's loss is also NaN where it was not seen, so that only a run's own losses tell.
-    lost = [k for k in empty if facts.window.has_recipe and k < len(losses) and not math.isfinite(losses[k])]
-    rows = [row for row in facts.compared.rows if row.why is not None and row.why.not_finite]
+    lost = [k for k in empty if comparison.window.has_recipe and k < len(losses) and not math.isfinite(losses[k])]
+    rows = [row for row in comparison.compared.rows if row.why is not None and row.why.not_finite]
     which = ", ".join(str(k + 1) for k in empty)
-    number = facts.compared.update
-    window = f"of {facts.window.steps}" if number is None else f"of update {number}"
+    number = comparison.compared.update
+    window = f"of {comparison.window.steps}" if number is None else f"of update {number}"
     effect = "its mean loss is 0/0" if lost else "it gets a share of the mean but adds nothing"
-    measured_text = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else word_largest(facts)
+    measured_text = f"gradients {rows[0].reason}: `{rows[0].name}`" if rows else word_largest(comparison)
     evidence = [
         measured_evidence(
             "micro-batch-weights",
@@ -1001,21 +1012,21 @@ def empty_micro_batch(facts: Facts) -> Iterator[Finding]:
         f"micro-batch {which} {window} has no valid target: {effect}",
         *evidence,
         remedy=_ROWS["no valid target"].repair,
-        location=backward_place(facts),
+        location=backward_place(comparison),
         proven=bool(rows) or (run is not None and run.rounding),
     )
 
 
-def _judge_skipped(facts: Facts) -> Iterator[Finding]:
+def _judge_skipped(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a loop leaves out the backward pass of a micro-batch, and the full batch's does not."""
-    record, update = facts.record, facts.record.update_of(facts.compared.update)
+    record, update = comparison.record, comparison.record.update_of(comparison.compared.update)
     skipped = find_skipped(record, update) if update is not None else None
     if update is None or skipped is None or update.window.fit is None:
         return
     explained = explains_skipped(record, update)
     if update.window.fit.residual <= record.tolerance and not explained:
         return
-    trial = read_trial(facts, update.number) if explained else WeightsTrial()
+    trial = read_trial(comparison, update.number) if explained else WeightsTrial()
     summary = f"{skipped.subject} no backward pass: {skipped.number} of {skipped.count} do not reach the gradient"
     measured_text, remedy = word_difference(update), _DIFFERENTIATE_ALL
     if explained:
@@ -1061,9 +1072,9 @@ def _judge_other_samples(record: Record) -> Iterator[Finding]:
             return
 
 
-def empty_micro_batches(facts: Facts) -> list[int]:
+def empty_micro_batches(comparison: Comparison) -> list[int]:
     """Returns the positions of micro-batches whose loss counted no target, where others counted some."""
-    counts = facts.window.valid_targets
+    counts = comparison.window.valid_targets
     return (
         [k for k, valid_count in enumerate(counts) if not valid_count > 0]
         if any(valid_count > 0 for valid_count in counts)
@@ -1071,34 +1082,34 @@ def empty_micro_batches(facts: Facts) -> list[int]:
     )
 
 
-def explains_weights(facts: Facts) -> bool:
+def explains_weights(comparison: Comparison) -> bool:
     """Whether empty micro-batches are all that is wrong with the weights: the others have equal ones."""
-    empty, fit, counts = empty_micro_batches(facts), facts.window.fit, facts.window.valid_targets
+    empty, fit, counts = empty_micro_batches(comparison), comparison.window.fit, comparison.window.valid_targets
     if not empty or fit is None:
         return False
     # A recipe's own weights are known. Those of a script may lack their division by K, which GAV201 has to tell.
-    if facts.window.has_recipe:
+    if comparison.window.has_recipe:
         return is_constant([c for k, c in enumerate(fit.weights) if k not in empty], fit.residual)
-    if len(fit.multipliers) != len(counts) or fit.residual > facts.tolerance:
+    if len(fit.multipliers) != len(counts) or fit.residual > comparison.tolerance:
         return False
     filled = tuple(factor for at, factor in enumerate(fit.multipliers) if at not in empty)
-    return constant((*filled, len(counts) / len(filled)), facts.tolerance)
+    return constant((*filled, len(counts) / len(filled)), comparison.tolerance)
 
 
 # GAV202: their ratios.
 
 
 @rule("GAV202")
-def mean_of_means(facts: Facts) -> Iterator[Finding]:
+def mean_of_means(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where other micro-batch weights give the full-batch gradient exactly."""
-    run, counts = facts.window.remedy, facts.window.counts
+    run, counts = comparison.window.remedy, comparison.window.counts
     if counts and (run is not None or all(count.term is not None for count in counts)):
         # of terms that nothing divides GAV201 tells, and of one factor for all micro-batches
-        is_told = all(count.term is not None for count in counts) or factor_in_run(facts) is not None
-        if run is not None and not is_told and not explains_weights(facts):
-            yield _finding_of_counts(facts, counts, run)
+        is_told = all(count.term is not None for count in counts) or factor_in_run(comparison) is not None
+        if run is not None and not is_told and not explains_weights(comparison):
+            yield _finding_of_counts(comparison, counts, run)
         return
-    weights = find_shares(facts)
+    weights = find_shares(comparison)
     if weights is None:
         return
     share, trial = find_share(weights), weights.trial
@@ -1110,12 +1121,12 @@ def mean_of_means(facts: Facts) -> Iterator[Finding]:
 
 def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTrial) -> Finding:
     """The finding of weights whose ratios are wrong."""
-    facts, fit, right, term = weights.facts, weights.fit, list(weights.right), weights.term
+    comparison, fit, right, term = weights.comparison, weights.fit, list(weights.right), weights.term
     number = weights.update.number if weights.update is not None else None
     in_use = "" if weights.are_equal else _BASES.get(weights.basis) or weights_text(weights.in_use, each=False)
     summary = share.wrong_if_equal if weights.are_equal and share.wrong_if_equal else share.wrong
     # weights that the user gave are wrong as such: nothing was averaged
-    if facts.window.given_wrong:
+    if comparison.window.given_wrong:
         summary = "the given weights are not the micro-batches' shares of the samples"
     summary += f" in update {number}" if number is not None else ""
     summary += f", in term {term.number} of {term.count} of the loss" if term is not None else ""
@@ -1141,10 +1152,10 @@ def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTr
             "; they are not the weights of a mean, so a divisor that depends on the micro-batch or a moving average "
             "fits as well: suspected, not proven"
         )
-    measured_text, values = word_largest(facts), dict[str, Any](update=number)
-    if facts.window.has_recipe:
+    measured_text, values = word_largest(comparison), dict[str, Any](update=number)
+    if comparison.window.has_recipe:
         measured_text += f" with loss weights {weights_text(weights.in_use, each=False)}"
-        measured_text += _word_zero_weights(weights.in_use) + word_count_place(facts.window)
+        measured_text += _word_zero_weights(weights.in_use) + word_count_place(comparison.window)
         values = {"used": list(weights.in_use)}
     return finding_of(
         summary,
@@ -1154,11 +1165,11 @@ def finding_of_shares(weights: FittedWeights, share: ShareKind, trial: WeightsTr
             "weights",
             "; ".join(text) + doubt,
             {"weights": right, "residual": fit.residual, "determined": fit.determined}
-            | ({} if facts.window.has_recipe else {"multipliers": list(fit.multipliers)}),
+            | ({} if comparison.window.has_recipe else {"multipliers": list(fit.multipliers)}),
         ),
-        *trial.evidence("these weights" if facts.window.has_recipe else ""),
-        remedy=number_remedy(facts, trial.replace_refuted(remedy) + multiply),
-        location=_locate(facts, number),
+        *trial.evidence("these weights" if comparison.window.has_recipe else ""),
+        remedy=number_remedy(comparison, trial.replace_refuted(remedy) + multiply),
+        location=_locate(comparison, number),
         proven=trial.proven,
     )
 
@@ -1175,25 +1186,25 @@ def _word_zero_weights(used: Sequence[float]) -> str:
     )
 
 
-def _finding_of_counts(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> Finding:
+def _finding_of_counts(comparison: Comparison, counts: tuple[Count, ...], run: ControlRun) -> Finding:
     """The finding where the window's counts in every micro-batch give the full batch's gradient."""
     count_texts = "; ".join(map(_describe_count, counts))
-    fit, text, weights = facts.window.fit, "", dict[str, Any]()
-    if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not word_other_fixes(facts):
+    fit, text, weights = comparison.window.fit, "", dict[str, Any]()
+    if fit is not None and fit.determined and fit.residual < COMPUTED_FLOAT32 and not word_other_fixes(comparison):
         weights = {"weights": list(fit.weights), "residual": fit.residual}
         text = f"; on this batch they are loss weights {weights_text(fit.weights, each=False)}"
-    windows, trial = [count.window for count in counts], read_trial(facts)
+    windows, trial = [count.window for count in counts], read_trial(comparison)
     line = f": `{counts[0].operation.source}`" if counts[0].operation.source else ""
     return finding_of(
-        _SAME_WEIGHT if facts.window.weighting == "uniform" else _NOT_SHARES,
+        _SAME_WEIGHT if comparison.window.weighting == "uniform" else _NOT_SHARES,
         measured_evidence(
             "micro-batch-weights",
-            f"{facts.compared.largest}; {count_texts}{line}",
-            used=list(facts.window.used),
+            f"{comparison.compared.largest}; {count_texts}{line}",
+            used=list(comparison.window.used),
             counts=[list(count.micro_batches) for count in counts],
         ),
         *trial.evidence(more=text, counts=windows, **weights),
-        remedy=number_remedy(facts, counts_remedy(facts, counts, run)),
+        remedy=number_remedy(comparison, counts_remedy(comparison, counts, run)),
         location=counts[0].operation.location,
         proven=trial.proven,
         together=[count.operation.location for count in counts],
@@ -1208,7 +1219,7 @@ def _describe_count(count: Count) -> str:
     return f"{count.operation} {does} by {numbers}, in the full batch by {count.window:.4g}"
 
 
-def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> str:
+def counts_remedy(comparison: Comparison, counts: tuple[Count, ...], run: ControlRun) -> str:
     """The rule behind weights that differ from window to window, and behind those of terms that nothing divides."""
     divided = [count for count in counts if count.term is None]
     # the full batch's number stands in place of the micro-batch's own, and of 1/K where the micro-batches' add up to it
@@ -1222,7 +1233,7 @@ def counts_remedy(facts: Facts, counts: tuple[Count, ...], run: ControlRun) -> s
         )
     if penalties := [count for count in counts if count.term is TermKind.PENALTY]:
         steps.append(f"divide {places(penalties)} by K, because each micro-batch counts it again")
-    return f"{'; '.join(steps)}; {word_trial(run, word_other_fixes(facts))}"
+    return f"{'; '.join(steps)}; {word_trial(run, word_other_fixes(comparison))}"
 
 
 def _word_window_numbers(counts: Sequence[Count]) -> str:

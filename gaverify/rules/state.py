@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from gaverify.records.audit import Calls
+from gaverify.records.comparison import Comparison, State, StateChange
 from gaverify.records.events import AverageUpdate
 from gaverify.records.experiment import ControlKind
-from gaverify.records.facts import Facts, State, StateChange
 from gaverify.records.findings import Evidence, Finding, Location
 from gaverify.records.numbers import count_text
 from gaverify.rules.rule import (
@@ -37,9 +37,9 @@ _SHOWN = 3  # changed values that are written out
 
 
 @rule("GAV401")
-def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
+def state_changed_by_forward(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where parameters or buffers that a forward writes decide the difference."""
-    state = facts.state
+    state = comparison.state
     if state is None:
         return
     # state that is initialised once is repaired in the same way wherever it is kept
@@ -55,7 +55,7 @@ def state_changed_by_forward(facts: Facts) -> Iterator[Finding]:
     elif is_set_once(state):
         summary = f"the first forward initialises {named} from its batch"
         summary += ", and later forwards update it" if _moves_on(state) else ""
-    yield _finding_of_state(facts, state, blamed, summary)
+    yield _finding_of_state(comparison, state, blamed, summary)
 
 
 def is_carried(state: State) -> bool:
@@ -67,13 +67,13 @@ def _word_carried(named: str) -> str:
     return f"an update begins with another value of {named} than in the full-batch run"
 
 
-def _finding_of_state(facts: Facts, state: State, blamed: list[StateChange], summary: str) -> Finding:
+def _finding_of_state(comparison: Comparison, state: State, blamed: list[StateChange], summary: str) -> Finding:
     return finding_of(
         summary,
-        *_evidence(facts, state, blamed),
+        *_evidence(comparison, state, blamed),
         remedy=_remedy(state),
         # proven where the difference falls without the changes, or without all that is named
-        proven=state.control is not None and (state.control.rounding or facts.cleared),
+        proven=state.control is not None and (state.control.rounding or comparison.cleared),
         location=blamed[0].writer.location if blamed[0].writer is not None else None,
         together=[change.writer.location for change in blamed if change.writer is not None],
     )
@@ -89,7 +89,7 @@ def _writing(change: StateChange) -> str:
     return f"`{change.name}` is written by {writer}"
 
 
-def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
+def _evidence(comparison: Comparison, state: State, blamed: list[StateChange]) -> tuple[Evidence, ...]:
     """Returns the evidence of values that change, and of the control run."""
     written_out = blamed[:_SHOWN]
     writers = "; ".join(text for change in written_out if (text := _writing(change)))
@@ -98,7 +98,7 @@ def _evidence(facts: Facts, state: State, blamed: list[StateChange]) -> tuple[Ev
     evidence = [
         measured_evidence(
             "state",
-            f"{facts.compared.largest}" + (f"; {writers}" if writers else ""),
+            f"{comparison.compared.largest}" + (f"; {writers}" if writers else ""),
             changed=[change.name for change in state.changes],
         )
     ]
@@ -173,9 +173,9 @@ def _word_restoring(state: State) -> str:
 
 
 @rule("GAV403")
-def hidden_state(facts: Facts) -> Iterator[Finding]:
+def hidden_state(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where state outside parameters and buffers decides the difference."""
-    state, twice = facts.state, facts.repeatability
+    state, twice = comparison.state, comparison.repeatability
     hidden = ("attribute", "closure", "unnamed")
     blamed = [change for change in state.blamed if change.place in hidden] if state else []
     if state is not None and blamed and not is_set_once(state):  # what the first forward sets once is GAV401
@@ -187,8 +187,8 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
             summary = f"the forward changes {named}, and reads at least one of them again"
         if is_carried(state):
             summary = _word_carried(named)
-        yield _finding_of_state(facts, state, blamed, summary)
-    elif twice is not None and twice.forward > facts.repeats:
+        yield _finding_of_state(comparison, state, blamed, summary)
+    elif twice is not None and twice.forward > comparison.repeats:
         yield finding_of(
             "the same batch gives another loss in a second run, although all known state was restored",
             measured_evidence("repeatability", f"the loss differs by {twice.forward:.1e}", **vars(twice)),
@@ -198,9 +198,9 @@ def hidden_state(facts: Facts) -> Iterator[Finding]:
 
 
 @rule("GAV402")
-def buffer_drift(facts: Facts) -> Iterator[Finding]:
+def buffer_drift(comparison: Comparison) -> Iterator[Finding]:
     """Yields a note on buffers that end up different, and one on an average that is updated inside a window."""
-    drift = facts.buffers.drift
+    drift = comparison.buffers.drift
     if drift:
         are, end = ("are", "end") if len(drift) > 1 else ("is", "ends")
         worst = max(drift, key=lambda name: drift[name])
@@ -208,27 +208,27 @@ def buffer_drift(facts: Facts) -> Iterator[Finding]:
         # an audit keeps no number, only that buffers differ by more than rounding
         if math.isnan(drift[worst]):
             differs = f"{count_text(len(drift), 'buffer')} differ{'' if len(drift) > 1 else 's'} by more than rounding"
-        blamed = [change.name for change in facts.state.blamed] if facts.state is not None else []
+        blamed = [change.name for change in comparison.state.blamed] if comparison.state is not None else []
         # a buffer that is part of the cause GAV401 or GAV403 is read by forwards, and no rate repairs it
         is_read = any(name in drift for name in blamed)
-        after = f" after update {facts.buffers.update}" if facts.buffers.update is not None else ""
+        after = f" after update {comparison.buffers.update}" if comparison.buffers.update is not None else ""
         remedy = "divide their update rate by K (BatchNorm: momentum / K), if evaluation depends on these buffers"
         if is_read:
             remedy = (
                 "update these buffers once per optimizer step, after it: the next forward reads "
                 f"{quote_names(blamed)}, so another update rate does not help"
             )
-        if facts.state is not None and is_carried(facts.state):
+        if comparison.state is not None and is_carried(comparison.state):
             remedy = f"repair {quote_names(blamed)} first, as the other finding says; no update rate repairs it"
         yield finding_of(
-            f"{quote_names(drift)} {are} updated {word_times(facts.window.steps)} per optimizer step and {end} up "
+            f"{quote_names(drift)} {are} updated {word_times(comparison.window.steps)} per optimizer step and {end} up "
             f"different{after}",
             measured_evidence("state", differs, **dict(drift)),
             remedy=remedy,
             severity="note",
             proven=True,
         )
-    yield from _judge_average(facts.calls)
+    yield from _judge_average(comparison.calls)
 
 
 def _judge_average(calls: Calls) -> Iterator[Finding]:
@@ -253,16 +253,16 @@ def _judge_average(calls: Calls) -> Iterator[Finding]:
 
 
 @rule("GAV301")
-def aligned_randomness(facts: Facts) -> Iterator[Finding]:
+def aligned_randomness(comparison: Comparison) -> Iterator[Finding]:
     """Yields a note where random draws were dealt out per sample, and one where a draw has no row per sample."""
-    draws = facts.draws
+    draws = comparison.draws
     # draws were split over micro-batches only where each has a row per sample; other rows may be unaligned (GAV302)
     if draws.dealt > 0 and not (draws.uneven and draws.unaligned):
         were = "was" if draws.count == 1 else "were"
         yield finding_of(
             f"{count_text(draws.count, 'random draw')} (such as dropout) {were} aligned: each "
             f"{'row' if draws.uneven else 'sample'} got the same values in both runs",
-            measured_evidence("random-draws", _word_split_draws(facts), draws=draws.count, dealt=draws.dealt),
+            measured_evidence("random-draws", _word_split_draws(comparison), draws=draws.count, dealt=draws.dealt),
             remedy="",  # in training the draws differ, and the gradients agree on average
             severity="note",
             proven=True,
@@ -270,12 +270,12 @@ def aligned_randomness(facts: Facts) -> Iterator[Finding]:
     # rows that are not the full batch's may be as many as those by chance: what could not be dealt out is no value
     shared = {name: place for name, place in draws.shared.items() if name not in draws.unaligned}
     # with K = 1 the one micro-batch draws what the full batch draws
-    if shared and facts.window.steps > 1:
-        yield _finding_of_shared_draws(facts, shared)
+    if shared and comparison.window.steps > 1:
+        yield _finding_of_shared_draws(comparison, shared)
 
 
-def _word_split_draws(facts: Facts) -> str:
-    draws = facts.draws
+def _word_split_draws(comparison: Comparison) -> str:
+    draws = comparison.draws
     how_often = f" {word_times(draws.dealt)}" if draws.is_counted else ""
     text = f"{count_text(draws.count, 'draw')} of the full batch, reused{how_often} by the micro-batches"
     if not draws.uneven:
@@ -284,10 +284,10 @@ def _word_split_draws(facts: Facts) -> str:
     return f"{text}; {rows} were matched by what packed them, by their contents, or by their order"
 
 
-def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
+def _finding_of_shared_draws(comparison: Comparison, draws: Mapping[str, tuple[str, int] | None]) -> Finding:
     """A value for the whole batch: K micro-batches draw K of them in training, and are given one and the same here."""
     places = {name: f"`{name}`" + (f" at {place[0]}:{place[1]}" if place else "") for name, place in draws.items()}
-    verb, steps = "draws" if len(draws) == 1 else "draw", facts.window.steps
+    verb, steps = "draws" if len(draws) == 1 else "draw", comparison.window.steps
     return finding_of(
         f"{join_texts(list(places.values()))} {verb} one value for the whole batch, not one per sample",
         measured_evidence(
@@ -304,54 +304,62 @@ def _finding_of_shared_draws(facts: Facts, draws: Mapping[str, tuple[str, int] |
 
 
 @rule("GAV302")
-def unalignable_randomness(facts: Facts) -> Iterator[Finding]:
+def unalignable_randomness(comparison: Comparison) -> Iterator[Finding]:
     """Yields a fault where a draw that cannot be dealt out decides the result, a note where something else does."""
-    decisive = next((cause for cause in facts.forward.causes if cause.suspect.kind == "random"), None)
-    if facts.record.agrees:
+    decisive = next((cause for cause in comparison.forward.causes if cause.suspect.kind == "random"), None)
+    if comparison.record.agrees:
         return  # what was drawn made no difference that could be seen
-    reasons = dict(facts.draws.unaligned)
-    if facts.draws.foreign_differ:
+    reasons = dict(comparison.draws.unaligned)
+    if comparison.draws.foreign_differ:
         reasons["Python or NumPy generator"] = "the number of draws depends on the batch"
     if not reasons and decisive is None:
         return
     text = "; ".join(f"`{name}`: {why}" for name, why in reasons.items())
     evidence = [measured_evidence("random-draws", text, **dict(reasons))] if reasons else []
     if decisive is not None:
-        evidence += [show_first_operation(facts, decisive), show_control(facts, decisive)]
-    still = facts.draws.control
+        evidence += [show_first_operation(comparison, decisive), show_control(comparison, decisive)]
+    still = comparison.draws.control
     if still is not None:
-        without = facts.draws.difference_alone == 0  # measured, with the causes that are named neutralised
+        without = comparison.draws.difference_alone == 0  # measured, with the causes that are named neutralised
         remainder = "the other causes listed remain, and without them the draws make no difference" if without else ""
-        text = word_difference_left(still) + ("" if still.rounding else f": {remainder or explain_rest(facts, still)}")
-        if facts.undecided:  # these draws may be all that differs, or hide what differs only with them
+        text = word_difference_left(still) + (
+            "" if still.rounding else f": {remainder or explain_rest(comparison, still)}"
+        )
+        if comparison.undecided:  # these draws may be all that differs, or hide what differs only with them
             text = f"with {still.what} in both runs the difference is {still.left:.0e}: nothing else is shown to differ"
-        if facts.draws.difference_alone > 0:
-            difference = f"{facts.draws.difference_alone:.0e}"
+        if comparison.draws.difference_alone > 0:
+            difference = f"{comparison.draws.difference_alone:.0e}"
             text += f". With the other causes removed, the draws alone make a difference of {difference}: proven"
         evidence.append(control_evidence("random-draws", text, left=still.left))
-    decides = decisive is not None or (still is not None and still.rounding) or facts.draws.difference_alone > 0
+    decides = decisive is not None or (still is not None and still.rounding) or comparison.draws.difference_alone > 0
     # Draws that no control can keep constant prove nothing: the question stays open.
-    fault = facts.draws.can_be_constant and bool(facts.compared.divergent) and (decides or not has_other_cause(facts))
+    fault = (
+        comparison.draws.can_be_constant
+        and bool(comparison.compared.divergent)
+        and (decides or not has_other_cause(comparison))
+    )
     # rows that look alike may have got each other's draws, which gaverify did and the user's code did not
-    unmatched = facts.draws.are_unmatched
+    unmatched = comparison.draws.are_unmatched
     summary = "random draws could not be aligned sample by sample between the two runs"
     remedy = "draw one value for each sample (row of the batch), or one per forward"
     if unmatched:
-        summary += ", and may be all that differs" if facts.undecided else ""
+        summary += ", and may be all that differs" if comparison.undecided else ""
         remedy = "verify without these draws: in evaluation mode (`--mode eval`), or with a probability of 0"
-    elif not facts.draws.can_be_constant:
+    elif not comparison.draws.can_be_constant:
         remedy += ", or switch the randomness off for the audit"
     yield finding_of(
         summary,
         *evidence,
         severity="fault" if fault and not unmatched else "note",
-        location=decisive.suspect.operation.location if decisive is not None else _first(facts.draws.places.values()),
+        location=decisive.suspect.operation.location
+        if decisive is not None
+        else _first(comparison.draws.places.values()),
         remedy=remedy,
         proven=not unmatched
         and (
-            (decisive is not None and is_proven(facts, decisive))
+            (decisive is not None and is_proven(comparison, decisive))
             or (still is not None and still.rounding)
-            or facts.draws.difference_alone > 0
+            or comparison.draws.difference_alone > 0
         ),
     )
 
@@ -362,17 +370,17 @@ def _first(places: Iterable[tuple[str, int] | None]) -> Location | None:
     return Location(file=place[0], line=place[1]) if place is not None else None
 
 
-def has_other_cause(facts: Facts) -> bool:
+def has_other_cause(comparison: Comparison) -> bool:
     """Whether another cause was found."""
-    state = facts.state is not None and bool(facts.state.blamed)
-    return bool(facts.forward.causes) or facts.window.has_wrong_weights or state
+    state = comparison.state is not None and bool(comparison.state.blamed)
+    return bool(comparison.forward.causes) or comparison.window.has_wrong_weights or state
 
 
 @rule("GAV303")
-def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
+def unrepeatable_backward(comparison: Comparison) -> Iterator[Finding]:
     """Yields a fault where two runs of one batch agree in the loss alone, a note where a script does not repeat."""
     # nothing is proven about accumulation where equal runs of a script differ: it may only want a seed
-    for update in [update for update in facts.record.updates if update.unrepeatable][:1]:
+    for update in [update for update in comparison.record.updates if update.unrepeatable][:1]:
         yield finding_of(
             f"two full-batch runs differ from each other: {update.unrepeatable}",
             measured_evidence("noise-floor", f"in update {update.number}: {update.unrepeatable}", update=update.number),
@@ -380,8 +388,8 @@ def unrepeatable_backward(facts: Facts) -> Iterator[Finding]:
             severity="note",
             proven=True,
         )
-    twice = facts.repeatability
-    if twice is None or not twice.backward > facts.repeats or twice.forward > facts.repeats:
+    twice = comparison.repeatability
+    if twice is None or not twice.backward > comparison.repeats or twice.forward > comparison.repeats:
         return
     yield finding_of(
         "computing the full batch's gradient twice gives different results",

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from gaverify.records.audit import Calls, Record
+from gaverify.records.comparison import Comparison
 from gaverify.records.events import Backward, Event, Forward, Stale, WeightsMoved
 from gaverify.records.experiment import WeightFit
-from gaverify.records.facts import Facts
 from gaverify.records.findings import Evidence, Finding
 from gaverify.records.windows import Window
 from gaverify.rules.lost_passes import MissedBoundary, clearing_groups, find_skipped, missed_boundaries
@@ -28,9 +28,9 @@ _RAMP = 3  # sizes of windows that make a ramp; two are a first window that is t
 
 
 @rule("GAV601")
-def step_inside_window(facts: Facts) -> Iterator[Finding]:
+def step_inside_window(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a step comes too early, and one where parameters move without a step."""
-    record, calls = facts.record, facts.calls
+    record, calls = comparison.record, comparison.calls
     early = early_windows(record)
     if early and is_ramp(calls):
         yield _finding_of_ramp(calls)
@@ -231,9 +231,9 @@ def _finding_of_moves(calls: Calls, moved: list[tuple[Window, Event]]) -> Findin
 
 
 @rule("GAV602")
-def gradients_not_cleared(facts: Facts) -> Iterator[Finding]:
+def gradients_not_cleared(comparison: Comparison) -> Iterator[Finding]:
     """Yields a finding where a step uses old gradients."""
-    record, calls = facts.record, facts.calls
+    record, calls = comparison.record, comparison.calls
     joined = missed_boundaries(record)
     if joined:
         yield _finding_of_joined(calls, joined)

@@ -17,8 +17,8 @@ from typing import TypeVar
 from gaverify.errors import GaverifyError
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
+from gaverify.records.comparison import BackwardPlace, Comparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import BackwardPlace, Facts
 from gaverify.search import state, weights
 from gaverify.search.bench import Bench, Intervention, find_needed
 from gaverify.search.neutral import (
@@ -51,57 +51,57 @@ class BackwardCulprit:
     """The run that neutralises it; None where none was possible."""
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Looks for the place at which gradients start to differ although all forwards agree."""
-    if not facts.forward.shows_nothing:
-        return facts
-    used = facts.window.used
+    if not comparison.forward.shows_nothing:
+        return comparison
+    used = comparison.window.used
     # Gradients of a sample are the same number in both runs only with the right weights. The weights with which the
     # losses add up are right in the forward, and gradients must follow them.
-    shares = facts.forward.shares or used
+    shares = comparison.forward.shares or used
     # The forwards agreed from the same state. Where the state changes between micro-batches, that is another cause,
     # and every gradient behind it would differ here.
-    neutral = state.neutralise_state(facts)
-    trial = _Trial(bench.neutralise(*neutral, weights.weigh(shares)), facts)
+    neutral = state.neutralise_state(comparison)
+    trial = _Trial(bench.neutralise(*neutral, weights.weigh(shares)), comparison)
     # Hooks and constants come first, because their lines are known; a boundary only names a module.
     searches = (_try_parameter_hooks, _try_module_hooks, _try_tensor_hooks, _try_constants, _try_boundaries)
     places = (culprit for search in searches if (culprit := search(trial)) is not None)
     first_culprit = bench.attempt("backward", lambda: next(places, None))
     if first_culprit is None:
-        return facts
+        return comparison
     is_proven = first_culprit.control is not None and first_culprit.control.proves
     if is_proven:
-        facts = replace(facts, forward=replace(facts.forward, causes=()))
-    elif not facts.forward.agree:
-        return facts
-    if is_proven and neutral and facts.state is not None:
-        facts = replace(facts, state=state.blame_beside_control(bench, facts.state))
-    if facts.state is not None and facts.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
+        comparison = replace(comparison, forward=replace(comparison.forward, causes=()))
+    elif not comparison.forward.agree:
+        return comparison
+    if is_proven and neutral and comparison.state is not None:
+        comparison = replace(comparison, state=state.blame_beside_control(bench, comparison.state))
+    if comparison.state is not None and comparison.state.blamed and first_culprit.place is BackwardPlace.CONSTANT:
         # The losses agreed only because the state was neutralised. A detached value of moving state changes the forward
         # too, so that the cause belongs to the loss and not to its backward.
         suspect = Suspect(
-            "non-additive", first_culprit.operation, None, facts.left, 0, in_model=False, statistics=False
+            "non-additive", first_culprit.operation, None, comparison.left, 0, in_model=False, statistics=False
         )
-        forward = replace(facts.forward, causes=(Cause(suspect, first_culprit.control),), agree=False)
+        forward = replace(comparison.forward, causes=(Cause(suspect, first_culprit.control),), agree=False)
         return replace(
-            facts, forward=forward, left=first_culprit.control.left if first_culprit.control else 0.0, cleared=True
+            comparison, forward=forward, left=first_culprit.control.left if first_culprit.control else 0.0, cleared=True
         )
     backward_facts = replace(
-        facts.backward, place=first_culprit.place, culprit=first_culprit.operation, control=first_culprit.control
+        comparison.backward, place=first_culprit.place, culprit=first_culprit.operation, control=first_culprit.control
     )
-    facts = replace(facts, backward=backward_facts)
+    comparison = replace(comparison, backward=backward_facts)
     if first_culprit.control is None or not is_proven:
-        return facts
+        return comparison
     fit, difference_left = first_culprit.control.fit, first_culprit.control.left
-    right = fit.weights if fit is not None and weights.is_meaningful(bench, facts, fit) else shares
-    facts = replace(facts, left=difference_left, cleared=True)
+    right = fit.weights if fit is not None and weights.is_meaningful(bench, comparison, fit) else shares
+    comparison = replace(comparison, left=difference_left, cleared=True)
     # The control ran with other weights than the user's: these are a second cause, and a repair beside the first.
     if all(math.isclose(c, w, rel_tol=SAME_NUMBER) for c, w in zip(right, used, strict=True)):
-        return facts
-    noise = facts.window.fit.noise if facts.window.fit is not None else math.nan
+        return comparison
+    noise = comparison.window.fit.noise if comparison.window.fit is not None else math.nan
     fit = WeightFit(tuple(right), difference_left, determined=True, noise=noise)
     remedy = ControlRun("with these weights", difference_left, True, kind=ControlKind.WEIGHTS)
-    return replace(facts, window=replace(facts.window, fit=fit, remedy=remedy))
+    return replace(comparison, window=replace(comparison.window, fit=fit, remedy=remedy))
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class _Trial:
     """Runs controls in which wrong weights cannot hide that the suspect matters."""
 
     bench: Bench
-    facts: Facts
+    comparison: Comparison
 
     def run(self, intervention: Intervention) -> ControlRun | None:
         """The control run, with the weights that were right in it; None where it was impossible."""
         try:
             control = self.bench.run(intervention, fit=True)
             fit = control.fit
-            if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.facts, fit):
+            if control.rounding or fit is None or not weights.is_meaningful(self.bench, self.comparison, fit):
                 return control
             return replace(self.bench.neutralise(weights.weigh(fit.weights)).run(intervention), fit=fit)
         except GaverifyError:  # each search tries many probes: one that does not fit this model is nothing to report

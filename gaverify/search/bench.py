@@ -25,8 +25,8 @@ from gaverify.passes.gradients import (
 from gaverify.passes.layouts import SampleLayout, real_numbers
 from gaverify.passes.precision import widest
 from gaverify.passes.sketches import sketch
-from gaverify.records.comparison import NotCompared, relative_total
 from gaverify.records.experiment import ControlKind, ControlRun
+from gaverify.records.outcomes import NotCompared, relative_total
 from gaverify.thresholds import CAPPED_UNITS, COMPUTED_FLOAT32, SAME_IN_FLOAT32, SMALL_PART, U32
 from gaverify.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from gaverify.verdict.comparison import measure

@@ -18,8 +18,8 @@ import torch
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
+from gaverify.records.comparison import Comparison, State
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, WeightFit, are_ones, are_shares, is_constant
-from gaverify.records.facts import Facts, State
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search import counts, operations, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench, Intervention
@@ -42,62 +42,62 @@ _FIXED = ("uniform", "samples", "none")  # weightings that are the same for ever
 _TRIED = 3  # batches on which weights without a meaning have to be right
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Marks the repairs that leave something on a second batch; where none can be made, they stay as they are.
 
     With several causes nothing is marked: no single repair would leave nothing.
     """
-    weight_facts, causes, state_facts = facts.window, facts.forward.causes, facts.state
+    weight_facts, causes, state_facts = comparison.window, comparison.forward.causes, comparison.state
     cause_count = len(causes) + weight_facts.has_wrong_weights + (state_facts is not None and bool(state_facts.blamed))
-    if not facts.cleared or facts.draws.control is not None or cause_count != 1:
-        return facts
+    if not comparison.cleared or comparison.draws.control is not None or cause_count != 1:
+        return comparison
     # The other samples of a larger batch are a second batch (`confirming`): only numbers without a meaning of their own
     # are tried on batches that are drawn anew.
     if bench.in_part and (weight_facts.remedy is None or _has_meaning(weight_facts)):
-        return facts
+        return comparison
     if weight_facts.remedy is not None:
-        return _mark_weights(bench, facts)
+        return _mark_weights(bench, comparison)
     second, cause = bench.possible(lambda: _make_second_batch(bench)), next(iter(causes), None)
     if second is None:
-        return facts
+        return comparison
     if state_facts is not None and state_facts.blamed:
         runs = [
             _mark_run(run, second.possible(partial(second.run, *run.interventions))) for run in state_facts.remedies
         ]
-        return replace(facts, state=replace(state_facts, remedies=tuple(runs)))
+        return replace(comparison, state=replace(state_facts, remedies=tuple(runs)))
     if cause is None or cause.control is None:
-        return facts
+        return comparison
     second_cause = second.possible(lambda: proof.rerun_cause(second, cause))
     if second_cause is None:
-        return facts
+        return comparison
     second_runs = {run.kind: run for run in second_cause.remedies}
     remedies = tuple(_mark_run(run, second_runs.get(run.kind)) for run in cause.remedies)
     marked = replace(cause, control=_mark_run(cause.control, second_cause.control), remedies=remedies)
-    return replace(facts, forward=replace(facts.forward, causes=(marked,)))
+    return replace(comparison, forward=replace(comparison.forward, causes=(marked,)))
 
 
-def _mark_weights(bench: Bench, facts: Facts) -> Facts:
+def _mark_weights(bench: Bench, comparison: Comparison) -> Comparison:
     """Marks weights that are wrong on a second batch, and looks for the cause that they stand for."""
     # Such weights are a number of this window, and its rule is looked for first. Or the loss picks samples and happened
     # to pick alike in all micro-batches (a worst group): another batch then shows the operation that couples samples.
-    weight_facts = facts.window
+    weight_facts = comparison.window
     has_meaning = _has_meaning(weight_facts)
     seeds = _SEEDS[: 1 if has_meaning else _TRIED]
     find_failure = partial(_find_failed_repair, weight_facts=weight_facts)
     failed = next(filter(None, (_ask_on_another_batch(bench, seed, find_failure) for seed in seeds)), None)
     if failed is None or weight_facts.remedy is None:
-        return facts
-    facts = replace(facts, window=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
-    rule = facts if weight_facts.counts else counts.ask(bench, facts)
+        return comparison
+    comparison = replace(comparison, window=replace(weight_facts, remedy=_mark_run(weight_facts.remedy, failed)))
+    rule = comparison if weight_facts.counts else counts.ask(bench, comparison)
     if rule.window.counts and not weight_facts.counts:
         return _mark_weights(bench, rule)
     operation_causes = (
-        _ask_on_another_batch(bench, seed, partial(_find_only_operation, facts=facts))
+        _ask_on_another_batch(bench, seed, partial(_find_only_operation, comparison=comparison))
         for seed in _SEEDS
         if not has_meaning
     )
     cause = next(filter(None, operation_causes), None)
-    return facts if cause is None else _replace_weights_by_cause(bench, facts, cause)
+    return comparison if cause is None else _replace_weights_by_cause(bench, comparison, cause)
 
 
 def _has_meaning(weight_facts: AccumulationWindow) -> bool:
@@ -120,17 +120,17 @@ def _find_failed_repair(second: Bench, weight_facts: AccumulationWindow) -> Cont
     return run if run is not None and not run.rounding and math.isfinite(run.left) else None
 
 
-def _replace_weights_by_cause(bench: Bench, facts: Facts, cause: Cause) -> Facts:
+def _replace_weights_by_cause(bench: Bench, comparison: Comparison, cause: Cause) -> Comparison:
     """Replaces weights by a cause, if its control leaves nothing of this batch's difference either."""
     proven = bench.possible(partial(proof.rerun_cause, bench, cause))
     if proven is None or proven.control is None or not proven.control.rounding:
-        return facts
-    weight_facts = replace(facts.window, remedy=None, counts=(), place=None)
-    forward = replace(facts.forward, causes=(proven,))
-    return replace(facts, window=weight_facts, forward=forward, left=proven.control.left)
+        return comparison
+    weight_facts = replace(comparison.window, remedy=None, counts=(), place=None)
+    forward = replace(comparison.forward, causes=(proven,))
+    return replace(comparison, window=weight_facts, forward=forward, left=proven.control.left)
 
 
-def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
+def _find_only_operation(second: Bench, comparison: Comparison) -> Cause | None:
     """The one operation that explains everything in another batch, where no weights do; None where there is none."""
     sketches, accumulated = second.sketch_micro_batches(second.experiment.full_batch())
     # Before the fit, which has no answer where every target is masked: no gradient is a failed control.
@@ -138,15 +138,17 @@ def _find_only_operation(second: Bench, facts: Facts) -> Cause | None:
     fit = fit_runs([sketches])
     second_bench = replace(second, total=difference_left)
     sizes = second.experiment.sizes
-    weight_facts = AccumulationWindow(accumulated.weights, facts.window.weighting, sizes, len(sizes), fit=fit)
-    facts = replace(facts, window=weight_facts, left=difference_left, cleared=False)
+    weight_facts = AccumulationWindow(accumulated.weights, comparison.window.weighting, sizes, len(sizes), fit=fit)
+    comparison = replace(comparison, window=weight_facts, left=difference_left, cleared=False)
     if difference_left <= second_bench.rounding or not all(map(math.isfinite, accumulated.micro_losses)):
         return None
-    if weights.choose_fit(second_bench, facts, fit) is not None:
+    if weights.choose_fit(second_bench, comparison, fit) is not None:
         return None
-    facts = operations.ask(second_bench, facts)
-    is_only_cause = facts.cleared and not facts.window.has_wrong_weights and len(facts.forward.causes) == 1
-    return facts.forward.causes[0] if is_only_cause else None
+    comparison = operations.ask(second_bench, comparison)
+    is_only_cause = (
+        comparison.cleared and not comparison.window.has_wrong_weights and len(comparison.forward.causes) == 1
+    )
+    return comparison.forward.causes[0] if is_only_cause else None
 
 
 def _mark_run(run: ControlRun, second_run: ControlRun | None) -> ControlRun:
@@ -209,50 +211,50 @@ class _Times(PassProbe):
 
 _MANY = 1 << 14  # samples, from which on float32's sums over them leave more than that of correct models
 
-_Confirm = Callable[[Bench, Facts, Facts], Facts]
+_Confirm = Callable[[Bench, Comparison, Comparison], Comparison]
 
 
 def confirm_in_working_precision(
-    measurement: Measurement, decision: Decision, facts: Facts, part_facts: Facts
-) -> Facts | None:
-    """Returns the facts of the full batch with the cause that the first samples showed; None without confirmation.
+    measurement: Measurement, decision: Decision, comparison: Comparison, part_comparison: Comparison
+) -> Comparison | None:
+    """Returns the comparison of the full batch with the cause that the first samples showed; None without confirmation.
 
     Args:
         measurement: The measurement of the whole batch.
         decision: By its part.
-        facts: The facts of both.
-        part_facts: The facts that the search found in the part.
+        comparison: Of the whole batch, in the precision of the user.
+        part_comparison: The facts that the search found in the part.
     """
-    if _choose_confirmation(part_facts) is None or measurement.experiment.batch_size > _MANY:
+    if _choose_confirmation(part_comparison) is None or measurement.experiment.batch_size > _MANY:
         return None
-    few, total = decision.few, facts.compared.total
+    few, total = decision.few, comparison.compared.total
     floor = max(few.allowed, GROUPINGS * few.error + few.lost) if few is not None else 0.0
     # The questions take losses from the restored state, and these ran one after the other.
-    has_state = part_facts.state is not None and bool(state.read_changes(part_facts.state.changes))
+    has_state = part_comparison.state is not None and bool(state.read_changes(part_comparison.state.changes))
     losses = () if has_state else measurement.accumulated.micro_losses
     reference = measurement.sketch and replace(measurement.sketch, losses=losses)
-    divergent = frozenset(row.name for row in facts.compared.divergent)
+    divergent = frozenset(row.name for row in comparison.compared.divergent)
     bench = Bench(measurement.experiment, reference=reference, total=total, floor=floor, divergent=divergent)
-    return confirm_on_batch(bench, facts, part_facts)
+    return confirm_on_batch(bench, comparison, part_comparison)
 
 
-def confirm_on_batch(bench: Bench, facts: Facts, part_facts: Facts) -> Facts | None:
-    """Returns the facts of the bench's batch with the cause that its first samples showed; None without confirmation.
+def confirm_on_batch(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison | None:
+    """Returns the comparison of the batch with the cause that its first samples showed; None without confirmation.
 
     Args:
         bench: With the pass of the full batch that was made before.
-        facts: The facts of its batch.
-        part_facts: The facts that the search found in the part.
+        comparison: Of its batch.
+        part_comparison: The facts that the search found in the part.
     """
-    confirm = _choose_confirmation(part_facts)
+    confirm = _choose_confirmation(part_comparison)
     if confirm is None:
         return None
     try:
-        bench, facts = _prepare_bench(bench, facts, part_facts)
-        facts = confirm(bench, facts, part_facts)
+        bench, comparison = _prepare_bench(bench, comparison, part_comparison)
+        comparison = confirm(bench, comparison, part_comparison)
     except FORESEEN:
         return None
-    return facts if facts.cleared and facts.left <= _largest_rest(bench) else None
+    return comparison if comparison.cleared and comparison.left <= _largest_rest(bench) else None
 
 
 def _largest_rest(bench: Bench) -> float:
@@ -260,63 +262,65 @@ def _largest_rest(bench: Bench) -> float:
     return bench.floor or min(CORRECT_FLOAT32, bench.rounding)
 
 
-def _choose_confirmation(part_facts: Facts) -> _Confirm | None:
+def _choose_confirmation(part_comparison: Comparison) -> _Confirm | None:
     """How to confirm what explains everything in the first samples: one cause, or several classes of layers.
 
     None where there is nothing of that kind.
     """
-    twice = part_facts.repeatability
+    twice = part_comparison.repeatability
     still = twice is not None and max(twice.forward, twice.backward) < AGREE_FLOAT64
     if (
-        not (part_facts.cleared and still)
-        or part_facts.draws.control is not None
-        or part_facts.backward.kept is not None
+        not (part_comparison.cleared and still)
+        or part_comparison.draws.control is not None
+        or part_comparison.backward.kept is not None
     ):
         return None
-    causes = part_facts.forward.causes
+    causes = part_comparison.forward.causes
     controls: list[tuple[ControlRun | None, _Confirm]] = [(cause.control, _confirm_causes) for cause in causes]
     if len(causes) > 1 and all(run is not None and run.kind is ControlKind.EVALUATION_MODE for run, _ in controls):
         # The last one's control ran with the others in evaluation mode, and left nothing. So it does again.
         controls = controls[-1:]
-    if part_facts.window.has_wrong_weights:
-        controls.append((part_facts.window.remedy, _confirm_weights))
-    if part_facts.state is not None and part_facts.state.blamed:
-        controls.append((part_facts.state.control, _confirm_state))
-    if part_facts.backward.place is not None:
-        controls.append((part_facts.backward.control, _confirm_backward))
+    if part_comparison.window.has_wrong_weights:
+        controls.append((part_comparison.window.remedy, _confirm_weights))
+    if part_comparison.state is not None and part_comparison.state.blamed:
+        controls.append((part_comparison.state.control, _confirm_state))
+    if part_comparison.backward.place is not None:
+        controls.append((part_comparison.backward.control, _confirm_backward))
     control, confirm = controls[0] if len(controls) == 1 else (None, None)
     return confirm if control is not None and control.proves else None
 
 
-def _prepare_bench(bench: Bench, facts: Facts, part_facts: Facts) -> tuple[Bench, Facts]:
-    """The bench with sketches of the micro-batches' gradients, and the facts with the weights that fit.
+def _prepare_bench(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> tuple[Bench, Comparison]:
+    """The bench with sketches of the micro-batches' gradients, and the comparison with the weights that fit.
 
     Where weights are not to blame, their fit is that of the first samples, which saves a pass.
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch())
     shares = reference.shares
-    if shares is None and part_facts.window.has_wrong_weights:
+    if shares is None and part_comparison.window.has_wrong_weights:
         shares = replace(bench, reference=reference).sketch_micro_batches(reference.full)[0]
     bench = replace(bench, reference=replace(reference, shares=shares))
-    changes = State(part_facts.state.changes) if part_facts.state is not None else None
-    facts = replace(
-        facts,
-        window=replace(facts.window, fit=fit_runs([shares]) if shares is not None else _scale_fit(facts, part_facts)),
+    changes = State(part_comparison.state.changes) if part_comparison.state is not None else None
+    comparison = replace(
+        comparison,
+        window=replace(
+            comparison.window, fit=fit_runs([shares]) if shares is not None else _scale_fit(comparison, part_comparison)
+        ),
         state=changes,
-        repeatability=part_facts.repeatability,
-        failures=part_facts.failures,
+        repeatability=part_comparison.repeatability,
+        failures=part_comparison.failures,
         left=bench.total,
     )
-    return bench, facts
+    return bench, comparison
 
 
-def _scale_fit(facts: Facts, part_facts: Facts) -> WeightFit | None:
+def _scale_fit(comparison: Comparison, part_comparison: Comparison) -> WeightFit | None:
     """The fit of the first samples without its weights, which belong to other micro-batches."""
-    fit = part_facts.window.fit
-    norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_facts, facts)]
+    fit = part_comparison.window.fit
+    norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_comparison, comparison)]
     # sampling noise falls with the square root of the number of samples
-    share = math.sqrt(part_facts.batch_size / facts.batch_size) * norms[0] / max(norms[1], TINY)
-    return fit and replace(fit, weights=(), noise=fit.noise * share, samples=part_facts.batch_size)
+    share = math.sqrt(part_comparison.batch_size / comparison.batch_size) * norms[0] / max(norms[1], TINY)
+    return fit and replace(fit, weights=(), noise=fit.noise * share, samples=part_comparison.batch_size)
 
 
 def _translate_fit(
@@ -351,41 +355,45 @@ def _translate_fit(
     return None
 
 
-def _confirm_weights(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+def _confirm_weights(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison:
     """Accumulates with the weights that fit all micro-batches.
 
     They need a meaning. Where those of the first samples had none and fitted at moved parameters too, it is enough that
     they leave nothing.
     """
-    fit, before = facts.window.fit, part_facts.window.fit
-    if part_facts.window.counts:
-        window_counts = counts.find_counts(bench, facts.window.used)
+    fit, before = comparison.window.fit, part_comparison.window.fit
+    if part_comparison.window.counts:
+        window_counts = counts.find_counts(bench, comparison.window.used)
         if window_counts is None:
-            return facts
+            return comparison
         weight_facts = replace(
-            facts.window,
+            comparison.window,
             counts=window_counts.counts,
-            remedy=_mark_as_before(part_facts.window.remedy, window_counts.control),
+            remedy=_mark_as_before(part_comparison.window.remedy, window_counts.control),
         )
-        weight_facts = replace(weight_facts, place=part_facts.window.place)
+        weight_facts = replace(weight_facts, place=part_comparison.window.place)
         return replace(
-            facts, window=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
+            comparison, window=weight_facts, left=window_counts.control.left, cleared=window_counts.control.rounding
         )
     if not bench.experiment.is_float64 and fit is not None and bench.reference is not None:
-        fit = _translate_fit(fit, bench.reference.shares, facts.window, part_facts.window, _largest_rest(bench))
+        fit = _translate_fit(
+            fit, bench.reference.shares, comparison.window, part_comparison.window, _largest_rest(bench)
+        )
     if fit is None or before is None:
-        return facts
-    alike = bench.experiment.is_float64 and fit.determined and weights.is_explanation(bench, facts, fit)
-    if not weights.is_meaningful(bench, facts, fit) and (weights.has_meaning(part_facts.window, before) or not alike):
-        return facts
-    facts = weights.try_weights(bench, facts, fit)
-    weight_facts = facts.window
+        return comparison
+    alike = bench.experiment.is_float64 and fit.determined and weights.is_explanation(bench, comparison, fit)
+    if not weights.is_meaningful(bench, comparison, fit) and (
+        weights.has_meaning(part_comparison.window, before) or not alike
+    ):
+        return comparison
+    comparison = weights.try_weights(bench, comparison, fit)
+    weight_facts = comparison.window
     weight_facts = replace(
         weight_facts,
-        place=part_facts.window.place,
-        remedy=_mark_as_before(part_facts.window.remedy, weight_facts.remedy),
+        place=part_comparison.window.place,
+        remedy=_mark_as_before(part_comparison.window.remedy, weight_facts.remedy),
     )
-    return replace(facts, window=weight_facts, forward=part_facts.forward)
+    return replace(comparison, window=weight_facts, forward=part_comparison.forward)
 
 
 def _mark_as_before(part: ControlRun | None, run: ControlRun | None) -> ControlRun | None:
@@ -393,66 +401,70 @@ def _mark_as_before(part: ControlRun | None, run: ControlRun | None) -> ControlR
     return replace(run, holds=part.holds) if part is not None and run is not None else run
 
 
-def _confirm_state(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+def _confirm_state(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison:
     """Runs the control of the state again, and where more changes than the blamed state, one of that state only."""
-    if part_facts.state is None or part_facts.state.control is None:
-        return facts
-    control = bench.run(*part_facts.state.control.interventions)
+    if part_comparison.state is None or part_comparison.state.control is None:
+        return comparison
+    control = bench.run(*part_comparison.state.control.interventions)
     # Pinning state that must be set once would keep it uninitialised; pinning all of it is the control that was run.
     is_pinned = control.kind in (ControlKind.STATE_PINNED, ControlKind.STATE_PRIMED_AND_PINNED)
-    blamed, changes = part_facts.state.blamed, state.read_changes(part_facts.state.changes)
+    blamed, changes = part_comparison.state.blamed, state.read_changes(part_comparison.state.changes)
     if is_pinned and control.rounding and len(blamed) < len(changes) and not bench.run(state.pin(blamed)).rounding:
-        return facts
-    remedies = (control,) if part_facts.state.remedies else ()
-    state_facts = replace(part_facts.state, control=control, remedies=remedies)
-    return replace(facts, state=state_facts, forward=part_facts.forward, left=control.left, cleared=control.rounding)
+        return comparison
+    remedies = (control,) if part_comparison.state.remedies else ()
+    state_facts = replace(part_comparison.state, control=control, remedies=remedies)
+    return replace(
+        comparison, state=state_facts, forward=part_comparison.forward, left=control.left, cleared=control.rounding
+    )
 
 
-def _confirm_backward(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+def _confirm_backward(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison:
     """Runs the control of the backward again, if the full batch's losses add up as those of the first samples do."""
-    full, used = bench.reference.full.loss if bench.reference is not None else math.nan, facts.window.used
-    gap = abs(sum(w * loss for w, loss in zip(used, facts.window.losses, strict=True)) - full) / max(abs(full), TINY)
-    before = part_facts.backward.control
+    full, used = bench.reference.full.loss if bench.reference is not None else math.nan, comparison.window.used
+    gap = abs(sum(w * loss for w, loss in zip(used, comparison.window.losses, strict=True)) - full) / max(
+        abs(full), TINY
+    )
+    before = part_comparison.backward.control
     if not gap <= SAME_IN_FLOAT32 or before is None:
-        return facts
+        return comparison
     control = bench.run(*before.interventions)
     # gradients that it pins differ where their values agree: that was measured at the boundaries of modules
     control = replace(control, values_differed=before.values_differed)
     if not control.proves:
-        return facts
-    forward = replace(part_facts.forward, loss_gap=gap, shares=used)
-    backward = replace(part_facts.backward, control=control)
-    return replace(facts, forward=forward, backward=backward, left=control.left, cleared=True)
+        return comparison
+    forward = replace(part_comparison.forward, loss_gap=gap, shares=used)
+    backward = replace(part_comparison.backward, control=control)
+    return replace(comparison, forward=forward, backward=backward, left=control.left, cleared=True)
 
 
-def _confirm_causes(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+def _confirm_causes(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison:
     """Confirms the last cause with the layers of those before it in evaluation mode, as it was found."""
-    *earlier, last = part_facts.forward.causes
-    last_facts = replace(part_facts, forward=replace(part_facts.forward, causes=(last,)))
+    *earlier, last = part_comparison.forward.causes
+    last_facts = replace(part_comparison, forward=replace(part_comparison.forward, causes=(last,)))
     controls = [cause.control for cause in earlier if cause.control is not None]
     neutral_bench = bench.neutralise(*(each for control in controls for each in control.interventions))
-    facts = _confirm_cause(neutral_bench, facts, last_facts)
-    if not (earlier and facts.cleared):
-        return facts
+    comparison = _confirm_cause(neutral_bench, comparison, last_facts)
+    if not (earlier and comparison.cleared):
+        return comparison
     # what each makes alone was measured in the first samples, whose controls the earlier ones keep
-    (confirmed,) = facts.forward.causes
-    causes = [_mark_as_part(cause, part_facts) for cause in earlier]
+    (confirmed,) = comparison.forward.causes
+    causes = [_mark_as_part(cause, part_comparison) for cause in earlier]
     causes.append(replace(confirmed, difference_alone=last.difference_alone, explained=last.explained))
-    return replace(facts, forward=replace(facts.forward, causes=tuple(causes)))
+    return replace(comparison, forward=replace(comparison.forward, causes=tuple(causes)))
 
 
-def _mark_as_part(cause: Cause, part_facts: Facts) -> Cause:
+def _mark_as_part(cause: Cause, part_comparison: Comparison) -> Cause:
     """The cause with a control that says on which samples it ran."""
     assert cause.control is not None
-    what = f"{cause.control.what} on the first {part_facts.batch_size} samples"
+    what = f"{cause.control.what} on the first {part_comparison.batch_size} samples"
     # how many samples of the whole batch differ is not known
     suspect = replace(cause.suspect, samples=0)
     return replace(cause, suspect=suspect, control=replace(cause.control, what=what))
 
 
-def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
+def _confirm_cause(bench: Bench, comparison: Comparison, part_comparison: Comparison) -> Comparison:
     """Runs the control that helped, and the repairs, which must have the same results as on the first samples."""
-    (before,) = part_facts.forward.causes
+    (before,) = part_comparison.forward.causes
     # Where GroupNorm replaces the layers, the repair shows what the control would: without these layers nothing is
     # left. It is run instead of the control.
     in_evaluation_mode = before.control is not None and before.control.kind is ControlKind.EVALUATION_MODE
@@ -460,14 +472,14 @@ def _confirm_cause(bench: Bench, facts: Facts, part_facts: Facts) -> Facts:
     if replaced is not None:
         explained = 1.0 - replaced.left / bench.total
         confirmed = replace(before, remedies=(replaced,), explained=explained, difference_alone=bench.total)
-        forward = replace(part_facts.forward, causes=(_mark_as_part(confirmed, part_facts),))
-        return replace(facts, forward=forward, left=replaced.left, cleared=replaced.rounding)
+        forward = replace(part_comparison.forward, causes=(_mark_as_part(confirmed, part_comparison),))
+        return replace(comparison, forward=forward, left=replaced.left, cleared=replaced.rounding)
     cause = proof.rerun_cause(bench, replace(before, suspect=replace(before.suspect, samples=0)))
     has_same_repairs = _list_repairs(before.remedies, 1.0) == _list_repairs(cause.remedies, _largest_rest(bench))
     if cause.control is None or not cause.control.has_power or not has_same_repairs:
-        return facts
-    forward = replace(part_facts.forward, causes=(cause,))
-    return replace(facts, forward=forward, left=cause.control.left, cleared=cause.control.rounding)
+        return comparison
+    forward = replace(part_comparison.forward, causes=(cause,))
+    return replace(comparison, forward=forward, left=cause.control.left, cleared=cause.control.rounding)
 
 
 def _list_repairs(runs: tuple[ControlRun, ...], most: float) -> list[tuple[object, bool]]:

@@ -35,8 +35,8 @@ from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.precision import move_weights
 from gaverify.passes.randomness import Dealing
+from gaverify.records.comparison import Comparison
 from gaverify.records.experiment import ControlKind, ControlRun, Count, FunctionKey, TermKind
-from gaverify.records.facts import Facts
 from gaverify.search.bench import Bench, Intervention
 from gaverify.search.trace.operations import OperationTracer, intercept_calls, make_tracer
 from gaverify.search.trace.state import StateWatch
@@ -50,38 +50,40 @@ _PRODUCTS = ("mul", "mul_", "multiply")
 _MEANS = ("mean", "nanmean")
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Runs the micro-batches with the counts of the full batch, where some counts differ from the weights."""
     # Counts that leave a small part of the difference are a cause too; the next questions look for the rest.
-    window_counts = None if facts.weights_first else _attempt_counts(bench, facts, SMALL_PART * facts.left)
-    return facts if window_counts is None else _note_counts(facts, window_counts)
+    window_counts = (
+        None if comparison.weights_first else _attempt_counts(bench, comparison, SMALL_PART * comparison.left)
+    )
+    return comparison if window_counts is None else _note_counts(comparison, window_counts)
 
 
-def ask_first(bench: Bench, facts: Facts) -> tuple[Bench, Facts]:
+def ask_first(bench: Bench, comparison: Comparison) -> tuple[Bench, Comparison]:
     """Returns a bench with the window's counts for all other questions, where nothing can be compared without them."""
     # A micro-batch that holds nothing to count divides 0 by 0. With NaN on one side no other control tells anything.
     # So counts which leave any finite difference are kept for the questions after this one.
-    window_counts = _attempt_counts(bench, facts, sys.float_info.max) if math.isinf(facts.left) else None
+    window_counts = _attempt_counts(bench, comparison, sys.float_info.max) if math.isinf(comparison.left) else None
     if window_counts is None:
-        return bench, facts
+        return bench, comparison
     # the earlier pass of the full batch was one without these counts
     return replace(bench.neutralise(*window_counts.control.interventions), reference=None), _note_counts(
-        facts, window_counts
+        comparison, window_counts
     )
 
 
-def _attempt_counts(bench: Bench, facts: Facts, most: float) -> WindowCounts | None:
-    return bench.attempt("counts of the window", lambda: find_counts(bench, facts.window.used, most))
+def _attempt_counts(bench: Bench, comparison: Comparison, most: float) -> WindowCounts | None:
+    return bench.attempt("counts of the window", lambda: find_counts(bench, comparison.window.used, most))
 
 
-def _note_counts(facts: Facts, window_counts: WindowCounts) -> Facts:
+def _note_counts(comparison: Comparison, window_counts: WindowCounts) -> Comparison:
     weights = replace(
-        facts.window,
+        comparison.window,
         counts=window_counts.counts,
         remedy=window_counts.control,
         place=window_counts.counts[0].operation,
     )
-    return replace(facts, window=weights, left=window_counts.control.left, cleared=window_counts.control.rounding)
+    return replace(comparison, window=weights, left=window_counts.control.left, cleared=window_counts.control.rounding)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from gaverify.passes.isolation.objects import is_users_class
 from gaverify.passes.layouts import leaves
 from gaverify.passes.lifting import has_hooks
 from gaverify.passes.user_code import DEFAULT_IGNORED, largest_mean
-from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import BackwardComparison, Buffers, Comparison, Draws, Repeatability
 from gaverify.records.experiment import ControlKind, is_constant
-from gaverify.records.facts import BackwardComparison, Buffers, Draws, Facts, Repeatability
+from gaverify.records.outcomes import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.windows import EXPLICIT, AccumulationWindow
 from gaverify.search import backward, confirming, counts, operations, state, weights
 from gaverify.search.bench import Bench, Intervention
@@ -40,30 +40,30 @@ _CONSTANT_DRAWS = Intervention(
 )
 
 
-def _ask_draws(bench: Bench, facts: Facts) -> Facts:
+def _ask_draws(bench: Bench, comparison: Comparison) -> Comparison:
     """Replaces every random draw by one typical value in both runs, if some could not be distributed to samples."""
-    if not facts.draws.unaligned:
-        return facts
+    if not comparison.draws.unaligned:
+        return comparison
     pin = Intervention(
         "every random draw kept constant", ControlKind.DRAWS_PINNED, change=Experiment.with_constant_draws
     )
     control = bench.attempt("random draws", lambda: bench.run(pin))
     if control is None or math.isinf(control.left):
-        return facts
-    draws = replace(facts.draws, control=control)
-    return replace(facts, draws=draws, left=control.left, cleared=control.rounding)
+        return comparison
+    draws = replace(comparison.draws, control=control)
+    return replace(comparison, draws=draws, left=control.left, cleared=control.rounding)
 
 
-def _choose_bench(bench: Bench, facts: Facts) -> Bench:
+def _choose_bench(bench: Bench, comparison: Comparison) -> Bench:
     """The bench for the questions after this one, with constant draws where these were needed."""
-    return _hold_draws(bench) if facts.draws.control is not None else bench
+    return _hold_draws(bench) if comparison.draws.control is not None else bench
 
 
 def _hold_draws(bench: Bench) -> Bench:
     return replace(bench.neutralise(_CONSTANT_DRAWS), reference=None, live=bench)
 
 
-QUESTIONS: tuple[Callable[[Bench, Facts], Facts], ...] = (
+QUESTIONS: tuple[Callable[[Bench, Comparison], Comparison], ...] = (
     _ask_draws,
     weights.ask,
     state.ask,
@@ -110,64 +110,64 @@ def open_control_runs(measurement: Measurement, decision: Decision, total: float
         yield Bench(experiment, reference=reference, total=total, divergent=divergent)
 
 
-def search_causes(bench: Bench, facts: Facts) -> Facts:
-    """Returns the facts with what the questions found; a question that could not be asked is noted.
+def search_causes(bench: Bench, comparison: Comparison) -> Comparison:
+    """Returns the comparison with what the questions found; a question that could not be asked is noted.
 
     Args:
         bench: Where controls run.
-        facts: The facts of the passes.
+        comparison: Of the passes.
     """
-    facts = replace(facts, left=facts.compared.total)
+    comparison = replace(comparison, left=comparison.compared.total)
     try:
-        questions = QUESTIONS if not facts.compared.one_sided else (operations.ask_branch,)
-        counted_bench, facts = counts.ask_first(bench, facts)
-        before, with_fit = facts, None
+        questions = QUESTIONS if not comparison.compared.one_sided else (operations.ask_branch,)
+        counted_bench, comparison = counts.ask_first(bench, comparison)
+        before, with_fit = comparison, None
         for ask in questions:
-            if _is_settled(facts):
+            if _is_settled(comparison):
                 break
-            facts = ask(_choose_bench(counted_bench, facts), facts)
-            with_fit = with_fit or (facts if facts.window.fit is not None else None)
-        facts = operations.ask_next_update(_choose_bench(counted_bench, facts), facts)
-        is_explained = _is_explained_by_evaluation_mode(bench, facts)
+            comparison = ask(_choose_bench(counted_bench, comparison), comparison)
+            with_fit = with_fit or (comparison if comparison.window.fit is not None else None)
+        comparison = operations.ask_next_update(_choose_bench(counted_bench, comparison), comparison)
+        is_explained = _is_explained_by_evaluation_mode(bench, comparison)
         if with_fit is not None and with_fit.repeatability is None:
-            repeatability = _measure_repeatability(_choose_bench(counted_bench, with_fit), facts, is_explained)
-            facts = replace(facts, repeatability=repeatability)
-            if not facts.repeats_itself:  # then nothing that was asked after the weights has an answer
-                facts = replace(with_fit, repeatability=repeatability)
-        if _needs_repeats(facts) and not is_explained:
-            difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, facts))
+            repeatability = _measure_repeatability(_choose_bench(counted_bench, with_fit), comparison, is_explained)
+            comparison = replace(comparison, repeatability=repeatability)
+            if not comparison.repeats_itself:  # then nothing that was asked after the weights has an answer
+                comparison = replace(with_fit, repeatability=repeatability)
+        if _needs_repeats(comparison) and not is_explained:
+            difference = bench.attempt("repetitions", lambda: state.measure_repetition(bench, comparison))
             if difference:  # then no control compares what it is meant to compare
                 return replace(before, repeatability=Repeatability(difference, difference), failures=bench.failures)
-        facts = confirming.ask(bench, facts)
-        facts = weights.ask_place(_choose_bench(bench, facts), state.ask_lines(bench, facts))
+        comparison = confirming.ask(bench, comparison)
+        comparison = weights.ask_place(_choose_bench(bench, comparison), state.ask_lines(bench, comparison))
     except TimeUp:
-        facts = replace(facts, stopped_after=bench.experiment.limit.seconds)
-    return replace(facts, cleared=facts.left <= bench.rounding, failures=bench.failures)
+        comparison = replace(comparison, stopped_after=bench.experiment.limit.seconds)
+    return replace(comparison, cleared=comparison.left <= bench.rounding, failures=bench.failures)
 
 
-def _measure_repeatability(bench: Bench, facts: Facts, is_explained: bool) -> Repeatability | None:
+def _measure_repeatability(bench: Bench, comparison: Comparison, is_explained: bool) -> Repeatability | None:
     """How much two equal runs differ; a control in evaluation mode that leaves nothing compared such runs."""
     if is_explained:
-        return Repeatability(facts.left, facts.left)
-    return bench.attempt("micro-batch weights", lambda: weights.measure_repeatability(bench, facts))
+        return Repeatability(comparison.left, comparison.left)
+    return bench.attempt("micro-batch weights", lambda: weights.measure_repeatability(bench, comparison))
 
 
-def _is_settled(facts: Facts) -> bool:
+def _is_settled(comparison: Comparison) -> bool:
     """Whether nothing is left to ask: all is explained, or a batch that differs from itself explains nothing."""
-    explained_by_weights = facts.window.has_wrong_weights and not facts.weights_first
-    return facts.cleared or explained_by_weights or not facts.repeats_itself
+    explained_by_weights = comparison.window.has_wrong_weights and not comparison.weights_first
+    return comparison.cleared or explained_by_weights or not comparison.repeats_itself
 
 
-def _needs_repeats(facts: Facts) -> bool:
+def _needs_repeats(comparison: Comparison) -> bool:
     """Whether the search found what a schedule of the forwards may look like: weights, or samples that interact."""
-    unnamed = facts.state is not None and any(change.place == "unnamed" for change in facts.state.blamed)
-    may_be_weights = facts.window.has_wrong_weights and not _are_counted_weights(facts)
-    return bool(facts.forward.causes) or may_be_weights or unnamed or facts.backward.place is not None
+    unnamed = comparison.state is not None and any(change.place == "unnamed" for change in comparison.state.blamed)
+    may_be_weights = comparison.window.has_wrong_weights and not _are_counted_weights(comparison)
+    return bool(comparison.forward.causes) or may_be_weights or unnamed or comparison.backward.place is not None
 
 
-def _are_counted_weights(facts: Facts) -> bool:
+def _are_counted_weights(comparison: Comparison) -> bool:
     """Whether weights that leave nothing are the shares of samples or targets, and no one factor of the used ones."""
-    window, run = facts.window, facts.window.remedy
+    window, run = comparison.window, comparison.window.remedy
     if window.fit is None or run is None or not run.rounding:
         return False
     # A schedule that makes the fit multiplies the K + 1 losses by its own numbers, and those know nothing of the data:
@@ -176,17 +176,19 @@ def _are_counted_weights(facts: Facts) -> bool:
     return bool(window.name_shares(window.fit.weights)) and not is_constant(factors, COMPUTED_FLOAT32)
 
 
-def _is_explained_by_evaluation_mode(bench: Bench, facts: Facts) -> bool:
+def _is_explained_by_evaluation_mode(bench: Bench, comparison: Comparison) -> bool:
     """Whether nothing is left of the difference with layers of torch or of another library in evaluation mode.
 
     That control compares one forward with K: a schedule of the forwards would still show. The user's own layers may
     follow one in training mode alone, which the control takes away with them.
     """
-    is_state_to_blame = facts.state is not None and (facts.state.control is not None or bool(facts.state.blamed))
-    if not facts.cleared or facts.window.has_wrong_weights or is_state_to_blame:
+    is_state_to_blame = comparison.state is not None and (
+        comparison.state.control is not None or bool(comparison.state.blamed)
+    )
+    if not comparison.cleared or comparison.window.has_wrong_weights or is_state_to_blame:
         return False
     # The last of several was in evaluation mode beside those before it, and their controls were not to leave nothing.
-    controls = [cause.control for cause in facts.forward.causes]
+    controls = [cause.control for cause in comparison.forward.causes]
     if not all(run is not None and run.kind is ControlKind.EVALUATION_MODE for run in controls):
         return False
     modules = dict(bench.experiment.named_modules())
@@ -194,7 +196,7 @@ def _is_explained_by_evaluation_mode(bench: Bench, facts: Facts) -> bool:
     return bool(kinds) and not any(is_users_class(kind, frozenset()) for kind in kinds)
 
 
-def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
+def collect_facts(measurement: Measurement, decision: Decision) -> Comparison:
     """Returns what the two strategies showed already, without another pass."""
     experiment, accumulated = measurement.experiment, measurement.accumulated
     draws = accumulated.draws
@@ -203,7 +205,7 @@ def collect_facts(measurement: Measurement, decision: Decision) -> Facts:
     ignored = bool(valid) and any(float(mean.valid) < mean.total for mean in means)
     weighting = experiment.weighting if isinstance(experiment.weighting, str) else EXPLICIT
     is_divergent = any(row.outcome is Outcome.DIVERGENT for row in decision.rows)
-    return Facts(
+    return Comparison(
         batch_size=experiment.batch_size,
         compared=Compared(decision.rows, decision.method, decision.float64_failure, precision=decision.precision),
         window=AccumulationWindow(
@@ -281,7 +283,7 @@ def _identical_samples(batch: Any, batch_size: int) -> bool:
     return compared
 
 
-def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool, in_part: bool = False) -> Facts:
+def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool, in_part: bool = False) -> Comparison:
     """Returns everything that was measured; questions are asked only after a divergence; one that fails says so.
 
     A search that has a time limit returns what it found until then.
@@ -292,15 +294,15 @@ def investigate(measurement: Measurement, decision: Decision, *, diagnose: bool,
         diagnose: Whether to look for the cause of a divergence.
         in_part: Whether the batch is the first samples of a larger one.
     """
-    facts, limit = collect_facts(measurement, decision), measurement.experiment.limit
-    if not diagnose or not facts.compared.divergent or facts.window.steps < 2:
-        return facts
-    facts = replace(facts, diagnosed=True)
+    comparison, limit = collect_facts(measurement, decision), measurement.experiment.limit
+    if not diagnose or not comparison.compared.divergent or comparison.window.steps < 2:
+        return comparison
+    comparison = replace(comparison, diagnosed=True)
     try:
-        with limit.searching(), open_control_runs(measurement, decision, facts.compared.total) as bench:
-            return search_causes(replace(bench, in_part=in_part), facts)
+        with limit.searching(), open_control_runs(measurement, decision, comparison.compared.total) as bench:
+            return search_causes(replace(bench, in_part=in_part), comparison)
     except TimeUp:
-        return replace(facts, stopped_after=limit.seconds)
+        return replace(comparison, stopped_after=limit.seconds)
 
 
 # Decides and searches a divergence on the first samples: float64 and the search cost twice the memory.
@@ -325,8 +327,8 @@ class FirstSamplesAnswer:
     """The decision in the user's precision, which is open."""
     decision: Decision | None = None
     """The parameters of the whole batch, decided by the first samples; None where these decide nothing."""
-    facts: Facts | None = None
-    """The facts of the search in the first samples; None where they were not searched."""
+    comparison: Comparison | None = None
+    """The comparison of the first samples, with what the search found; None where they were not searched."""
 
 
 def examine_first_samples(measurement: Measurement, decision: Decision, *, searches: bool) -> FirstSamplesAnswer:
@@ -339,7 +341,7 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
         decision: The open decision from that measurement.
         searches: Whether to look for the cause of a divergence.
     """
-    facts = None
+    comparison = None
     try:
         part = _take_first_samples(measurement, decision)
         if part is None:
@@ -348,15 +350,15 @@ def examine_first_samples(measurement: Measurement, decision: Decision, *, searc
         part_answer = _judge_first_samples(part, measurement, decision, watch_passes if searches else None)
         rows = _decide_by_first_samples(measurement, decision, *part_answer)
         if searches:
-            facts = investigate(*part_answer, diagnose=True, in_part=True)
+            comparison = investigate(*part_answer, diagnose=True, in_part=True)
     except Exception as error:  # a model that does not take so few samples, a loss that is no number
         if is_own_fault(error):
             raise
         return FirstSamplesAnswer(decision)
     if rows is None:
-        return FirstSamplesAnswer(decision, facts=facts)
+        return FirstSamplesAnswer(decision, comparison=comparison)
     decided = replace(decision, rows=rows, method=Method.FLOAT64_PART, part=part.sizes, needs_float64=False)
-    return FirstSamplesAnswer(decision, decided, facts)
+    return FirstSamplesAnswer(decision, decided, comparison)
 
 
 def _take_first_samples(measurement: Measurement, decision: Decision) -> Experiment | None:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from gaverify.records.comparison import Comparison, ForwardComparison
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import Facts, ForwardComparison
 from gaverify.search import backward, counts, proof, state, weights
 from gaverify.search.bench import FORESEEN, Bench, Intervention, find_needed
 from gaverify.search.counts import WindowCounts
@@ -30,17 +30,19 @@ _ROUNDS = 5  # causes that are looked for one after the other
 _TRIED = 3  # suspects of one round that are tried in a control run
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Searches operations in which samples interact, beside state and draws that may be causes as well."""
-    control = facts.state.control if facts.state is not None else None
+    control = comparison.state.control if comparison.state is not None else None
     # State that changes would differ in every trace: it stays neutralised, whether or not it is a cause.
-    search_bench = bench.neutralise(*state.neutralise_state(facts))
-    fit = facts.window.fit if control is None else control.fit
+    search_bench = bench.neutralise(*state.neutralise_state(comparison))
+    fit = comparison.window.fit if control is None else control.fit
     residual = fit.residual if fit is not None and not fit.vacuous else 0.0
-    weights_run = facts.window.remedy if facts.weights_first else None
-    difference_left = facts.left if weights_run is None or not facts.compared.comparable else facts.compared.total
+    weights_run = comparison.window.remedy if comparison.weights_first else None
+    difference_left = (
+        comparison.left if weights_run is None or not comparison.compared.comparable else comparison.compared.total
+    )
     difference_left = difference_left if control is None else control.left
-    explanation = Explanation(search_bench, facts, difference_left, residual)
+    explanation = Explanation(search_bench, comparison, difference_left, residual)
     try:
         # The last explanation counts: if a later run fails, what was found before it stays.
         for step in _find_causes(explanation, control.fit if control is not None else None):
@@ -48,41 +50,41 @@ def ask(bench: Bench, facts: Facts) -> Facts:
     except FORESEEN as error:
         bench.failures["first diverging operation"] = failure_sentence(error)
     if control is None and weights_run is None:
-        in_backward = _look_in_backward(bench, facts, explanation)
+        in_backward = _look_in_backward(bench, comparison, explanation)
         if in_backward is not None:
             return in_backward
-    facts, explanation = _pin_restored_state(bench, facts, explanation)
-    facts = _note_causes(facts, explanation, weights_run)
-    return _release_others(bench, facts, explanation) if explanation.is_complete else facts
+    comparison, explanation = _pin_restored_state(bench, comparison, explanation)
+    comparison = _note_causes(comparison, explanation, weights_run)
+    return _release_others(bench, comparison, explanation) if explanation.is_complete else comparison
 
 
-def ask_next_update(bench: Bench, facts: Facts) -> Facts:
+def ask_next_update(bench: Bench, comparison: Comparison) -> Comparison:
     """Repeats an update with restored state, and searches what differs in the second one alone.
 
     State that the first forward sets from its own batch hides what else depends on the batch: where that is divided by
     an average that starts as None, the first average is the batch's own.
     """
-    state_facts = facts.state
+    state_facts = comparison.state
     control = state_facts.control if state_facts is not None else None
     is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED
     if state_facts is None or control is None or not (is_restored and control.rounding and state_facts.blamed):
-        return facts
+        return comparison
     answer = bench.attempt("next update", partial(state.measure_next_update, bench, state_facts))
     if answer is None:
-        return facts
+        return comparison
     next_update, state_left = answer
     state_facts = replace(state_facts, next_update=next_update)
-    facts = replace(facts, state=state_facts)
+    comparison = replace(comparison, state=state_facts)
     if state_left is None or next_update.from_full_batch <= bench.rounding:
-        return facts
+        return comparison
     with state.start_from(bench, state_left.put) as later:
         control = replace(control, left=next_update.from_full_batch, rounding=False)
         later_state = replace(state_facts, control=control)
-        later_facts = ask(later, replace(facts, state=later_state, left=control.left, cleared=False))
+        later_facts = ask(later, replace(comparison, state=later_state, left=control.left, cleared=False))
     if not later_facts.cleared:
-        return facts
+        return comparison
     causes = tuple(_mark_second_update(cause) for cause in later_facts.forward.causes)
-    return replace(facts, forward=replace(later_facts.forward, causes=causes), left=later_facts.left)
+    return replace(comparison, forward=replace(later_facts.forward, causes=causes), left=later_facts.left)
 
 
 def _mark_second_update(cause: Cause) -> Cause:
@@ -92,82 +94,84 @@ def _mark_second_update(cause: Cause) -> Cause:
     return replace(cause, control=replace(cause.control, what=f"{cause.control.what}, in a second update,"))
 
 
-def _note_causes(facts: Facts, explanation: Explanation, weights_run: ControlRun | None) -> Facts:
-    """The facts with the causes of an explanation.
+def _note_causes(comparison: Comparison, explanation: Explanation, weights_run: ControlRun | None) -> Comparison:
+    """The comparison with the causes of an explanation.
 
     Args:
-        facts: Without them.
+        comparison: Without them.
         explanation: The result of the search.
         weights_run: An earlier run with other weights, if the operations explain the difference that it left.
     """
-    forward = explanation.forward or facts.forward
+    forward = explanation.forward or comparison.forward
     ruled_out, causes = tuple(explanation.ruled_out.values()), explanation.causes
     if weights_run is not None and explanation.is_complete and len(causes) == 1:
         # The one cause makes all that the weights leave.
         causes = (replace(causes[0], difference_alone=weights_run.left),)
-    facts = replace(facts, forward=replace(forward, causes=causes, ruled_out=ruled_out))
+    comparison = replace(comparison, forward=replace(forward, causes=causes, ruled_out=ruled_out))
     if explanation.is_complete and weights_run is None:
-        weight_facts = facts.window
+        weight_facts = comparison.window
         if explanation.fit is not None:
             weight_facts = replace(weight_facts, fit=explanation.fit, remedy=explanation.remedy)
         if explanation.counts is not None:
             counted = explanation.counts.counts
             weight_facts = replace(weight_facts, counts=counted, remedy=explanation.remedy, place=counted[0].operation)
-        facts = replace(facts, window=weight_facts)
+        comparison = replace(comparison, window=weight_facts)
     if explanation.is_complete or causes:
-        facts = replace(facts, left=explanation.left, cleared=explanation.is_complete)
-    return facts
+        comparison = replace(comparison, left=explanation.left, cleared=explanation.is_complete)
+    return comparison
 
 
-def _look_in_backward(bench: Bench, facts: Facts, explanation: Explanation) -> Facts | None:
+def _look_in_backward(bench: Bench, comparison: Comparison, explanation: Explanation) -> Comparison | None:
     """Looks in the backward, if only cached gradients prove the one cause and the loss differs by a constant."""
     # Cached gradients run the loss and its backward once for all samples. So they also remove the difference of a
     # backward that depends on the batch.
     (control,) = [cause.control for cause in explanation.causes] if len(explanation.causes) == 1 else [None]
     if control is None or control.kind is not ControlKind.CACHED_GRADIENTS or not control.rounding:
         return None
-    used = facts.window.used
+    used = comparison.window.used
     terms = bench.possible(lambda: counts.find_terms_beside_constants(bench))
     if not terms or not weights.is_weighted_sum(terms, used):
         return None
-    forward = replace(facts.forward, agree=True, loss_gap=0.0, shares=used, adds_constant=True)
-    with_backward = backward.ask(bench, replace(facts, forward=forward))
+    forward = replace(comparison.forward, agree=True, loss_gap=0.0, shares=used, adds_constant=True)
+    with_backward = backward.ask(bench, replace(comparison, forward=forward))
     return with_backward if with_backward.cleared else None
 
 
-def ask_branch(bench: Bench, facts: Facts) -> Facts:
+def ask_branch(bench: Bench, comparison: Comparison) -> Comparison:
     """Looks for the operation that only one strategy runs, if a parameter has a gradient in that strategy only."""
     branch = bench.attempt("branch", lambda: find_one_sided_branch(bench))
-    return replace(facts, forward=replace(facts.forward, branch=branch))
+    return replace(comparison, forward=replace(comparison.forward, branch=branch))
 
 
-def _pin_restored_state(bench: Bench, facts: Facts, explanation: Explanation) -> tuple[Facts, Explanation]:
+def _pin_restored_state(
+    bench: Bench, comparison: Comparison, explanation: Explanation
+) -> tuple[Comparison, Explanation]:
     """Keeps the state constant instead of restored, if no counts of the window are needed then."""
     # A forward may update restored state by its batch (the number of samples so far). That number looks like a count
     # of the batch.
-    state_facts = facts.state
+    state_facts = comparison.state
     control = state_facts.control if state_facts is not None else None
     is_restored = control is not None and control.kind is ControlKind.STATE_RESTORED
     if state_facts is None or not is_restored or explanation.counts is None:
-        return facts, explanation
+        return comparison, explanation
     changes = state.read_changes(state_facts.changes)
     without_counts = replace(explanation, counts=None, remedy=None)
     run = bench.possible(lambda: without_counts.run_again(bench.neutralise(state.pin(changes))))
     if run is None or not run.rounding:
-        return facts, explanation
+        return comparison, explanation
     control = bench.run(state.pin(changes))
-    return replace(facts, state=replace(state_facts, control=control)), replace(without_counts, left=run.left)
+    return replace(comparison, state=replace(state_facts, control=control)), replace(without_counts, left=run.left)
 
 
-def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Facts:
+def _release_others(bench: Bench, comparison: Comparison, explanation: Explanation) -> Comparison:
     """Releases state and draws while everything else stays neutralised, which shows the difference that they make."""
-    neutral_state, state_facts = state.neutralise_state(facts), facts.state
-    if neutral_state or facts.draws.control is not None:
+    neutral_state, state_facts = state.neutralise_state(comparison), comparison.state
+    if neutral_state or comparison.draws.control is not None:
         explanation = _give_last_probe(explanation)
     if neutral_state and state_facts is not None:
         alone = bench.attempt("state released", lambda: explanation.run_again(bench))
         if alone is not None and alone.rounding:
-            facts = replace(facts, state=state.blame_beside_control(bench, state_facts))
+            comparison = replace(comparison, state=state.blame_beside_control(bench, state_facts))
         if alone is not None and not alone.rounding:
             neutral_bench, read = explanation.neutralise_all(bench), state.read_changes(state_facts.changes)
             difference_left, blame = alone.left, state.Blame(read, together=len(read) > 1)
@@ -177,13 +181,13 @@ def _release_others(bench: Bench, facts: Facts, explanation: Explanation) -> Fac
                 ask = partial(state.find_blamed, read, difference_left, kind, run_some)
                 blame = bench.attempt("state held", ask) or blame
             state_facts = replace(state_facts, blamed=blame.changes, together=blame.together)
-            facts = replace(facts, state=replace(state_facts, difference_alone=difference_left))
+            comparison = replace(comparison, state=replace(state_facts, difference_alone=difference_left))
     if bench.live is not None:
         live_bench = bench.live.neutralise(*neutral_state)
         alone = bench.attempt("draws released", lambda: _run_with_draws(explanation, live_bench))
         difference_alone = alone.left if alone is not None and not alone.rounding else 0.0
-        facts = replace(facts, draws=replace(facts.draws, difference_alone=difference_alone))
-    return facts
+        comparison = replace(comparison, draws=replace(comparison.draws, difference_alone=difference_alone))
+    return comparison
 
 
 def _run_with_draws(explanation: Explanation, live_bench: Bench) -> ControlRun:
@@ -203,8 +207,8 @@ class Explanation:
 
     bench: Bench
     """Runs controls; none of the causes is neutralised on it."""
-    facts: Facts
-    """The facts from before the search, such as the weights of the micro-batches."""
+    comparison: Comparison
+    """The comparison from before the search, such as the weights of the micro-batches."""
     left: float
     """The relative difference that is left with these causes neutralised."""
     residual: float
@@ -284,8 +288,8 @@ def _find_causes(explanation: Explanation, fit: WeightFit | None) -> Iterator[Ex
             return
     for _ in range(_ROUNDS):
         # Propose: the first operations that depend on the batch, with the causes found so far neutralised.
-        facts, bench = explanation.facts, explanation.neutral_bench
-        suspects, forward = trace_divergences(bench, facts.window, foreign=facts.draws.foreign_differ)
+        comparison, bench = explanation.comparison, explanation.neutral_bench
+        suspects, forward = trace_divergences(bench, comparison.window, foreign=comparison.draws.foreign_differ)
         explanation = replace(explanation, forward=explanation.forward or forward)
         # Control: the first suspect that helps; without one, the best that can be neutralised.
         explanation, trial = _try_suspects(explanation, bench, suspects)
@@ -341,7 +345,7 @@ def _try_suspects(
 
 def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> SuspectTrial | None:
     """Runs the controls of one suspect; None if that failed, and the failure is noted."""
-    used = explanation.facts.window.used
+    used = explanation.comparison.window.used
 
     def is_counted(trial_bench: Bench) -> bool:
         return trial_bench.possible(lambda: counts.find_counts(trial_bench, used)) is not None
@@ -361,17 +365,17 @@ def _try_suspect(explanation: Explanation, bench: Bench, suspect: Suspect) -> Su
 
 def _explain_by_weights(explanation: Explanation, fit: WeightFit | None) -> Explanation:
     """Returns the explanation with weights or counts of the window that explain the rest, if a run confirms them."""
-    facts, bench = explanation.facts, explanation.neutral_bench
+    comparison, bench = explanation.comparison, explanation.neutral_bench
     # Counts are not tried beside pinned values: a pinned sum that is divided by a micro-batch's own count is an effect
     # of the control. Layers of another class that still mix samples are a cause that comes first.
     runs_live = all(trial.kind is ControlKind.EVALUATION_MODE for trial in explanation.trials)
     runs_live = runs_live and not find_live_statistics(bench.experiment)
-    if runs_live and not weights.is_meaningful(bench, facts, fit):
-        window_counts = bench.possible(lambda: counts.find_counts(bench, facts.window.used))
+    if runs_live and not weights.is_meaningful(bench, comparison, fit):
+        window_counts = bench.possible(lambda: counts.find_counts(bench, comparison.window.used))
         if window_counts is not None:
             control = window_counts.control
             return replace(explanation, counts=window_counts, remedy=control, left=control.left)
-    chosen_fit = weights.choose_fit(bench, facts, fit)
+    chosen_fit = weights.choose_fit(bench, comparison, fit)
     if chosen_fit is None:
         return explanation
     remedy = weights.run_fitted_weights(bench, chosen_fit)
@@ -405,7 +409,7 @@ def _keep_suspicion(explanation: Explanation) -> Explanation:
     suspicion = next((trial.suspicion for trial in explanation.trials if trial.suspicion is not None), None)
     if suspicion is None or explanation.causes:
         return explanation
-    return replace(explanation, trials=(suspicion,), left=explanation.facts.left)
+    return replace(explanation, trials=(suspicion,), left=explanation.comparison.left)
 
 
 def _give_last_probe(explanation: Explanation) -> Explanation:

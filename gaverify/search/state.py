@@ -19,8 +19,8 @@ import torch
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.gradients import Gradients, PassProbe
 from gaverify.passes.isolation import StatePlace
+from gaverify.records.comparison import Comparison, NextUpdate, State, StateChange
 from gaverify.records.experiment import ControlKind, ControlRun, Operation
-from gaverify.records.facts import Facts, NextUpdate, State, StateChange
 from gaverify.rules.rule import quote_names
 from gaverify.search import weights
 from gaverify.search.bench import Bench, Intervention, find_needed
@@ -75,24 +75,24 @@ _FARTHEST = 5  # forwards between the two farthest ones of the same batch that a
 _MANY = 5  # changed values from which on those that a known line writes, or those of one kind, are tried together
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Restores what a forward changed before each micro-batch, then lets writes to it have no effect at all."""
-    changes = read_changes(facts.state.changes if facts.state is not None else ())
-    if facts.state is None or not changes:
-        return facts
-    nearest = bench.attempt("state", lambda: _run_nearest_control(bench, facts, changes))
+    changes = read_changes(comparison.state.changes if comparison.state is not None else ())
+    if comparison.state is None or not changes:
+        return comparison
+    nearest = bench.attempt("state", lambda: _run_nearest_control(bench, comparison, changes))
     if nearest is None:
-        return facts
+        return comparison
     control, set_once = nearest
-    state = replace(facts.state, control=control)
+    state = replace(comparison.state, control=control)
     # A control that leaves something blames nothing yet: the state may matter beside another cause. It stays in the
     # facts, because the next questions have to neutralise the state.
     if not control.rounding:
-        return replace(facts, state=state)
+        return replace(comparison, state=state)
     blamed = tuple(c for c in set_once if c.place in ("parameter", "buffer")) or set_once
     together = False
     if not blamed:
-        blame = find_blamed(changes, facts.left, control.kind, partial(run_some, bench, kind=control.kind))
+        blame = find_blamed(changes, comparison.left, control.kind, partial(run_some, bench, kind=control.kind))
         blamed, together = blame.changes, blame.together
         # everything that was restored proves none of its parts
         control = blame.control if blame.control and control.kind is ControlKind.STATE_RESTORED else control
@@ -106,60 +106,64 @@ def ask(bench: Bench, facts: Facts) -> Facts:
         # An update of the state once per window changes the reference as well: by how much is part of the answer.
         pinned_run = bench.possible(lambda: bench.run(replace(pin(changes), in_reference=False)))
         state = replace(state, new_state_difference=math.nan if pinned_run is None else pinned_run.left)
-    return replace(facts, state=state, left=control.left, cleared=True)
+    return replace(comparison, state=state, left=control.left, cleared=True)
 
 
-def ask_unnamed(bench: Bench, facts: Facts) -> Facts:
+def ask_unnamed(bench: Bench, comparison: Comparison) -> Comparison:
     """Restores everything before each micro-batch: state may have no name, or change in a backward."""
-    if not facts.forward.shows_nothing or _may_be_weights(bench, facts):
-        return facts
-    return _restore_everything(bench, facts)
+    if not comparison.forward.shows_nothing or _may_be_weights(bench, comparison):
+        return comparison
+    return _restore_everything(bench, comparison)
 
 
-def ask_unnamed_before_weights(bench: Bench, facts: Facts) -> Facts:
+def ask_unnamed_before_weights(bench: Bench, comparison: Comparison) -> Comparison:
     """Restores everything where weights explain the difference: a counter scales losses as weights do."""
-    is_restored = facts.state is not None and facts.state.control is not None  # named state: that control was run
-    return _restore_everything(bench, facts) if _may_be_weights(bench, facts) and not is_restored else facts
+    is_restored = (
+        comparison.state is not None and comparison.state.control is not None
+    )  # named state: that control was run
+    return (
+        _restore_everything(bench, comparison) if _may_be_weights(bench, comparison) and not is_restored else comparison
+    )
 
 
-def _may_be_weights(bench: Bench, facts: Facts) -> bool:
+def _may_be_weights(bench: Bench, comparison: Comparison) -> bool:
     """Whether weights explain the difference that have no meaning yet."""
-    fit = facts.window.fit
-    return fit is not None and not facts.weights_first and weights.is_explanation(bench, facts, fit)
+    fit = comparison.window.fit
+    return fit is not None and not comparison.weights_first and weights.is_explanation(bench, comparison, fit)
 
 
-def _restore_everything(bench: Bench, facts: Facts) -> Facts:
+def _restore_everything(bench: Bench, comparison: Comparison) -> Comparison:
     """Blames state without a name where restoring everything changes the difference."""
     restored = bench.attempt("state restored", lambda: bench.run(restore(), fit=True))
     if restored is None:
-        return facts
+        return comparison
     unnamed_state = State((UNNAMED,), restored, (UNNAMED,), (restored,))
     if restored.rounding:
-        forward = replace(facts.forward, causes=())
-        return replace(facts, forward=forward, state=unnamed_state, left=restored.left, cleared=True)
+        forward = replace(comparison.forward, causes=())
+        return replace(comparison, forward=forward, state=unnamed_state, left=restored.left, cleared=True)
     # Restoring that changes the difference shows that there is state; what it leaves may be wrong weights beside it.
-    if abs(restored.left - facts.left) > SAME_IN_FLOAT32 * facts.left:
+    if abs(restored.left - comparison.left) > SAME_IN_FLOAT32 * comparison.left:
         restored_bench = bench.neutralise(restore())
-        fit = weights.choose_fit(restored_bench, facts, restored.fit)
+        fit = weights.choose_fit(restored_bench, comparison, restored.fit)
         if fit is not None:
             return replace(
-                weights.try_weights(restored_bench, facts, fit),
-                state=replace(unnamed_state, difference_alone=facts.compared.total),
+                weights.try_weights(restored_bench, comparison, fit),
+                state=replace(unnamed_state, difference_alone=comparison.compared.total),
             )
-    return facts
+    return comparison
 
 
-def ask_lines(bench: Bench, facts: Facts) -> Facts:
+def ask_lines(bench: Bench, comparison: Comparison) -> Comparison:
     """Finds the lines that change blamed state where no watched call has named one."""
-    state = facts.state
+    state = comparison.state
     if state is None:
-        return facts
+        return comparison
     # Under line tracing every line of a forward costs a look at every value: only state without a known line is traced.
     placeless = [c for c in state.blamed if c.writer is None or c.writer.file is None]
     unknown = [change.name for change in placeless if change.place in ("closure", "attribute", "buffer")]
     lines = bench.attempt("writing lines", lambda: find_writing_lines(bench, unknown)) if unknown else None
     if not lines:
-        return facts
+        return comparison
     placed = []
     for change in state.blamed:
         if change.name in lines:
@@ -167,15 +171,15 @@ def ask_lines(bench: Bench, facts: Facts) -> Facts:
             writer = change.writer or Operation("")
             change = replace(change, writer=replace(writer, file=display_path(file), line=line))
         placed.append(change)
-    return replace(facts, state=replace(state, blamed=tuple(placed)))
+    return replace(comparison, state=replace(state, blamed=tuple(placed)))
 
 
-def measure_repetition(bench: Bench, facts: Facts) -> float:
+def measure_repetition(bench: Bench, comparison: Comparison) -> float:
     """Returns the relative difference of the full batch's losses in forwards that all start from the restored state.
 
     Args:
         bench: Where to run.
-        facts: Say how much equal runs may differ.
+        comparison: Say how much equal runs may differ.
 
     Returns:
         The first difference that is more than equal runs may show; 0 without one.
@@ -185,7 +189,7 @@ def measure_repetition(bench: Bench, facts: Facts) -> float:
     # shows nothing where that period divides the distance between the two. Six in a row have all distances from 1 to 5.
     for _ in range(_FARTHEST):
         difference = abs(float(bench.experiment.forward(None, PassProbe()).detach()) - first) / max(abs(first), TINY)
-        if difference > facts.repeats:
+        if difference > comparison.repeats:
             return difference
     return 0.0
 
@@ -279,13 +283,13 @@ def _without_gradients(experiment: Experiment) -> Experiment:
     return replace(experiment, problem=replace(experiment.problem, loss=run_loss))
 
 
-def neutralise_state(facts: Facts) -> tuple[Intervention, ...]:
+def neutralise_state(comparison: Comparison) -> tuple[Intervention, ...]:
     """Returns interventions that neutralise the state in later questions; none where no control run did."""
-    if facts.state is None or facts.state.control is None:
+    if comparison.state is None or comparison.state.control is None:
         return ()
-    if facts.state.control.kind is ControlKind.STATE_RESTORED:
+    if comparison.state.control.kind is ControlKind.STATE_RESTORED:
         return (restore(),)
-    return (pin(read_changes(facts.state.changes)),)
+    return (pin(read_changes(comparison.state.changes)),)
 
 
 def blame_beside_control(bench: Bench, state_facts: State) -> State:
@@ -378,7 +382,7 @@ def find_blamed(
 
 
 def _run_nearest_control(
-    bench: Bench, facts: Facts, changes: Sequence[StateChange]
+    bench: Bench, comparison: Comparison, changes: Sequence[StateChange]
 ) -> tuple[ControlRun, tuple[StateChange, ...]]:
     """The control run that leaves least, and what is set only once where that control is one forward before both runs.
 
@@ -394,7 +398,7 @@ def _run_nearest_control(
     if pinned_run is None:  # constant state may stop a model: a counter that stays at zero
         return restored, ()
     # Weights may remain as a second cause after either control; those with a meaning show the right one.
-    if pinned_run.rounding or weights.is_meaningful(bench, facts, pinned_run.fit):
+    if pinned_run.rounding or weights.is_meaningful(bench, comparison, pinned_run.fit):
         return pinned_run, ()
     leaves_less = _unexplained_difference(pinned_run) < HELPS * _unexplained_difference(restored)
     return pinned_run if leaves_less else restored, ()

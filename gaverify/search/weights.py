@@ -13,8 +13,8 @@ import torch
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.precision import move_weights
 from gaverify.passes.sketches import sketch
+from gaverify.records.comparison import Comparison, Repeatability, State
 from gaverify.records.experiment import ControlKind, ControlRun, WeightFit, are_ones, is_constant
-from gaverify.records.facts import Facts, Repeatability, State
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench, Intervention
 from gaverify.search.counts import find_terms_beside_constants
@@ -25,77 +25,85 @@ from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, MOVED_SHARES, NO_WEIGH
 from gaverify.verdict.sketches import SketchedPass, Sketches, fit_runs, keep_sketch
 
 
-def ask(bench: Bench, facts: Facts) -> Facts:
+def ask(bench: Bench, comparison: Comparison) -> Comparison:
     """Fits the weights, measures whether a pass repeats and what state changes, and tries weights with a meaning."""
     watch = StateWatch(bench.experiment)
-    fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, facts, watch))
-    facts = replace(facts, state=State(watch.changes()))
+    fit_and_repeats = bench.attempt("micro-batch weights", lambda: _fit_and_repeat(bench, comparison, watch))
+    comparison = replace(comparison, state=State(watch.changes()))
     # A forward that clears gradients loses those of the micro-batches before it: no fitted weights mean anything then.
     if watch.clears_gradients:
-        return _restore_gradients(bench, replace(facts, backward=replace(facts.backward, clearing=watch.clearing)))
+        return _restore_gradients(
+            bench, replace(comparison, backward=replace(comparison.backward, clearing=watch.clearing))
+        )
     if fit_and_repeats is None:
-        return facts
+        return comparison
     sketches, repeatability = fit_and_repeats
-    fit = _fit(bench, facts, sketches)
-    facts = replace(facts, repeatability=repeatability, window=replace(facts.window, fit=fit))
-    return try_weights(bench, facts, fit) if facts.repeats_itself and is_meaningful(bench, facts, fit) else facts
+    fit = _fit(bench, comparison, sketches)
+    comparison = replace(comparison, repeatability=repeatability, window=replace(comparison.window, fit=fit))
+    return (
+        try_weights(bench, comparison, fit)
+        if comparison.repeats_itself and is_meaningful(bench, comparison, fit)
+        else comparison
+    )
 
 
-def _restore_gradients(bench: Bench, facts: Facts) -> Facts:
+def _restore_gradients(bench: Bench, comparison: Comparison) -> Comparison:
     """Runs both strategies with the gradients put back that a forward clears."""
     what = "the gradients that the forward clears put back"
     keep = Intervention(what, ControlKind.GRADIENTS_KEPT, RestoredGradients)
     control = bench.attempt("gradients kept", lambda: bench.run(keep))
     if control is None:
-        return facts
-    facts = replace(facts, backward=replace(facts.backward, kept=control))
-    return replace(facts, left=control.left, cleared=control.rounding)
+        return comparison
+    comparison = replace(comparison, backward=replace(comparison.backward, kept=control))
+    return replace(comparison, left=control.left, cleared=control.rounding)
 
 
-def ask_at_moved_parameters(bench: Bench, facts: Facts) -> Facts:
+def ask_at_moved_parameters(bench: Bench, comparison: Comparison) -> Comparison:
     """Tries weights without a meaning that hold for moved parameters as well."""
-    if facts.weights_first:
-        return facts
+    if comparison.weights_first:
+        return comparison
     # Weights that fit with constant state too may be a factor that changes from forward to forward (a divisor that
     # is a moving average). It does not depend on the parameters, so that moving them would not expose it;
     # the next question runs with constant state.
-    pinned_fit = facts.state.control.fit if facts.state is not None and facts.state.control is not None else None
-    if pinned_fit is not None and is_explanation(bench, facts, pinned_fit):
-        return facts
-    fit = facts.window.fit
+    pinned_fit = (
+        comparison.state.control.fit if comparison.state is not None and comparison.state.control is not None else None
+    )
+    if pinned_fit is not None and is_explanation(bench, comparison, pinned_fit):
+        return comparison
+    fit = comparison.window.fit
     if fit is not None and fit.vacuous:
         # Any gradient is a combination of these few numbers: those of moved parameters are more, and tell.
         fit = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench)) or fit
-        facts = replace(facts, window=replace(facts.window, fit=fit))
-    fit = _find_joint_fit(bench, facts, fit)
-    return try_weights(bench, facts, fit) if fit is not None else facts
+        comparison = replace(comparison, window=replace(comparison.window, fit=fit))
+    fit = _find_joint_fit(bench, comparison, fit)
+    return try_weights(bench, comparison, fit) if fit is not None else comparison
 
 
-def try_weights(bench: Bench, facts: Facts, fit: WeightFit) -> Facts:
+def try_weights(bench: Bench, comparison: Comparison, fit: WeightFit) -> Comparison:
     """Runs the accumulation with fitted weights; where that is impossible, they stay suspected."""
     remedy = bench.attempt("weights", lambda: run_fitted_weights(bench, fit))
     # taken out of the failures, which are listed as questions without an answer: here the fit is one
-    weights = replace(facts.window, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
+    weights = replace(comparison.window, fit=fit, remedy=remedy, failure=bench.failures.pop("weights", ""))
     if remedy is None:
-        return replace(facts, window=weights)
-    return replace(facts, window=weights, left=remedy.left, cleared=remedy.rounding)
+        return replace(comparison, window=weights)
+    return replace(comparison, window=weights, left=remedy.left, cleared=remedy.rounding)
 
 
-def ask_place(bench: Bench, facts: Facts) -> Facts:
+def ask_place(bench: Bench, comparison: Comparison) -> Comparison:
     """Finds the loss call or division that counts otherwise than the micro-batches are weighted."""
-    weight_facts = facts.window
+    weight_facts = comparison.window
     # beside operations that couple samples no result adds up, and weights that the user gave are at no line of the loss
     if (
         not weight_facts.has_wrong_weights
         or weight_facts.fit is None
-        or not facts.cleared
-        or facts.forward.causes
+        or not comparison.cleared
+        or comparison.forward.causes
         or weight_facts.given_wrong
     ):
-        return facts
+        return comparison
     fitted = weight_facts.fit.weights
     place = bench.attempt("line of the weights", lambda: find_reweighted_operation(bench, weight_facts.used, fitted))
-    return replace(facts, window=replace(weight_facts, place=place))
+    return replace(comparison, window=replace(weight_facts, place=place))
 
 
 def run_fitted_weights(bench: Bench, fit: WeightFit) -> ControlRun:
@@ -109,16 +117,16 @@ def weigh(weighting: str | Sequence[float]) -> Intervention:
     return Intervention("with these weights", ControlKind.WEIGHTS, change=change, in_reference=False)
 
 
-def choose_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+def choose_fit(bench: Bench, comparison: Comparison, fit: WeightFit | None) -> WeightFit | None:
     """The fitted weights, where they explain everything and are more than a coincidence of these parameters."""
-    return fit if is_meaningful(bench, facts, fit) else _find_joint_fit(bench, facts, fit)
+    return fit if is_meaningful(bench, comparison, fit) else _find_joint_fit(bench, comparison, fit)
 
 
-def is_meaningful(bench: Bench, facts: Facts, fit: WeightFit | None) -> bool:
+def is_meaningful(bench: Bench, comparison: Comparison, fit: WeightFit | None) -> bool:
     """Whether weights explain what is left, have a meaning, and the losses do not contradict them."""
-    if fit is None or not is_explanation(bench, facts, fit) or not has_meaning(facts.window, fit):
+    if fit is None or not is_explanation(bench, comparison, fit) or not has_meaning(comparison.window, fit):
         return False
-    return not is_contradicted_by_losses(bench, facts.window.used, fit)
+    return not is_contradicted_by_losses(bench, comparison.window.used, fit)
 
 
 def has_meaning(weights: AccumulationWindow, fit: WeightFit) -> bool:
@@ -128,23 +136,23 @@ def has_meaning(weights: AccumulationWindow, fit: WeightFit) -> bool:
     return is_share or are_ones(fit.weights, fit.residual) or is_constant(factor, fit.residual)
 
 
-def is_explanation(bench: Bench, facts: Facts, fit: WeightFit) -> bool:
+def is_explanation(bench: Bench, comparison: Comparison, fit: WeightFit) -> bool:
     """Whether weights leave nothing of the difference, in the bench's precision."""
     most = FIT_FLOAT64 if bench.experiment.is_float64 else FIT_FLOAT32
-    return fit.residual < (bench.floor or min(most, SMALL_PART * facts.compared.total))
+    return fit.residual < (bench.floor or min(most, SMALL_PART * comparison.compared.total))
 
 
-def _find_joint_fit(bench: Bench, facts: Facts, fit: WeightFit | None) -> WeightFit | None:
+def _find_joint_fit(bench: Bench, comparison: Comparison, fit: WeightFit | None) -> WeightFit | None:
     """The weights that hold for moved parameters too; None where there are none."""
-    if fit is None or fit.vacuous or not is_explanation(bench, facts, fit):
+    if fit is None or fit.vacuous or not is_explanation(bench, comparison, fit):
         return None
     # A weight of zero is no share: the loss picks some samples and drops the others (a maximum, a worst group).
     if fit.determined and min(map(abs, fit.weights)) < NO_WEIGHT * max(map(abs, fit.weights)):
         return None
-    if is_contradicted_by_losses(bench, facts.window.used, fit):
+    if is_contradicted_by_losses(bench, comparison.window.used, fit):
         return None
     joint = bench.attempt("weights at moved parameters", lambda: fit_jointly(bench))
-    if joint is None or not is_explanation(bench, facts, joint):
+    if joint is None or not is_explanation(bench, comparison, joint):
         return None
     # Where a branch falls differently for a micro-batch, one factor per micro-batch explains everything, but only until
     # the branch falls differently again.
@@ -206,35 +214,35 @@ def fit_jointly(bench: Bench) -> WeightFit:
     return fit_runs(runs)
 
 
-def _fit(bench: Bench, facts: Facts, sketches: Sketches) -> WeightFit:
+def _fit(bench: Bench, comparison: Comparison, sketches: Sketches) -> WeightFit:
     """The weights that fit best; shares of samples or targets where these leave nothing and the fit is not unique."""
     fit = fit_runs([sketches])
-    for shares in () if fit.determined else facts.window.shares:
+    for shares in () if fit.determined else comparison.window.shares:
         residual = sketches.left_by(torch.tensor(shares, dtype=sketches.columns.dtype, device=sketches.columns.device))
         # They were not fitted: where they leave nothing, that is no coincidence of a model with few parameters.
         share_fit = replace(fit, weights=shares, residual=residual, vacuous=False)
-        if is_explanation(bench, facts, share_fit):
+        if is_explanation(bench, comparison, share_fit):
             return share_fit
     return fit
 
 
-def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Sketches, Repeatability | None]:
+def _fit_and_repeat(bench: Bench, comparison: Comparison, watch: StateWatch) -> tuple[Sketches, Repeatability | None]:
     """Sketches the micro-batches, and measures whether a pass repeats: the first micro-batch's, else the full batch's.
 
     None: that is not measured yet (`measure_repeatability`).
     """
     reference = bench.reference or keep_sketch(bench.experiment, bench.experiment.full_batch(watch))
     if reference.shares is not None and isinstance(reference.watch, StateWatch):
-        fit = _fit(bench, facts, reference.shares)
+        fit = _fit(bench, comparison, reference.shares)
         # Micro-batches that add up to the full batch's gradient are a repetition of it: no other run is needed.
-        meaningful = is_meaningful(bench, facts, fit)
+        meaningful = is_meaningful(bench, comparison, fit)
         if not meaningful and bench.experiment.limit.seconds is None and find_live_statistics(bench.experiment):
             # Their control is likely to show it, without another pass. A search that may end before that asks now.
             watch.absorb(reference.watch)
             return reference.shares, None
-        exactly = meaningful and fit.residual <= facts.repeats
+        exactly = meaningful and fit.residual <= comparison.repeats
         repeatability = Repeatability(fit.residual, fit.residual) if exactly else _repeat_first(bench, reference)
-        if max(repeatability.forward, repeatability.backward) <= facts.repeats:
+        if max(repeatability.forward, repeatability.backward) <= comparison.repeats:
             watch.absorb(reference.watch)
             return reference.shares, repeatability
     # A micro-batch that does not repeat itself may be one that cannot be run again: only the full batch decides.
@@ -247,11 +255,11 @@ def _fit_and_repeat(bench: Bench, facts: Facts, watch: StateWatch) -> tuple[Sket
     return shares, repeatability
 
 
-def measure_repeatability(bench: Bench, facts: Facts) -> Repeatability:
+def measure_repeatability(bench: Bench, comparison: Comparison) -> Repeatability:
     """Measures how much two runs of the first micro-batch differ, else of the full batch, where that was put off."""
     assert bench.reference is not None
     repeatability = _repeat_first(bench, bench.reference)
-    if max(repeatability.forward, repeatability.backward) <= facts.repeats:
+    if max(repeatability.forward, repeatability.backward) <= comparison.repeats:
         return repeatability
     full = bench.experiment.full_batch()
     return _compare_passes(full, sketch(full.gradients.values(), bench.experiment.ranks), bench.reference)

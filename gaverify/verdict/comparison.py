@@ -11,7 +11,7 @@ import torch
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.precision import unit_roundoff, widest
 from gaverify.passes.wrappers import RankSum, is_sharded, local, share_of
-from gaverify.records.comparison import Element, Method, NotCompared, Outcome, ParameterComparison, relative_total
+from gaverify.records.outcomes import Element, Method, NotCompared, Outcome, ParameterComparison, relative_total
 from gaverify.thresholds import FEW_UNITS
 from gaverify.torch_internals import flatten_tensors
 from gaverify.verdict.criteria import Difference, not_compared, record

@@ -17,7 +17,7 @@ from gaverify.passes.isolation import generator_states
 from gaverify.passes.lifting import LiftedWeights, lift_weights
 from gaverify.passes.precision import coarsest_unit, move_weights, return_freed, rounding_share, short_name
 from gaverify.passes.sketches import SINGULAR_FLOAT32, SINGULAR_FLOAT64, fit_weights
-from gaverify.records.comparison import FewSamples, Method, Outcome, ParameterComparison, PrecisionLoss
+from gaverify.records.outcomes import FewSamples, Method, Outcome, ParameterComparison, PrecisionLoss
 from gaverify.thresholds import (
     BITS_WORTH_A_NOTE,
     CAPPED_UNITS,

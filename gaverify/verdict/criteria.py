@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from gaverify.records.comparison import Element, Method, NotCompared, Outcome, ParameterComparison
+from gaverify.records.outcomes import Element, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.thresholds import CAPPED_UNITS, COARSE, COARSE_FLOORS, FEW_TIMES, FEW_UNITS, FINE, FINE_FLOORS, U32, U64
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from gaverify.passes.experiment import Experiment
 from gaverify.passes.precision import short_name, unit_roundoff
-from gaverify.records.comparison import (
+from gaverify.records.findings import Finding
+from gaverify.records.outcomes import (
     FewSamples,
     Method,
     NotCompared,
@@ -18,7 +19,6 @@ from gaverify.records.comparison import (
     outcome_of,
     resolution_of,
 )
-from gaverify.records.findings import Finding
 from gaverify.thresholds import SHOWS_UNITS, TENTH, U32, U64
 from gaverify.tracebacks import is_own_fault
 from gaverify.verdict.comparison import by_tolerance

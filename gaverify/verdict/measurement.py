@@ -21,7 +21,7 @@ from gaverify.passes.layouts import leaves
 from gaverify.passes.precision import coarsest_unit, rounded_products, rounded_unit, short_name, unit_roundoff
 from gaverify.passes.sketches import sketch
 from gaverify.passes.user_code import valid_targets
-from gaverify.records.comparison import NotCompared, Outcome, PrecisionLoss, relative_total
+from gaverify.records.outcomes import NotCompared, Outcome, PrecisionLoss, relative_total
 from gaverify.records.verdict import Trace, TraceRow, TraceStep
 from gaverify.thresholds import BACKWARD_TOO, HOST_BOUND, HOST_BOUND_CPU, LARGEST_COPY, SAME_NUMBER, SHOWS_UNITS, U32
 from gaverify.torch_internals import tree_leaves

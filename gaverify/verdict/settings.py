@@ -10,7 +10,7 @@ import torch
 from gaverify.passes.modes import layers_in_evaluation, mode_word
 from gaverify.passes.precision import short_name
 from gaverify.passes.user_code import count_tokens
-from gaverify.records.comparison import Reference
+from gaverify.records.outcomes import Reference
 from gaverify.records.verdict import CountedTargets, Losses, RunInfo
 from gaverify.verdict.decision import Decision
 from gaverify.verdict.measurement import Measurement

@@ -11,7 +11,7 @@ import torch
 
 import gaverify
 from gaverify import Outcome, Problem, ProblemError
-from gaverify.records.comparison import Method
+from gaverify.records.outcomes import Method
 from gaverify.records.ranks import Collective
 from gaverify.spec import Spec
 from gaverify.verification import verify_spec

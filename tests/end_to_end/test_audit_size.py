@@ -9,7 +9,7 @@ from audits import audit
 
 from gaverify.audit.request import Request
 from gaverify.audit.running import Runner, Trial
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.thresholds import SKETCH_WIDTHS
 
 SCRIPT = "tests/scripts/large_weight.py"

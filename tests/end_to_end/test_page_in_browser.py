@@ -11,7 +11,7 @@ import profiles
 import pytest
 import samples
 
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.report import render
 
 pytestmark = [

@@ -26,7 +26,7 @@ from gaverify.audit.flow import audit
 from gaverify.audit.request import Request
 from gaverify.patches.searching import Patches
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 
 QUICK = {"argparse undivided", "notebook boundary", "click clear_each", "stranger early_continue"}
 NAME = "train.py"

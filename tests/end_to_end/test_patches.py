@@ -11,7 +11,7 @@ from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
 from gaverify.patches.searching import TrialResult
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 
 SCRIPT = """import argparse
 import torch

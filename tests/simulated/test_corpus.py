@@ -16,7 +16,7 @@ from gaverify import Problem, ProblemError, Verdict
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import ModelState, isolated_generators, seed_everything
-from gaverify.records.comparison import Reference
+from gaverify.records.outcomes import Reference
 
 # Builders that draw from a generator of the host, which torch refuses while the device is the default.
 DRAW_ON_THE_HOST = {"queue"}

@@ -6,19 +6,19 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gaverify.records.comparison import Compared, Method, NotCompared, Outcome, ParameterComparison
-from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
-from gaverify.records.facts import (
+from gaverify.records.comparison import (
     BackwardComparison,
     Buffers,
+    Comparison,
     Draws,
-    Facts,
     ForwardComparison,
     Repeatability,
     State,
     StateChange,
 )
+from gaverify.records.experiment import Cause, ControlKind, ControlRun, Operation, Suspect, WeightFit
 from gaverify.records.findings import Finding
+from gaverify.records.outcomes import Compared, Method, NotCompared, Outcome, ParameterComparison
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.records.windows import AccumulationWindow
 from gaverify.rules import findings_for
@@ -45,7 +45,7 @@ SAME = (row(), row("0.bias"))
 DIFFERENT = (row(difference=1.0), row("0.bias", difference=0.5))
 
 
-def record(**changes: Any) -> Facts:
+def record(**changes: Any) -> Comparison:
     """An equivalent run of 16 samples in 4 micro-batches that nothing is to be said about, with some changes."""
     values: dict[str, Any] = {
         "rows": SAME,
@@ -98,7 +98,7 @@ _KINDS = {
 }
 
 
-def facts_of(**values: Any) -> Facts:
+def facts_of(**values: Any) -> Comparison:
     """Facts from one flat list of names, so that a case names only what it changes."""
     parts: dict[str, dict[str, Any]] = {part: {} for part in _KINDS}
     whole = {}
@@ -108,10 +108,10 @@ def facts_of(**values: Any) -> Facts:
             parts[part][inner] = value
         else:
             whole[name] = value
-    return Facts(**whole, **{part: kind(**parts[part]) for part, kind in _KINDS.items()})
+    return Comparison(**whole, **{part: kind(**parts[part]) for part, kind in _KINDS.items()})
 
 
-def divergent(**changes: Any) -> Facts:
+def divergent(**changes: Any) -> Comparison:
     """A divergent run that was looked into; nothing was found, but for the changes."""
     values: dict[str, Any] = {
         "rows": DIFFERENT,
@@ -125,11 +125,11 @@ def divergent(**changes: Any) -> Facts:
     return record(**values | changes)
 
 
-def judged(measured: Facts) -> list[tuple[str, str]]:
+def judged(measured: Comparison) -> list[tuple[str, str]]:
     return [(finding.code, finding.severity) for finding in findings_for(measured)]
 
 
-def only(measured: Facts) -> Finding:
+def only(measured: Comparison) -> Finding:
     (finding,) = findings_for(measured)
     return finding
 
@@ -218,7 +218,7 @@ _RANK_PARTS = {
 
 def ranks(weights: WeightFit | None, **changes: Any) -> RankFacts:
     """Two ranks whose gradient is wrong; the names of all fields stand in one flat list, as for `facts_of`."""
-    facts = RankFacts(
+    comparison = RankFacts(
         2,
         Engine.DDP,
         0.5,
@@ -231,5 +231,5 @@ def ranks(weights: WeightFit | None, **changes: Any) -> RankFacts:
     for name, value in changes.items():
         part, inner = _RANK_PARTS.get(name, ("", name))
         change = {inner: value}
-        facts = replace(facts, **{part: replace(getattr(facts, part), **change)} if part else change)
-    return facts
+        comparison = replace(comparison, **{part: replace(getattr(comparison, part), **change)} if part else change)
+    return comparison

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gaverify.records.answers import Environment
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.records.profile import STRATEGIES, Memory, Profile, Row, Seconds, Setting, Strategy
 
 B = 32

@@ -9,9 +9,9 @@ from typing import Any
 from gaverify.records.answers import Environment
 from gaverify.records.audit import RowCheck, UpdateComparison
 from gaverify.records.audit_report import Arithmetic, Audit, Moment, RecordedCalls, TrainedModels
-from gaverify.records.comparison import Element, NotCompared, Outcome, ParameterComparison
 from gaverify.records.experiment import WeightFit
 from gaverify.records.findings import Evidence, Finding, Location
+from gaverify.records.outcomes import Element, NotCompared, Outcome, ParameterComparison
 from gaverify.records.patch import Edit, Patch
 from gaverify.records.verdict import Losses, RunInfo, Trace, TraceRow, TraceStep, Verdict
 from gaverify.records.windows import AccumulationWindow

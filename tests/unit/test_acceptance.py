@@ -17,7 +17,10 @@ import samples
 
 from gaverify.acceptance import check_comments, describe_unused_entries, entries_for, mark_accepted
 from gaverify.errors import SpecError
-from gaverify.records.comparison import (
+from gaverify.records.events import Backward, Event, Forward, Step
+from gaverify.records.experiment import WeightFit
+from gaverify.records.findings import Finding, Location
+from gaverify.records.outcomes import (
     Method,
     Outcome,
     ParameterComparison,
@@ -26,9 +29,6 @@ from gaverify.records.comparison import (
     resolution_of,
     together,
 )
-from gaverify.records.events import Backward, Event, Forward, Step
-from gaverify.records.experiment import WeightFit
-from gaverify.records.findings import Finding, Location
 from gaverify.records.windows import Window, common_rounds, number_steps, windows_of
 from gaverify.report import render
 from gaverify.rules.rule import finding_of, measured_evidence

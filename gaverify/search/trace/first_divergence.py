@@ -19,8 +19,8 @@ from gaverify.passes.gradients import PassProbe
 from gaverify.passes.isolation import generator_states
 from gaverify.passes.layouts import LAYOUT_KINDS, LayoutKind, leaves
 from gaverify.passes.randomness import Dealing
+from gaverify.records.comparison import ForwardComparison
 from gaverify.records.experiment import FunctionKey, ModuleDifference, Operation, Suspect
-from gaverify.records.facts import ForwardComparison
 from gaverify.records.windows import AccumulationWindow
 from gaverify.search.bench import Bench, ControlFailed, take_rows
 from gaverify.search.trace.operations import intercept_calls, make_tracer

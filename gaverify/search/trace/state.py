@@ -30,9 +30,9 @@ from gaverify.passes.isolation.tensors import Tensors
 from gaverify.passes.isolation.walk import CANNOT_CHANGE, ValueWalk
 from gaverify.passes.layouts import real_numbers, summaries
 from gaverify.passes.precision import widest
+from gaverify.records.comparison import StateChange
 from gaverify.records.events import ValuePlace
 from gaverify.records.experiment import Operation
-from gaverify.records.facts import StateChange
 from gaverify.search.trace.operations import address, watch_writes
 from gaverify.search.trace.traces import Frame, locate_operation
 from gaverify.torch_internals import (

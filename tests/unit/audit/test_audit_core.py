@@ -36,7 +36,7 @@ from gaverify.records.audit import (
     UpdateComparison,
 )
 from gaverify.records.audit_report import counts_of
-from gaverify.records.comparison import NotCompared, Outcome, ParameterComparison
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import (
     ArithmeticSummary,
     AverageUpdate,
@@ -62,8 +62,8 @@ from gaverify.records.events import (
     ledger_of,
 )
 from gaverify.records.experiment import Cause, ControlKind, ControlRun, LossTerm, Operation, Suspect, WeightFit
-from gaverify.records.facts import facts_of_loop
 from gaverify.records.findings import Finding, Location
+from gaverify.records.outcomes import NotCompared, Outcome, ParameterComparison
 from gaverify.records.ranks import RankFacts
 from gaverify.records.windows import windows_of
 from gaverify.rulebook import rule_pages
@@ -123,7 +123,7 @@ def with_results(loop: Record, **results: Any) -> Record:
 
 
 def findings_for(loop: Record) -> tuple[Finding, ...]:
-    return findings_of(facts_of_loop(loop))
+    return findings_of(comparison_of(loop))
 
 
 def faults(found: tuple[Finding, ...]) -> list[str]:
@@ -366,7 +366,7 @@ class TestWeights:
         factor = count / 4
         scaled = update(2, factor, steps=count, fit=fit(factor, right=(1 / factor,) * count, used=(1.0,) * count))
         found = record(RIGHT, "BSZ BSZ", updates=(update(), scaled), steps=4)
-        weights = weigh_total(facts_of_loop(found), scaled)
+        weights = weigh_total(comparison_of(found), scaled)
         assert weights is not None and find_share(weights).code == code
 
     @pytest.mark.parametrize(
@@ -826,7 +826,7 @@ class TestTerms:
         run = ControlRun("the loss once", 0.1, False, kind=ControlKind.CACHED_GRADIENTS)
         loop = record(RIGHT, "BSZ BSZ", updates=(update(ratio=1.1, fit=self.UNKNOWN),))
         terms = (LossTerm(1, 2, self.UNKNOWN), LossTerm(2, 2, fit(factor), False))
-        assert said in explain_rest(facts_of_loop(with_results(loop, terms=terms)), run)
+        assert said in explain_rest(comparison_of(with_results(loop, terms=terms)), run)
 
     def test_terms_that_are_right_or_not_one_factor_accuse_nobody(self) -> None:
         assert self.judged(LossTerm(1, 2, fit()), LossTerm(2, 2, self.UNKNOWN)) == []

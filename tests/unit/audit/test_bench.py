@@ -23,10 +23,10 @@ from gaverify.audit.job import DisableCompilation, PinModules, UseEvaluationMode
 from gaverify.audit.request import Request
 from gaverify.audit.running import Runner
 from gaverify.records.audit import Record, RowCheck
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import ControlSummary
 from gaverify.records.experiment import ControlRun
-from gaverify.records.facts import facts_of_loop
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison
 from gaverify.rules import findings_for
 from gaverify.search.bench import Intervention
 
@@ -77,7 +77,7 @@ def test_the_question_that_contributing_shows_is_asked_of_a_script(
     with forked_runs("caps_example"):
         assert record_with("60").agrees
         record = record_with("6")
-    (finding,) = [finding for finding in findings_for(facts_of_loop(record)) if finding.severity == "fault"]
+    (finding,) = [finding for finding in findings_for(comparison_of(record)) if finding.severity == "fault"]
     assert (finding.code, finding.proven) == ("GAV103", True)
     (evidence,) = [evidence for evidence in finding.evidence if evidence.label == "control"]
     assert "caps on the loss left out" in evidence.statement

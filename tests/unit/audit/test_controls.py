@@ -26,8 +26,8 @@ from gaverify.audit.job import Blamed
 from gaverify.audit.recording.graph import keep_lines, meetings
 from gaverify.audit.recording.outputs import SCRIPT, Outputs, PinnedCalls, PinnedModules, PinnedRows, rows_at
 from gaverify.records.audit import ControlResults, Record
+from gaverify.records.comparison import comparison_of
 from gaverify.records.experiment import Cause, ControlKind, ControlRun
-from gaverify.records.facts import facts_of_loop
 from gaverify.rules import batch_coupled_loss, batch_statistics, cross_sample_operation
 from gaverify.tracebacks import set_home
 
@@ -378,7 +378,7 @@ def test_a_cause_in_a_loop_is_proven_by_its_control_alone(left: float) -> None:
     suspect = first_module(pairs(nn.BatchNorm1d(8)), UNIT)
     assert suspect is not None
     control = ControlRun("`1` in evaluation mode", left, left < 1e-6, kind=ControlKind.EVALUATION_MODE)
-    facts = facts_of_loop(Record(controls=ControlResults(coupling=(Cause(suspect, control),))))
+    facts = comparison_of(Record(controls=ControlResults(coupling=(Cause(suspect, control),))))
     (found,) = batch_statistics.judge(facts)
     assert (found.code, found.proven, "keep it in evaluation mode" in found.remedy) == ("GAV101", left < 1e-6, True)
     assert not [*cross_sample_operation.judge(facts), *batch_coupled_loss.judge(facts)]
@@ -389,7 +389,7 @@ def test_what_no_control_held_is_suspected() -> None:
     assert suspect is not None
     loss = replace(suspect, in_model=False)
     controls = ControlResults(coupling=(Cause(suspect, None), Cause(loss, None)))
-    facts = facts_of_loop(Record(controls=controls))
+    facts = comparison_of(Record(controls=controls))
     found = [*cross_sample_operation.judge(facts), *batch_coupled_loss.judge(facts)]
     assert [(finding.code, finding.proven) for finding in found] == [("GAV102", False), ("GAV103", False)]
     assert not [*batch_statistics.judge(facts)]

@@ -24,8 +24,8 @@ from gaverify.audit.recording.watching import IncomingGradients, Watch
 from gaverify.audit.same_data import check_rows
 from gaverify.errors import ProblemError
 from gaverify.records.audit import RowCheck, UpdateComparison
-from gaverify.records.comparison import Outcome
 from gaverify.records.events import Forward, ModelSummary, Shard, TrainedGroup, TrainedParameter
+from gaverify.records.outcomes import Outcome
 from gaverify.records.ranks import Collective, Engine, RankFacts
 
 FULL = numbers(2.0, 0.0, 1.0, -1.0, 3.0)

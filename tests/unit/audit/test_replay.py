@@ -25,10 +25,10 @@ from gaverify.audit.recording.samples import GivenSamples, KeptSamples, input_ro
 from gaverify.audit.same_data import StepSample, check_rows
 from gaverify.passes.randomness import Refusal
 from gaverify.records.audit import Calls, Record, RowCheck, SettingDifference, Stage, StageComparison, UpdateComparison
-from gaverify.records.comparison import Method, Outcome, ParameterComparison
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
-from gaverify.records.facts import facts_of_loop
+from gaverify.records.outcomes import Method, Outcome, ParameterComparison
 from gaverify.records.windows import Window, common_rounds, number_steps, rounds_of, windows_of
 from gaverify.rules import findings_for
 
@@ -294,7 +294,7 @@ def update(number: int = 1, **fields: Any) -> UpdateComparison:
 def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
     events = loop(text)
     record = Record(Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (compared,))
-    return [finding.code for finding in findings_for(facts_of_loop(record)) if finding.code == "GAV609"]
+    return [finding.code for finding in findings_for(comparison_of(record)) if finding.code == "GAV609"]
 
 
 class TestSettings:
@@ -309,7 +309,7 @@ class TestSettings:
         known = Record(
             Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(near,)),)
         )
-        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        finding = next(found for found in findings_for(comparison_of(known)) if found.code == "GAV609")
         assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
 
     def test_a_setting_of_another_rank_is_told_as_its(self) -> None:
@@ -317,7 +317,7 @@ class TestSettings:
         known = Record(
             Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(other,)),)
         )
-        finding = next(found for found in findings_for(facts_of_loop(known)) if found.code == "GAV609")
+        finding = next(found for found in findings_for(comparison_of(known)) if found.code == "GAV609")
         assert "`lr` 0.2 in rank 1, in the full-batch run 0.1" in finding.evidence[0].statement
         assert "every rank" in finding.remedy
 
@@ -345,7 +345,7 @@ class TestMicroBatchesThatDropOut:
     ) -> None:
         events = loop(text)
         record = Record(Calls(windows_of(events), ledger_of(events)))
-        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+        assert [finding.code for finding in findings_for(comparison_of(record))] == codes
 
     @pytest.mark.parametrize(
         ("text", "residual", "codes"),
@@ -360,7 +360,7 @@ class TestMicroBatchesThatDropOut:
         differs = update(fit=fit, outcome=Outcome.DIVERGENT, parameters=(row,))
         events, whole = loop(text), loop("F1y")
         record = Record(Calls(windows_of(events), ledger_of(events), windows_of(whole)), (differs,))
-        assert [finding.code for finding in findings_for(facts_of_loop(record))] == codes
+        assert [finding.code for finding in findings_for(comparison_of(record))] == codes
 
 
 @pytest.mark.parametrize(

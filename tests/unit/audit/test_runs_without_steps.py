@@ -22,9 +22,9 @@ from gaverify.audit.recording.recorder import started_processes
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import ComparedRows, decide_by_weights
 from gaverify.errors import ProblemError, Uncompared
-from gaverify.records.comparison import Method, NotCompared, Outcome, ParameterComparison, resolution_of
 from gaverify.records.events import Backward, ClosingRecord, Ending, Event, Step, UnseenCalls, WeightsMoved
 from gaverify.records.experiment import WeightFit
+from gaverify.records.outcomes import Method, NotCompared, Outcome, ParameterComparison, resolution_of
 
 
 @pytest.mark.parametrize(("initialised", "capturing"), [(True, True), (True, False), (False, True)])

@@ -9,7 +9,7 @@ import torch
 
 from gaverify.audit.code_controls import compare_responses
 from gaverify.records.audit import Record, RowCheck, UpdateComparison
-from gaverify.records.comparison import Outcome, ParameterComparison
+from gaverify.records.outcomes import Outcome, ParameterComparison
 
 GRADIENTS = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 COUNTS = ((1.0, 1.0), (-0.5, 1.0), (1.0, -0.5), (-0.5, -0.5))

@@ -15,7 +15,7 @@ import gaverify
 from gaverify.cli import main
 from gaverify.cli.choosing import read_expression
 from gaverify.errors import SpecError
-from gaverify.records.comparison import Outcome
+from gaverify.records.outcomes import Outcome
 from gaverify.records.verdict import Verdict
 from gaverify.spec import Spec
 

@@ -20,8 +20,8 @@ from gaverify.cli.workers import verify_in_worker
 from gaverify.patches import apply, render_diff
 from gaverify.records.audit import Record
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Acceptance
+from gaverify.records.outcomes import Outcome
 from gaverify.records.patch import Edit, Patch
 from gaverify.report import render
 from gaverify.spec import parse_spec

@@ -23,8 +23,8 @@ from gaverify.__main__ import start
 from gaverify.cli import main
 from gaverify.errors import InternalError, MissingPackage, ProblemError
 from gaverify.records.answers import Environment
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Location
+from gaverify.records.outcomes import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import OPTIONS, Spec
 from gaverify.spec.entries import Accept

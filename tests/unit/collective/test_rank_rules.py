@@ -14,8 +14,8 @@ from gaverify.collective.facts import apart_by, fit_rank_weights, with_shares
 from gaverify.passes.gradients import Gradients
 from gaverify.passes.sketches import sketch
 from gaverify.records.audit import Calls, Record
+from gaverify.records.comparison import comparison_of
 from gaverify.records.events import Backward, Clipping, Step
-from gaverify.records.facts import facts_of_loop
 from gaverify.records.ranks import Engine, RankFacts, Share, Shares
 from gaverify.records.windows import windows_of
 from gaverify.rules import (
@@ -97,7 +97,7 @@ def test_a_weight_that_is_rounding_of_zero_is_shown_as_zero(weights: tuple[float
     ],
 )
 def test_readings_of_a_factor(factor: float, steps: int, count: int, text: str) -> None:
-    facts = replace(facts_of_loop(Record()), ranks=replace(ranks(None), ranks=count))
+    facts = replace(comparison_of(Record()), ranks=replace(ranks(None), ranks=count))
     weights = FittedWeights(facts, None, 0.0, total=factor, micro_batches=steps)
     assert word(weights, find_share(weights).wrong) == text
 
@@ -140,7 +140,7 @@ def test_what_makes_means_over_valid_targets_one(targets: tuple[tuple[int, ...],
 
 
 def judged(facts: RankFacts) -> dict[str, Any]:
-    whole = replace(facts_of_loop(Record()), ranks=facts)
+    whole = replace(comparison_of(Record()), ranks=facts)
     return {finding.code: finding for rule in LOOP_RULES for finding in rule.judge(whole)}
 
 
@@ -148,7 +148,7 @@ def test_what_clips_before_the_reduction_is_named_by_its_line() -> None:
     clip = Clipping(1, "train.py", 8, call="clip_grad_norm_")
     step = Step(1, "train.py", 10, optimizer=0)
     measured = ranks(fit(), shards=SHARES, summed_apart=1.4)
-    whole = replace(facts_of_loop(Record(Calls(windows_of((clip, step))))), ranks=measured)
+    whole = replace(comparison_of(Record(Calls(windows_of((clip, step))))), ranks=measured)
     (finding,) = shard_local_norm.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 8)
     assert "before they are reduced" in finding.summary and "reduce the gradients first" in finding.remedy
@@ -160,7 +160,7 @@ def test_a_gather_is_named_by_its_line_in_a_loop() -> None:
     step = Step(1, "train.py", 10, optimizer=0)
     windows = windows_of((event, step))
     measured = ranks(fit(residual=0.15), own=GATHERED, gather_control=1.2e-7)
-    whole = replace(facts_of_loop(Record(Calls(windows))), ranks=measured)
+    whole = replace(comparison_of(Record(Calls(windows))), ranks=measured)
     (finding,) = gather_without_gradient.judge(whole)
     assert finding.location is not None and (finding.location.file, finding.location.line) == ("train.py", 7)
 

@@ -11,7 +11,7 @@ from gaverify.passes.batching import Problem
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import Fitting
 from gaverify.passes.isolation import ModelState
-from gaverify.records.comparison import Reference
+from gaverify.records.outcomes import Reference
 
 
 def short_of_memory(way: Reference, device: str, failures: int) -> Experiment:

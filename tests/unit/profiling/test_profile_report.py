@@ -14,8 +14,8 @@ from profiles import failing, profile, row, setting
 from syrupy.assertion import SnapshotAssertion
 
 from gaverify.cli import main
-from gaverify.records.comparison import Outcome
 from gaverify.records.numbers import bytes_text, seconds_text
+from gaverify.records.outcomes import Outcome
 from gaverify.records.profile import (
     Plan,
     Profile,

@@ -23,8 +23,8 @@ import gaverify.report.documents
 from gaverify.errors import SpecError
 from gaverify.records.answers import Answer
 from gaverify.records.audit_report import Audit
-from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import WeightFit
+from gaverify.records.outcomes import Outcome
 from gaverify.records.profile import Profile
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
 from gaverify.records.verdict import Verdict

@@ -16,9 +16,9 @@ import samples
 from gaverify.cli import main
 from gaverify.records.answers import Environment
 from gaverify.records.audit_report import Moment, RecordedCalls
-from gaverify.records.comparison import Outcome
 from gaverify.records.experiment import ModuleDifference
 from gaverify.records.findings import Evidence, Excerpt, Location
+from gaverify.records.outcomes import Outcome
 from gaverify.report import render
 from gaverify.report.audit_page import collapse_repeats
 from gaverify.report.charts import chart_by_outputs, parameters_chart, scale_of

@@ -22,8 +22,8 @@ from gaverify.acceptance import with_excerpts
 from gaverify.cli.showing import show
 from gaverify.errors import SpecError
 from gaverify.records.audit_report import RecordedCalls, WindowCount
-from gaverify.records.comparison import Outcome
 from gaverify.records.findings import Finding, Location
+from gaverify.records.outcomes import Outcome
 from gaverify.report import (
     FORMATS,
     NoAnswer,

@@ -15,9 +15,9 @@ import pytest
 import samples
 
 from gaverify.errors import SpecError
-from gaverify.records.comparison import Element, NotCompared, Outcome
 from gaverify.records.findings import Location
 from gaverify.records.numbers import count_text
+from gaverify.records.outcomes import Element, NotCompared, Outcome
 from gaverify.records.verdict import CountedTargets, Losses, Verdict
 from gaverify.report import FORMATS, NoAnswer, Report, print_answer, print_report, print_summary, render
 from gaverify.report.layout import Layout, cells

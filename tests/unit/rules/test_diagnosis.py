@@ -30,12 +30,12 @@ from measured import (
     row,
 )
 
-from gaverify.records.comparison import PrecisionLoss
+from gaverify.records.comparison import Comparison, Repeatability
 from gaverify.records.experiment import WeightFit
-from gaverify.records.facts import Facts, Repeatability
+from gaverify.records.outcomes import PrecisionLoss
 from gaverify.rules import findings_for
 
-JUDGED: dict[str, tuple[Facts, list[tuple[str, str]]]] = {
+JUDGED: dict[str, tuple[Comparison, list[tuple[str, str]]]] = {
     "nothing to say": (record(), []),
     "nothing to say, not even K times": (record(weights=(1.0,) * 4, weighting="none"), []),
     "unexplained": (divergent(), UNEXPLAINED),

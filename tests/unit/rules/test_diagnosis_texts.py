@@ -28,10 +28,10 @@ from measured import (
     row,
 )
 
-from gaverify.records.comparison import Method, PrecisionLoss
+from gaverify.records.comparison import Comparison, NextUpdate, Repeatability, State, StateChange
 from gaverify.records.experiment import ControlKind, ControlRun, Operation, WeightFit
-from gaverify.records.facts import Facts, NextUpdate, Repeatability, State, StateChange
 from gaverify.records.findings import Location
+from gaverify.records.outcomes import Method, PrecisionLoss
 from gaverify.rules import findings_for
 from gaverify.rules.rule import write_exactly
 from gaverify.thresholds import FIT_EXACT
@@ -397,7 +397,7 @@ def test_state_is_proven_by_its_control_only(place: str) -> None:
         ),
     ],
 )
-def test_summaries(measured: Facts, words: str) -> None:
+def test_summaries(measured: Comparison, words: str) -> None:
     assert only(measured).summary == words
 
 

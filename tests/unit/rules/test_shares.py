@@ -11,8 +11,8 @@ from updates import update_of
 
 from gaverify import Outcome
 from gaverify.records.audit import Record, RowCheck
+from gaverify.records.comparison import Comparison, comparison_of
 from gaverify.records.experiment import WeightFit
-from gaverify.records.facts import Facts, facts_of_loop
 from gaverify.rules.shares import SHARES, ShareKind, find_share, find_shares, finding_of_shares, mean_of_means
 
 SIZES = (4, 1, 9)
@@ -27,11 +27,11 @@ ROOTS = ShareKind(
 RIGHT = (2 / 6, 1 / 6, 3 / 6)
 
 
-def run() -> Facts:
+def run() -> Comparison:
     return divergent(sizes=SIZES, weights=(1 / 3,) * 3, steps=3, **fitted(*RIGHT))
 
 
-def loop() -> Facts:
+def loop() -> Comparison:
     fit = WeightFit(RIGHT, 1e-8, used=(1 / 3,) * 3, factor=1.0, factor_residual=0.4)
     update = update_of(
         1,
@@ -43,12 +43,12 @@ def loop() -> Facts:
         sizes=SIZES,
         steps=3,
     )
-    return facts_of_loop(Record(updates=(update,)))
+    return comparison_of(Record(updates=(update,)))
 
 
-@pytest.mark.parametrize("facts", [run(), loop()], ids=["run", "loop"])
-def test_a_row_more_is_judged_and_worded_as_the_others_are(facts: Facts) -> None:
-    weights = find_shares(facts)
+@pytest.mark.parametrize("comparison", [run(), loop()], ids=["run", "loop"])
+def test_a_row_more_is_judged_and_worded_as_the_others_are(comparison: Comparison) -> None:
+    weights = find_shares(comparison)
     assert weights is not None and find_share(weights).name != ROOTS.name
     share = find_share(weights, (ROOTS, *SHARES))
     finding = finding_of_shares(weights, share, weights.trial)
@@ -57,8 +57,8 @@ def test_a_row_more_is_judged_and_worded_as_the_others_are(facts: Facts) -> None
 
 
 def test_the_repair_of_a_scripts_weights_has_no_number_among_causes_that_were_tried_without_it() -> None:
-    facts = loop()
-    beside = replace(facts, forward=replace(facts.forward, causes=(cause(), cause(LINE))), cleared=True)
+    comparison = loop()
+    beside = replace(comparison, forward=replace(comparison.forward, causes=(cause(), cause(LINE))), cleared=True)
     (finding,) = mean_of_means.judge(beside)
     assert finding.remedy.startswith("weight each micro-batch by its share")
 

@@ -30,8 +30,8 @@ from gaverify.passes import dispatch
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.layouts import SampleDimension, SampleLayout
+from gaverify.records.comparison import Repeatability
 from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.records.facts import Repeatability
 from gaverify.search import confirming, operations, proof
 from gaverify.search.bench import Bench, find_needed
 from gaverify.search.trace.traces import GroupedFingerprints, Result

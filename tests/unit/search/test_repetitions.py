@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import gaverify
 from gaverify import Problem, Verdict
-from gaverify.records.comparison import Method
+from gaverify.records.outcomes import Method
 from gaverify.search import investigation
 
 

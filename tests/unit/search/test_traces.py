@@ -20,7 +20,7 @@ import gaverify
 from gaverify import Problem, verify
 from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import SampleDimension, SampleLayout
-from gaverify.records.comparison import Method
+from gaverify.records.outcomes import Method
 from gaverify.search import proof, state
 from gaverify.search.bench import Bench, ControlFailed
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder

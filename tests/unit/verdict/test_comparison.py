@@ -18,7 +18,7 @@ import gaverify
 from gaverify import Outcome, Problem, ProblemError
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
-from gaverify.records.comparison import Method, NotCompared
+from gaverify.records.outcomes import Method, NotCompared
 from gaverify.thresholds import U32, U64
 from gaverify.verdict import measurement
 from gaverify.verdict.comparison import measure

@@ -24,7 +24,7 @@ from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import PassResult
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import Arithmetic
-from gaverify.records.comparison import Method
+from gaverify.records.outcomes import Method
 from gaverify.thresholds import FEW_UNITS, U32
 from gaverify.verdict import criteria, measurement
 
