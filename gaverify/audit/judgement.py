@@ -404,7 +404,6 @@ def _rates(samples: Samples) -> tuple[float, ...]:
 def _distance(full: Samples, accumulated: Samples, when: Moment) -> float:
     """How far the weights are apart, relative, over sampled elements that stand for their share of a parameter."""
     ours, theirs = full.of(when), accumulated.of(when)
-    # The weights of sharded parameters are known of the shards alone, and have no elements here.
     common = [at for at in ours if at in theirs and len(theirs[at]) == len(ours[at])]
     size = full.norm({at: ours[at] for at in common})
     return full.norm({at: theirs[at] - ours[at] for at in common}) / size if size else math.nan

@@ -172,7 +172,9 @@ class Samples:
     def of(self, moment: Moment) -> dict[int, torch.Tensor]:
         """Returns the gradients or weights of every optimizer at a moment, shape (S,)."""
         values = {at: getattr(step, moment) for at, step in self.steps.items()}
-        return {at: value for at, value in values.items() if value is not None}
+        # The weights of sharded parameters are known of the shards alone, and have no elements here.
+        sizes = {at: len(step.stretches) for at, step in self.steps.items()}
+        return {at: each for at, each in values.items() if each is not None and len(each) == sizes[at]}
 
     @property
     def stretches(self) -> dict[int, torch.Tensor]:

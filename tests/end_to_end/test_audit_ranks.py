@@ -177,6 +177,48 @@ def test_values_that_spawned_ranks_do_not_see_are_refused() -> None:
     refused(result, "`batch_size` was changed in the process that `python` started, and not in the ranks")
 
 
+SHARDED = """import argparse, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--size", type=int)
+parser.add_argument("--accum", type=int, default=1)
+parser.add_argument("--undivided", action="store_true")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 768)
+model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.Tanh(), torch.nn.Linear(768, 768))
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for k in range(args.accum):
+    model.set_requires_gradient_sync(k == args.accum - 1)
+    at = (k * ranks + rank) * args.size
+    loss = model(x[at : at + args.size]).square().mean()
+    (loss if args.undivided else loss / args.accum).backward()
+optimizer.step()
+"""
+WHOLE_GRADIENT = 4 * 2 * (768 * 768 + 768)  # bytes
+
+
+@pytest.mark.parametrize("fault", ["", "--undivided"])
+def test_a_sharded_gradient_is_never_whole_where_both_runs_are_launched(tmp_path: Path, fault: str) -> None:
+    """Each rank stores the sketch of its shards: they add up over ranks, and no process puts shards together."""
+    (tmp_path / "sharded.py").write_text(SHARDED, encoding="utf-8")
+    kept = tmp_path / "kept"
+    options = (*TORCHRUN, "--full-launcher", TORCHRUN[1], "--updates", "1", "--keep", str(kept))
+    result = audit(tmp_path / "sharded.py", "--size 8", "--size 4 --accum 2", fault, options)
+    assert result.faults == ({"GAV201"} if fault else set()), result
+    assert result.outcome == ("divergent" if fault else "equivalent"), result
+    runs = [run for run in kept.iterdir() if run.is_dir()]
+    assert len(runs) >= 2
+    for run in runs:
+        stored = [path.stat().st_size for path in run.rglob("*.pt")]
+        assert stored and sum(stored) < WHOLE_GRADIENT / 2, (run, sum(stored))
+
+
 def test_one_process_without_a_launcher_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
     script = tmp_path / "alone.py"
     script.write_text(
