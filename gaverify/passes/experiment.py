@@ -219,7 +219,7 @@ class Experiment:
         store = () if self.store is None else (self.store,)
         return combine_probes((*store, *self.probes, *probes))
 
-    # What ranks do in another way.
+    # The experiment of a rank does these in another way.
 
     @contextmanager
     def as_reference(self) -> Iterator[Experiment]:
@@ -235,7 +235,7 @@ class Experiment:
 
         Args:
             failure: Why it is in this one; "" where it ran.
-            error: What was raised.
+            error: The exception that was raised.
             seconds: How long it took.
         """
         return failure

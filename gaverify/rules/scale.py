@@ -16,7 +16,7 @@ from gaverify.records.windows import AccumulationWindow
 from gaverify.rules.rule import control_evidence, word_other_fixes, word_trial
 from gaverify.thresholds import FIT_FLOAT32, FIT_FLOAT64, FIT_MAGNIFIES, LOST_SHARE
 
-# What the accumulated run with the right weights of its micro-batches showed: a run and an audit fill one record.
+# The outcome of the accumulated run with the right weights of its micro-batches: a run and an audit fill one record.
 
 
 NOT_ENOUGH = (
@@ -35,9 +35,9 @@ class WeightsTrial:
     failure: str = ""
     """Why none could be made; empty where one was made, or nobody asked for it."""
     probe: str = "micro-batch-weights"
-    """What made it."""
+    """The name of the control that made it."""
     result: str = ""
-    """What it left, in words."""
+    """The difference that it left, in words."""
     proven: bool = False
     """Whether the weights are proven to be wrong, by this run or by what needs none."""
     refuted: bool = False
@@ -50,7 +50,7 @@ class WeightsTrial:
 
         Args:
             what: With what it was made, where that is not the run's own name.
-            more: What the sentence adds to what was left.
+            more: Words that the sentence adds to the difference that was left.
             values: Numbers behind the sentence, beside what was left.
         """
         if self.run is not None:
@@ -71,7 +71,7 @@ def read_trial(comparison: Comparison, number: int | None = None, *, means: bool
     """Returns what the accumulated run with the right weights of an update's micro-batches showed.
 
     Args:
-        comparison: What was measured.
+        comparison: The facts of the run or audit.
         number: The update; None: the one that was compared.
         means: Whether the weights stand for something; others make up for a number that moves as well.
     """
@@ -109,7 +109,7 @@ def read_trial(comparison: Comparison, number: int | None = None, *, means: bool
     )
 
 
-# What a difference is worth in weights: one factor for everything, or other weights for the micro-batches.
+# Reads a difference as weights: one factor for everything, or other weights for the micro-batches.
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class GradientFactor:
     value: float
     """How many times the full batch's gradient the accumulated one is."""
     residual: float
-    """What it leaves over, relative to the full batch's gradient."""
+    """The difference that it leaves over, relative to the full batch's gradient."""
 
 
 def factor_in_loop(record: Record, update: UpdateComparison) -> GradientFactor | None:
@@ -245,7 +245,7 @@ def multipliers_of(record: Record) -> tuple[float, ...]:
 def _of_one_rank(record: Record, fit: WeightFit) -> bool:
     """Whether a gradient holds the backward passes of some ranks only: it was taken before a script reduced by hand.
 
-    What is short of it then is no weight of a loss. Those of one micro-batch stand side by side, one for each rank.
+    A missing part is no weight of a loss then. The parts of one micro-batch stand side by side, one for each rank.
     """
     used = [fit.used[at : at + record.ranks] for at in range(0, len(fit.used), record.ranks)]
     most = LOST_SHARE * max(map(abs, fit.used), default=0.0)

@@ -92,11 +92,11 @@ class FittedWeights:
     """The weights of one window's micro-batches, or of a term of its loss: those in use and those that fit."""
 
     comparison: Comparison
-    """What was measured."""
+    """The facts of the run or audit."""
     update: UpdateComparison | None
     """The update of a training loop; None in a run, or where all steps were undone."""
     residual: float
-    """What they leave of the full batch's gradient."""
+    """The share of the full batch's gradient that they leave unexplained."""
     fit: WeightFit = field(default_factory=lambda: WeightFit((), math.inf))
     """The fit of `right`."""
     total: float = 1.0
@@ -106,7 +106,7 @@ class FittedWeights:
     in_use: tuple[float, ...] = ()
     """s_k, as shares of one mean; empty where they are not known."""
     basis: str = ""
-    """What those in use are shares of: "equal", "samples", "targets" or other numbers; empty where not known."""
+    """The measure that those in use are shares of: "equal", "samples", "targets" or other numbers; empty: not known."""
     term: LossTerm | None = None
     """The term of the loss; None for the whole loss."""
     micro_batches: int = 0
@@ -132,7 +132,7 @@ class FittedWeights:
 
     @property
     def trial(self) -> WeightsTrial:
-        """What the run with the right weights showed; each term ran alone, and so did steps that were undone."""
+        """The run with the right weights; each term ran alone, and so did steps that were undone."""
         is_alone = self.term is not None or (self.update is None and not self.window.has_recipe)
         if is_alone:
             return WeightsTrial(proven=self.adds_up)
@@ -165,7 +165,7 @@ class FittedWeights:
         divisors = self.window.divisors
         if len(divisors) != len(self.in_use):
             return divisors
-        # What flows into a row is the script's weight over the count, so that the weight is multiplied back.
+        # The gradient of a row is the script's weight over the count, so that the weight is multiplied back.
         return tuple(abs(count * weight) for count, weight in zip(divisors, self.in_use, strict=True))
 
     @property
@@ -280,23 +280,23 @@ class ShareKind:
     """A row of the table: weights that may fit, and what that means. One of `amounts`, `total`, `applies` is given."""
 
     name: str
-    """What the right weights are, or what those in use add up to."""
+    """The meaning of the right weights, or the sum of those in use, in one word or two."""
     code: str
     """The rule that tells of it."""
     amounts: Callable[[FittedWeights], Sequence[float]] | None = None
-    """What is counted in each micro-batch, if the right weights are the shares of that."""
+    """Counts something in each micro-batch, if the right weights are the shares of that."""
     total: Callable[[FittedWeights], float] | None = None
-    """What the weights in use add up to, if their sum alone is wrong; 0: nothing here."""
+    """The sum of the weights in use, if it alone is wrong; 0: this row does not match."""
     applies: Callable[[FittedWeights], bool] | None = None
     """Another question that tells whether the weights are these."""
     wrong: str = ""
-    """What is wrong, in words; behind the factor where the sum alone is wrong."""
+    """The fault in words; behind the factor where the sum alone is wrong."""
     wrong_if_equal: str = ""
     """The same where all micro-batches in use count equally; empty where there is no other sentence."""
     meaning: str = ""
-    """What the right weights are, in words; empty where they stand for nothing known."""
+    """The meaning of the right weights, in words; empty where they stand for nothing known."""
     repair: str = "multiply each micro-batch's loss by {correction}"
-    """What to change in a training loop."""
+    """The change to make in a training loop."""
     in_frameworks: Mapping[Framework, str] = field(default_factory=dict)
     """The same for loops of frameworks that need something else."""
     option: str = ""
@@ -658,7 +658,7 @@ def identify_weights(
 
 
 def _needed_multipliers(fit: WeightFit, update: UpdateComparison) -> tuple[float, ...]:
-    """What the losses should be multiplied by; 0 for one without a valid target, to which any number would fit."""
+    """Returns the factors for the losses; 0 for one without a valid target, to which any number would fit."""
     counts = update.window.valid_targets
     if fit.determined or len(counts) != len(fit.multipliers) or not any(counts):
         return fit.multipliers
@@ -964,7 +964,7 @@ def _judge_calls(comparison: Comparison, record: Record) -> Iterator[Finding]:
 
 
 def _round_weights(window: Window) -> list[float | None]:
-    """What each loss of a window was multiplied by, rounded; None where it is not known."""
+    """Returns the factor of each loss of a window, rounded; None where it is not known."""
     event_weights = [backward.weight for backward in window.of(Backward)]
     return [None if weight is None else float(f"{weight:.3g}") for weight in event_weights]
 
