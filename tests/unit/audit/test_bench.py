@@ -157,7 +157,7 @@ def bench_of() -> ScriptBench:
     """Of an update in which a bias differs, without a script."""
     row = ParameterComparison("bias", (1,), Outcome.DIVERGENT, Method.NOISE_FLOOR, 5.0, 1.0, 4.0, 0.0, 4.0, None)
     update = update_of(1, outcome=Outcome.DIVERGENT, judged=True, parameters=(row,), data=RowCheck(4, 4))
-    trial: Any = SimpleNamespace(failures={})
+    trial: Any = SimpleNamespace(failures={}, rounds=(((0, 1),),))
     return ScriptBench(trial, Record(updates=(update,)), update)
 
 
