@@ -15,12 +15,28 @@ from torch import nn
 
 import gaverify
 from gaverify import Problem, Verdict
+from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.isolation import ModelState
 
 
 def make_large(model: nn.Module) -> nn.Module:
     """Gives a model so many parameters, which nothing uses, that its first samples are looked at alone."""
     model.register_parameter("unused", nn.Parameter(torch.zeros(1 << 16)))
     return model
+
+
+def experiment_of(model: nn.Module, *, sizes: tuple[int, ...] = (2, 2), **changes: Any) -> Experiment:
+    """An experiment on the CPU with these micro-batches of ones."""
+    values: dict[str, Any] = {
+        "problem": Problem(model, lambda model, batch: model(batch).mean(), torch.ones(sum(sizes), 2)),
+        "parameters": dict(model.named_parameters()),
+        "modules": list(model.modules()),
+        "state": ModelState([model]),
+        "batch_size": sum(sizes),
+        "sizes": sizes,
+        "placement": Placement((torch.device("cpu"),)),
+    }
+    return Experiment(**values | changes)
 
 
 def begun(problem: Problem, **options: Any) -> tuple[Verdict, list[str]]:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forwards import experiment_of
 from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.errors import TimeLimit
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, DrawRecorder, Reading, Recomputing, draw_mode
@@ -74,10 +72,8 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
         results.append(work())
         return torch.ones((), requires_grad=True)
 
-    experiment: Any = SimpleNamespace(
-        problem=Problem(nn.Identity(), loss, None), autocasting=nullcontext, limit=TimeLimit()
-    )
-    loss_of(experiment, None, "the batch")
+    model = nn.Identity()
+    loss_of(experiment_of(model, problem=Problem(model, loss, None)), None, "the batch")
     return results[0]
 
 

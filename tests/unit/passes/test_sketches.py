@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forwards import experiment_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,8 +105,7 @@ def test_a_small_tensor_costs_one_launch(dtype: torch.dtype) -> None:
 def test_no_gradient_is_kept_until_the_backward_pass_ends() -> None:
     """Autograd copies a gradient into `.grad` where somebody still holds it: a second set of them."""
     model = nn.Linear(3, 2)
-    experiment = SimpleNamespace(parameters=dict(model.named_parameters()))
-    seen, given = GradientSketches(experiment), []  # type: ignore[arg-type]
+    seen, given = GradientSketches(experiment_of(model)), []
     with seen.listening() as note:
         for weight in (1.0, 2.0):
             model.weight.register_hook(lambda gradient: given.append(gradient.data_ptr()))
@@ -119,8 +119,9 @@ def test_no_gradient_is_kept_until_the_backward_pass_ends() -> None:
 
 def test_columns_are_in_the_order_of_the_backward_passes_however_many_there_are() -> None:
     """They are fetched in groups; one that gave no parameter anything is zero."""
-    weight = nn.Parameter(torch.zeros(3))
-    seen = GradientSketches(SimpleNamespace(parameters={"weight": weight}))  # type: ignore[arg-type]
+    model = nn.Embedding(3, 1)
+    weight = model.weight
+    seen = GradientSketches(experiment_of(model))
     with seen.listening() as note:
         for k in range(130):
             if k != 70:
@@ -279,15 +280,7 @@ BATCH = {"x": torch.zeros(6, 2), "labels": torch.tensor([1, -100, 2, 2, -100, -1
 
 def weight(weighting, k: int = 1, *, sizes=(4, 2), batch=BATCH, observed=None, full=None) -> float:
     problem = Problem(nn.Identity(), lambda model, batch: None, batch)
-    experiment = SimpleNamespace(
-        problem=problem,
-        batch_size=sum(sizes),
-        sizes=sizes,
-        steps=len(sizes),
-        weighting=weighting,
-        ignore_index=-100,
-        averaged_over=1,
-    )
+    experiment = experiment_of(problem.model, sizes=sizes, problem=problem, weighting=weighting)
     start = sum(sizes[:k])
     micro = {key: value[start : start + sizes[k]] for key, value in batch.items()}
     return micro_batch_weight(experiment, k, micro, observed or Observed(), full or Observed())

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import problems_coupling
 import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
-from forwards import forwards_of, make_large
+from forwards import experiment_of, forwards_of, make_large
 from problems import Problem, fault_codes, story
 from torch import nn
 
@@ -23,7 +21,7 @@ from gaverify.cli import main
 from gaverify.passes.gradients import PassResult
 from gaverify.verdict.sketches import SketchedPass, keep_sketch
 
-ONE_PROCESS: Any = SimpleNamespace(ranks=None)
+ONE_PROCESS = experiment_of(nn.Linear(1, 1))
 
 
 def earlier_of(**found: torch.Tensor | None) -> SketchedPass:

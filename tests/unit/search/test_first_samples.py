@@ -107,6 +107,73 @@ def test_float64_runs_on_everything_where_that_was_asked_for_and_nowhere_for_an_
     assert (twin.outcome, twin.run.part) == (gaverify.Outcome.EQUIVALENT, ())
 
 
+class InTwoParts(nn.Module):
+    """Adds up two branches, the first of which acts on all samples; the second is given."""
+
+    def __init__(self, second: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.other, self.second = nn.Linear(6, 3), nn.Linear(6, 3), second
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.first(x)
+        return first - first.mean(0), self.other(self.second(x))
+
+
+def couple_late(x: torch.Tensor) -> torch.Tensor:
+    """Couples the samples of the second half."""
+    late = (x[:, -1:] > 0).to(x)
+    return x + late * (late * x).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("second", "is_divergent"),
+    [(couple_late, True), (lambda x: x - 0.5 * x.mean(0) if len(x) < 4 else x, False)],
+    ids=["late samples alone", "micro-batches smaller than any of the whole"],
+)
+def test_a_parameter_that_the_whole_shows_otherwise_is_not_decided_by_the_part(
+    second: Callable[[torch.Tensor], torch.Tensor], is_divergent: bool
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = make_large(InTwoParts(second)), torch.randn(16, 6)
+    inputs[:, -1] = (torch.arange(16) >= 8).float()
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return sum(F.cross_entropy(each, batch[1]) for each in model(batch[0]))  # type: ignore[return-value]
+
+    verdict, told = begun(Problem(model, loss, (inputs, torch.randint(3, (16,)))), diagnose=False)
+    assert "a part of the batch: 4 samples" in told
+    assert {"first.weight"} | ({"other.weight"} if is_divergent else set()) == {
+        row.name for row in verdict.divergent if row.name.endswith("weight")
+    }, story(verdict)
+
+
+class Counting(nn.Module):
+    """Two numbers that each forward changes: one acts on all samples, the other on those of the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("all", torch.ones(()))
+        self.register_buffer("late", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.all, self.late = self.all + x[:, 0].mean(), self.late + x[:, 1].mean()
+        return self.layer(x) * (self.all + (x[:, -1:] > 0) * self.late)
+
+
+def test_state_that_the_part_does_not_need_is_named_where_the_whole_does() -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(16, 6), torch.randint(3, (16,))
+    inputs[:, -1] = (torch.arange(16) >= 8).float()
+    part, whole = (
+        gaverify.verify(make_large(Counting()), nn.CrossEntropyLoss(), (inputs, targets), exact=exact)
+        for exact in (False, True)
+    )
+    for verdict in (part, whole):
+        (finding,) = [each for each in verdict.findings if each.severity == "fault"]
+        assert "`all`" in finding.summary and "`late`" in finding.summary, story(verdict)
+
+
 def test_a_small_batch_is_judged_as_a_whole() -> None:
     assert verified(everywhere=True, flagged=False, is_large=False).method == "float64-control"
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
-import measured
 import pytest
 import torch
+from forwards import experiment_of
 
 import gaverify
 from gaverify.passes.experiment import Experiment
-from gaverify.records.experiment import ControlKind, ControlRun
-from gaverify.search import operations, proof
-from gaverify.search.bench import ControlFailed, Intervention, take_rows
+from gaverify.search.bench import ControlFailed, take_rows
 from gaverify.search.neutral import PinnedOutputs, PinnedResults
 from gaverify.search.trace.first_divergence import per_channel_affine
 
@@ -34,9 +31,7 @@ def test_a_known_order_decides_and_not_the_nearer_values(order: int, expected: l
 
 def halves(**modules: torch.nn.Module) -> Experiment:
     """An experiment with two micro-batches of two samples."""
-    halves = SimpleNamespace(bounds=lambda: [(0, 2), (2, 4)], batch_size=4, is_float64=False, parameters={})
-    halves.named_modules = modules.items
-    return cast(Experiment, halves)
+    return experiment_of(torch.nn.ModuleDict(modules))
 
 
 def held(run: Any, *names: str) -> list[torch.Tensor]:
@@ -195,50 +190,7 @@ def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torc
     assert all(torch.equal(value, kept[name]) for name, value in before.state_dict().items())
 
 
-# --- Which of several controls of a suspect counts -------------------------------------------------------------------
-
-
-FROZEN = Intervention("in evaluation mode", ControlKind.EVALUATION_MODE)
-HELD = Intervention("held")
-
-
-@pytest.mark.parametrize(
-    ("tried", "all_of_it", "chosen"),
-    [
-        ([(0.4, False, HELD), (1e-9, True, FROZEN)], False, 0),
-        ([(0.4, False, HELD), (1e-9, True, FROZEN)], True, 1),
-        ([(0.9, False, HELD), (0.8, False, HELD)], False, 1),
-        ([(0.8, False, HELD), (0.9, False, HELD)], False, 0),
-        ([(0.9, False, FROZEN), (0.8, False, HELD)], False, 0),
-    ],
-    ids=["helps", "all of it", "better", "worse", "others are tried behind a frozen layer"],
-)
-def test_the_control_that_counts(
-    monkeypatch: pytest.MonkeyPatch, tried: list[tuple[float, bool, Intervention]], all_of_it: bool, chosen: int
-) -> None:
-    """Of a difference of 1 each control leaves a part; one that helps ends the search, unless all has to go."""
-    runs = [(ControlRun("held", left, rounding, kind=neutral.kind), neutral) for left, rounding, neutral in tried]
-    monkeypatch.setattr(proof, "_list_controls", lambda *_, **__: [lambda run=run: run for run in runs])
-    monkeypatch.setattr(proof, "find_live_statistics", lambda _: [])
-    bench: Any = SimpleNamespace(experiment=None, in_part=False, neutralise=lambda *_: bench)
-    found = proof.try_suspect(bench, measured.cause().suspect, 1.0, 0.0, all_of_it=all_of_it)
-    assert found is not None and (found.cause.control, found.intervention) == runs[chosen]
-
-
-@pytest.mark.parametrize(("left", "told"), [(0.5, [True, False, True]), (0.0, [True, True, True])])
-def test_causes_on_probation_count_where_all_together_explain_everything(left: float, told: list[bool]) -> None:
-    """One that no control could be run for is told all the same, as suspected."""
-    bench: Any = SimpleNamespace(rounding=1e-6)
-    unproven, probation, proven = (
-        measured.cause(control=None),
-        measured.cause(control=measured.HALVED),
-        measured.cause(),
-    )
-    found = proof.SuspectTrial(unproven, None, helps=False), proof.SuspectTrial(probation, HELD, helps=False)
-    explanation = operations.Explanation(
-        bench, measured.divergent(), left, 0.0, trials=(*found, proof.SuspectTrial(proven, HELD))
-    )
-    assert [each in explanation.causes for each in (unproven, probation, proven)] == told
+# --- State that holds itself -----------------------------------------------------------------------------------------
 
 
 class Ring(torch.nn.Module):

@@ -9,20 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import problems_coupling
-import problems_state
 import problems_weights
 import pytest
 import torch
+from forwards import begun, forwards_of
 from problems import fault_codes, story
 from torch import nn
 
 import gaverify
 from gaverify import Problem, verify
-from gaverify.passes.gradients import PassProbe
 from gaverify.passes.layouts import SampleDimension, SampleLayout
-from gaverify.records.outcomes import Method
-from gaverify.search import proof, state
-from gaverify.search.bench import Bench, ControlFailed
+from gaverify.search import proof
+from gaverify.search.bench import ControlFailed
 from gaverify.search.trace.suspects import Dependence, Matching, SuspectFinder
 from gaverify.search.trace.traces import (
     GroupedFingerprints,
@@ -307,66 +305,6 @@ def test_no_search_no_modules() -> None:
     assert differences(net(nn.BatchNorm1d(5)), diagnose=False) == {}
 
 
-def told(verdict: gaverify.Verdict) -> list[tuple[Any, ...]]:
-    return [(f.code, f.proven, f.location, f.summary, f.remedy) for f in verdict.findings]
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The accumulated runs that were made for their sketches alone."""
-    seen: list[object] = []
-    original = Bench.sketch_micro_batches
-
-    def accumulated(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(Bench, "sketch_micro_batches", accumulated)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (problems_weights.mean_loss, {"weighting": "none"}),
-        (problems_weights.ragged_tokens, {}),
-        (problems_coupling.batch_norm, {}),
-        (problems_coupling.contrastive, {}),
-        (problems_state.moving_maximum, {}),
-    ],
-)
-def test_a_diagnosis_that_hears_finds_what_one_of_its_own_finds(
-    build: Any, options: dict[str, Any], runs: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard = gaverify.verify(build(), steps=4, **options)
-    with_it = len(runs)
-    monkeypatch.setattr("gaverify.verification.watch_passes", None)
-    alone = gaverify.verify(build(), steps=4, **options)
-    assert told(heard) == told(alone)
-    assert with_it == len(runs) - with_it - 1, "the micro-batches were run once less"
-
-
-def test_an_equivalent_verdict_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verification.watch_passes", lambda _: pytest.fail("listened"))
-    gaverify.verify(problems_weights.mean_loss(), steps=4, exact=True)
-    with pytest.raises(pytest.fail.Exception, match="listened"):
-        gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
-
-
-class _Refusing(PassProbe):
-    def around(self, k: int | None) -> Any:
-        raise RuntimeError("the model does not run under a watch")
-
-
-def test_a_control_that_cannot_be_listened_to_runs_without(runs: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaverify.verdict.control.is_own_fault", lambda _: False)
-    monkeypatch.setattr("gaverify.passes.user_code.is_own_fault", lambda _: False)
-    monkeypatch.setattr("gaverify.verification.watch_passes", lambda _: _Refusing())
-    verdict = gaverify.verify(problems_weights.mean_loss(), steps=4, weighting="none")
-    assert fault_codes(verdict) == {"GAV201"} and verdict.method is Method.FLOAT64_CONTROL
-    assert len(runs) == 1
-
-
 def test_state_that_only_micro_batches_change_is_heard() -> None:
     """A watch of the full batch alone would not see it."""
 
@@ -390,11 +328,21 @@ def test_state_that_only_micro_batches_change_is_heard() -> None:
     assert "scale" in finding.summary
 
 
-def test_statistics_that_are_only_kept_for_evaluation_are_no_state_that_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(state, "_run_nearest_control", lambda *_: pytest.fail("tried"))
-    assert fault_codes(gaverify.verify(problems_coupling.batch_norm(), steps=4)) == {"GAV101"}
+def test_statistics_that_are_only_kept_for_evaluation_are_no_state_that_is_tried() -> None:
+    verdict, told = begun(problems_coupling.batch_norm(), steps=4)
+    assert fault_codes(verdict) == {"GAV101"}
+    assert not any("restored" in what or "pinned" in what for what in told), told
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_diagnosis_reads_the_sketches_of_the_runs_that_decided(exact: bool) -> None:
+    """Only a divergence is searched; its micro-batches run in float64 once, and once more with the weights that fit."""
+    verdict, forwards = forwards_of(problems_weights.mean_loss(), steps=4, weighting="none", exact=exact)
+    assert fault_codes(verdict) == {"GAV201"}
+    samples = [samples for dtype, samples in forwards if dtype == "float64"]
+    assert samples[:10] == [16, 4, 4, 4, 4, 4, 4, 4, 4, 16]
+    verdict, forwards = forwards_of(problems_weights.mean_loss(), steps=4, exact=exact)
+    assert verdict.outcome is gaverify.Outcome.EQUIVALENT and len(forwards) == (10 if exact else 5)
 
 
 def test_statistics_that_are_read_are_state() -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from forwards import experiment_of
 from problems import fault_codes, story
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gaverify
-from gaverify import Outcome, Problem, ProblemError
-from gaverify.passes.experiment import Experiment, Placement
-from gaverify.passes.isolation import ModelState
+from gaverify import Outcome, ProblemError
 from gaverify.records.outcomes import Method, NotCompared
 from gaverify.thresholds import U32, U64
 from gaverify.verdict import measurement
@@ -372,16 +371,7 @@ def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(
     autocast: torch.dtype | None, unit: float
 ) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half())
-    experiment = Experiment(
-        problem=Problem(model, squared, torch.ones(2, 1)),
-        parameters=dict(model.named_parameters()),
-        modules=list(model.modules()),
-        state=ModelState([model]),
-        batch_size=2,
-        sizes=(1, 1),
-        placement=Placement((torch.device("cpu"),)),
-        autocast=autocast,
-    )
+    experiment = experiment_of(model, autocast=autocast)
     assert measurement.working_unit(experiment) == unit
     assert measurement.lowest_precision(experiment) is torch.float16
 

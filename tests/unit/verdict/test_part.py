@@ -12,7 +12,7 @@ from typing import Any
 import problems_small
 import pytest
 import torch
-from forwards import begun, forwards_of
+from forwards import begun, experiment_of, forwards_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import gaverify
 from gaverify import Outcome, Problem
 from gaverify.passes.dispatch import Observed
-from gaverify.passes.experiment import Experiment, Placement
+from gaverify.passes.experiment import Placement
 from gaverify.passes.gradients import PassResult
-from gaverify.passes.isolation import ModelState
 from gaverify.passes.precision import Arithmetic
 from gaverify.records.outcomes import Method
 from gaverify.thresholds import FEW_UNITS, U32
@@ -669,12 +668,9 @@ def test_where_float32_costs_less_than_a_few_samples(
     device: str, kind: torch.dtype, elements: int, steps: int, batch_size: int, each: int, is_cheaper: bool
 ) -> None:
     parameters = {"w": torch.empty(elements, dtype=kind, device="meta")}
-    model = nn.Identity()
-    experiment = Experiment(
-        problem=Problem(model, loss, torch.empty(batch_size, 1)),
-        parameters=parameters,  # type: ignore[arg-type]
-        modules=[model],
-        state=ModelState([model]),
+    experiment = experiment_of(
+        nn.Identity(),
+        parameters=parameters,
         batch_size=batch_size,
         sizes=(batch_size // steps,) * steps,
         placement=Placement((torch.device(device),)),
