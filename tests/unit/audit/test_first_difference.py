@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from followed import following
 
 from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
@@ -33,24 +33,6 @@ WEIGHT = torch.randn(5, generator=torch.Generator().manual_seed(1)).requires_gra
 
 Loss = Callable[[torch.Tensor, SimpleNamespace], torch.Tensor]
 """A loss of some rows, and of an object that the loop keeps."""
-
-
-@pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what following a script's calls leaves in a process that is not a script's."""
-    for owner, name in ((torch, "from_numpy"), (torch, "frombuffer"), (torch.autograd, "_engine_run_backward")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-
-
-@contextmanager
-def following(kind: Any, *args: Any) -> Iterator[Any]:
-    guard = SimpleNamespace(off=False, work=nullcontext)
-    job, journal = SimpleNamespace(updates=1, source=None), SimpleNamespace(update=1)
-    calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), *args)
-    try:
-        yield calls
-    finally:
-        calls.mode.__exit__(None, None, None)
 
 
 def train(loss: Loss, count: int, calls: Any, between: Callable[[], None] = lambda: None) -> torch.Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from followed import following
 
 from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
@@ -26,35 +24,6 @@ LABELS = torch.randint(4, (N,), generator=torch.Generator().manual_seed(2))
 
 Loss = Callable[[torch.Tensor, slice, int], torch.Tensor]
 """A loss of the outputs of some rows, of where these lie, and of the micro-batch's number."""
-
-
-class Guard:
-    """Tells the recorder's own calls from the script's."""
-
-    off = False
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        before, self.off = self.off, True
-        try:
-            yield
-        finally:
-            self.off = before
-
-
-@contextmanager
-def following(kind: Any, *args: Any) -> Iterator[Any]:
-    guard = Guard()
-    job, journal = SimpleNamespace(updates=1, source=None), SimpleNamespace(update=1)
-    with pytest.MonkeyPatch.context() as patch:
-        # undoes what following calls leaves in a process that is not a script's
-        for owner, name in ((torch, "from_numpy"), (torch, "frombuffer"), (torch.autograd, "_engine_run_backward")):
-            patch.setattr(owner, name, getattr(owner, name))
-        calls = kind(SimpleNamespace(guard=guard, job=job, journal=journal, is_last_update=True), *args)
-        try:
-            yield calls
-        finally:
-            calls.mode.__exit__(None, None, None)
 
 
 def traced(loss: Loss, count: int) -> ScriptTrace:

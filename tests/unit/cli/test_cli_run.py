@@ -27,9 +27,7 @@ from gaverify.records.findings import Location
 from gaverify.records.outcomes import Outcome
 from gaverify.records.verdict import RunInfo, Verdict
 from gaverify.spec import OPTIONS, Spec
-from gaverify.spec.entries import Accept
 from gaverify.spec.options import read_words
-from gaverify.spec.project import Project
 from gaverify.spec.values import read_value
 
 
@@ -252,7 +250,7 @@ def test_quiet_is_a_line_for_each(fake: Fake, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_quiet_row_names_code_and_line(
-    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     fake.verify = lambda spec: samples.divergent()
@@ -264,8 +262,9 @@ def test_a_quiet_row_names_code_and_line(
     assert capsys.readouterr().out.startswith(f"{row}as expected: GAV101 ")
     assert main(["run", "-q", "mlp", "--expect", "equivalent"]) == 1
     assert capsys.readouterr().out.startswith(f"{row}equivalent was expected: GAV101 ")
-    entry = Accept("GAV101", "1", "ghost batch norm")
-    monkeypatch.setattr("gaverify.cli.running.project_settings", lambda: Project((entry,)))
+    monkeypatch.chdir(tmp_path)
+    entry = '[[tool.gaverify.accept]]\ncode = "GAV101"\nlocation = "1"\nreason = "ghost batch norm"\n'
+    Path("pyproject.toml").write_text(entry)
     assert main(["run", "-q", "mlp"]) == 0
     assert capsys.readouterr().out.startswith(f"{row}accepted: GAV101 in layer 1 at train.py:12; ")
 
@@ -398,8 +397,9 @@ def test_a_baseline_leaves_as_a_run_with_its_entries(
         specs(folder, *models)
         code = main(["baseline", str(folder)])
         assert code == main(["run", str(folder)]) == [0, 0, 1, 3, 2][number], capsys.readouterr()
-    entry = Accept("GAV102", "gone", "fits nothing any more")
-    monkeypatch.setattr("gaverify.cli.accepting.project_settings", lambda: Project((entry,), strict=True))
+    monkeypatch.chdir(tmp_path)
+    entry = '[[tool.gaverify.accept]]\ncode = "GAV102"\nlocation = "gone"\nreason = "fits nothing any more"\n'
+    Path("pyproject.toml").write_text(f"[tool.gaverify]\nstrict = true\n{entry}")
     specs(tmp_path / "0", "equivalent", "equivalent")
     assert main(["baseline", str(tmp_path / "0")]) == 1
 
@@ -525,13 +525,6 @@ def test_usage_errors(words: list[str], text: str, fake: Fake, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert text in err and "Traceback" not in err and out == ""
     assert not fake.specs
-
-
-def test_no_bar_on_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gaverify.cli.streams.DELAY", 0.0)
-    monkeypatch.delenv("CI", raising=False)
-    assert main(["run", "--model", "equivalent"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_without_a_terminal_each_started_run_has_a_line(

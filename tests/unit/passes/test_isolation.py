@@ -438,16 +438,15 @@ def test_entries_of_a_tuple_whose_class_refuses_to_be_counted_are_kept() -> None
     assert sample.seen == 0
 
 
-def test_nothing_of_a_huge_container_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_COPIED", 10)
-    monkeypatch.setattr(objects, "_COPIED_BYTES", 10)
-    huge: list[Any] = [list(range(11)), dict.fromkeys(range(11)), set(range(11)), bytearray(11), numpy.zeros(11)]
+def test_nothing_of_a_huge_container_is_copied() -> None:
+    values, size = range(2_000_001), (1 << 24) + 1
+    huge: list[Any] = [list(values), dict.fromkeys(values), set(values), bytearray(size), numpy.zeros(size, bool)]
     state = ModelState([], (lambda: huge,))
     for value in huge[:3]:
         value.clear()
     huge[3][0], huge[4][0] = 1, 1
     state.restore()
-    assert [len(value) for value in huge] == [0, 0, 0, 11, 11]
+    assert [len(value) for value in huge] == [0, 0, 0, size, size]
     assert huge[3][0] == 1 == huge[4][0]
 
 
@@ -465,13 +464,14 @@ def test_the_search_is_bounded_and_takes_the_nearest_first() -> None:
     assert len(found) < 20_000
 
 
-def test_large_tensors_outside_of_buffers_wait_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_outside_of_buffers_wait_for_a_write() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tensors, "_LARGE", 100)
-    table, batch = torch.randn(200), (torch.randn(8, 6), torch.randint(4, (8,)))
+    table, batch = torch.randn((1 << 20) + 1), (torch.randn(8, 6), torch.randint(4, (8,)))
     before = table.clone()
     state = ModelState([], (lambda: table,))
-    assert {tensors.storage(kept) for kept in _copies(state) if kept.numel() == 200} <= {tensors.storage(table)}
+    assert {tensors.storage(kept) for kept in _copies(state) if kept.numel() == table.numel()} <= {
+        tensors.storage(table)
+    }
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         table[:100].mul_(0.9)
