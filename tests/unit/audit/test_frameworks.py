@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from gaverify.audit.recording.listeners.gradients import find_framework
@@ -11,6 +10,15 @@ from gaverify.records.events import Framework, FrameworkLoop
 
 ACCELERATE, LIGHTNING = FrameworkLoop(Framework.ACCELERATE, 4), FrameworkLoop(Framework.LIGHTNING, 4)
 TRAINER = FrameworkLoop(Framework.TRANSFORMERS, 4, divides=False, counts_items=True)
+
+
+class Loop:
+    """The loop of a framework, with its arguments, its trainer, and the steps of a window."""
+
+    gradient_accumulation_steps = accumulate_grad_batches = 4
+
+    def __init__(self) -> None:
+        self.args = self.trainer = self
 
 
 def running(module: str, function: str, local: str, this: Any, inner: Any = find_framework) -> Any:
@@ -21,12 +29,11 @@ def running(module: str, function: str, local: str, this: Any, inner: Any = find
 
 
 def test_the_loop_that_is_running_is_found() -> None:
-    steps = {"gradient_accumulation_steps": 4, "accumulate_grad_batches": 4}
-    this = SimpleNamespace(**steps, args=SimpleNamespace(**steps), trainer=SimpleNamespace(**steps))
+    this = Loop()
     assert find_framework() is None
     assert running("accelerate.accelerator", "backward", "", this) == ACCELERATE
     assert running("lightning.pytorch.loops.optimization.automatic", "run", "", this) == LIGHTNING
-    assert running("accelerate.accelerator", "backward", "", SimpleNamespace()) is None
+    assert running("accelerate.accelerator", "backward", "", object()) is None
 
     def differentiate() -> Any:
         return running("accelerate.accelerator", "backward", "", this)

@@ -10,7 +10,8 @@ import math
 import multiprocessing
 import re
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ import torch
 
 from gaverify.audit.job import Command, Job
 from gaverify.audit.processes import Child, check_updates
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording.recorder import started_processes
+from gaverify.audit.recording.storage import Storage
 from gaverify.audit.recording.values import out_of_sight
 from gaverify.audit.stages import ComparedRows, decide_by_weights
 from gaverify.errors import ProblemError, Uncompared
@@ -126,8 +129,13 @@ STEP, BACKWARD, MOVED = Step(1), Backward(1), WeightsMoved(1, optimizers=(0,))
 
 
 def check(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> None:
-    job = Job(Command("t.py", launcher=launcher), "full", 2, folder="")
-    check_updates(Child(job), SimpleNamespace(events=events, closing=ClosingRecord(**closing)))  # type: ignore[arg-type]
+    with TemporaryDirectory() as folder:
+        storage = Storage(Path(folder))
+        for event in events:
+            storage.event(event)
+        storage.finish(ClosingRecord(**closing))
+        job = Job(Command("t.py", launcher=launcher), "full", 2, folder=folder)
+        check_updates(Child(job), RecordedRun("full", Path(folder), 0.0))
 
 
 def said(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> str:

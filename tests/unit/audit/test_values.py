@@ -15,13 +15,16 @@ import torch
 
 from gaverify.audit.editing import Edits, check_values, place_value
 from gaverify.audit.folders import DISK_FULL, ROOM
+from gaverify.audit.job import Command, Job
+from gaverify.audit.reading import RecordedRun
 from gaverify.audit.recording import storage
 from gaverify.audit.recording.bus import Bus, Guard
+from gaverify.audit.recording.calls import Recording
 from gaverify.audit.recording.listeners.other_calls import LoadListener
-from gaverify.audit.recording.storage import Storage
+from gaverify.audit.recording.storage import Journal, Storage
 from gaverify.audit.recording.values import same
 from gaverify.errors import ProblemError
-from gaverify.records.events import ClosingRecord, read_closing_record
+from gaverify.records.events import ClosingRecord, FileLoaded, read_closing_record
 
 SOURCE = """
 from dataclasses import dataclass, field
@@ -240,17 +243,18 @@ def test_the_closing_record_appears_when_it_is_whole(tmp_path: Path, monkeypatch
 
 def test_only_files_of_the_script_are_noted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is given what another run of the audit kept does not resume."""
-    noted: list[str] = []
-    journal = SimpleNamespace(stamp=lambda: (1,), add=lambda event: noted.append(event.path))
+    written = Storage(tmp_path)
+    recording = Recording(Job(Command(""), "full", 1, folder=str(tmp_path)), written, Guard(written), Journal(written))
     monkeypatch.setattr(torch, "load", torch.load)
-    listener = LoadListener(SimpleNamespace(journal=journal), tmp_path / "audit" / "1-accumulated")  # type: ignore[arg-type]
-    listener.listen(Bus(Guard(Storage(tmp_path))))
+    LoadListener(recording, tmp_path / "audit" / "1-accumulated").listen(Bus(recording.guard))
     own, checkpoint = tmp_path / "audit" / "0-full" / "loader-0-1-0.pt", tmp_path / "audited.pt"
     own.parent.mkdir(parents=True)
     for path in (own, checkpoint):
         torch.save([1], path)
         assert torch.load(path) == [1]
-    assert noted == [str(checkpoint)]
+    written.finish(ClosingRecord())
+    noted = RecordedRun("full", tmp_path, 0.0).events
+    assert [event.path for event in noted if isinstance(event, FileLoaded)] == [str(checkpoint)]
 
 
 @pytest.mark.parametrize(("times", "enough"), [(2, True), (3, False)])
