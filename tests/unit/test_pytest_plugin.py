@@ -11,6 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+# `pytester` takes out of `sys.modules` what a test imports, and torch cannot be imported twice in one process.
+pytest.importorskip("torch")
+
 INSTALLED = [point.value for point in importlib.metadata.entry_points(group="pytest11", name="gaverify")]
 OWN = [] if INSTALLED else ["-p", "gaverify.pytest_plugin"]  # an editable install that is older than the plugin
 

@@ -19,7 +19,7 @@ DECIDE_NOTHING = {
     "search/trace/traces.py": "what values are folded at, and what stands for infinity",
     "search/trace/suspects.py": "what stands for NaN",
     "records/numbers.py": "where a unit of memory or time ends",
-    "collective/flow.py": "seconds",
+    "collective/window.py": "seconds",
     "collective/launching.py": "seconds",
     "collective/membership.py": "seconds",
     "audit/code_controls.py": "what losses are multiplied by in a control",
