@@ -12,7 +12,9 @@ Shapes: n rows of a micro-batch lie at n places among the N rows of the full bat
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
 import weakref
 from collections import Counter, deque
@@ -295,7 +297,7 @@ class TracedCalls(ScriptCalls):
         results = tensors_in(result)
         results += [tensor for tensor in written if not any(tensor is each for each in results)]
         value = float(result) if isinstance(result, float) or _reads_number(key) else None
-        names, held_numbers = _names_in(frame, tensors, numbers)
+        names, held_numbers = names_in(frame, tensors, numbers)
         at = len(self._calls)
         self._calls.append(
             {
@@ -564,7 +566,7 @@ def _arguments_of(arguments: Any) -> tuple[dict[str, torch.Tensor], dict[str, fl
     return tensors, numbers
 
 
-def _names_in(
+def names_in(
     frame: FrameType, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
 ) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Returns what holds an argument in a function, by the path of the argument; and numbers that objects hold there.
@@ -577,6 +579,12 @@ def _names_in(
     named = list(islice(variables.items(), _MOST_VARIABLES))
     names = {path: [name for name, value in named if value is tensor] for path, tensor in tensors.items()}
     names |= {path: [name for name, value in named if _is_number(value, each)] for path, each in numbers.items()}
+    if numbers and owner_of(frame.f_code.co_filename) is Owner.USER:
+        # equal numbers may stand in many variables: one that the line reads comes before one that it does not
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        read = [(name, value) for name, value in [*named, *_held_values(named)] if _is_in(name, line)]
+        names_read = {path: [name for name, value in read if _is_number(value, each)] for path, each in numbers.items()}
+        names |= {path: matches for path, matches in names_read.items() if matches}
     without = [
         path for path, matches in names.items() if not matches and (path in numbers or not tensors[path].is_leaf)
     ]
@@ -587,6 +595,10 @@ def _names_in(
         names[path] = [name for name, value in by_name.items() if value is wanted or _is_number(value, wanted)]
     amounts = {name: float(value) for name, value in by_name.items() if type(value) in (int, float)} if numbers else {}
     return {path: matches[:_MOST_NAMES] for path, matches in names.items() if matches}, amounts
+
+
+def _is_in(name: str, line: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", line) is not None
 
 
 def _is_number(value: Any, number: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,14 @@ from followed import following
 
 from gaverify.audit.first_difference import Found, Walk
 from gaverify.audit.recording.calls import BackwardCall
-from gaverify.audit.recording.script_calls import PinnedArguments, PlacesOfPart, ScriptTrace, TracedCalls, locate_rows
+from gaverify.audit.recording.script_calls import (
+    PinnedArguments,
+    PlacesOfPart,
+    ScriptTrace,
+    TracedCalls,
+    locate_rows,
+    names_in,
+)
 from gaverify.audit.script_trace import TraceComparison
 from gaverify.records.experiment import DifferenceKind
 from gaverify.thresholds import COMPUTED_FLOAT32
@@ -191,3 +200,11 @@ def test_rows_of_forwards_with_several_of_each_sample_are_found_in_tensors_of_sa
     found = [locate_rows((4, 5), (2, 5), part) for part in (beside, behind)]
     assert [each and each[1] for each in found] == [(4, (1, 3)), (4, (1, 3))]
     assert locate_rows((4, 5), (2, 5), (8, (0, 1, 2, 5))) is None
+
+
+def test_a_number_is_named_as_in_the_line_that_reads_it_and_not_as_another_variable_of_its_value() -> None:
+    step, options = 4, Namespace(accumulation=4)
+    names, _ = names_in(sys._getframe(), {}, {"divisor": options.accumulation})
+    assert names == {"divisor": ["options.accumulation"]}
+    names, _ = names_in(sys._getframe(), {}, {"divisor": 3 + 1})
+    assert names == {"divisor": ["step"]} and step == 4
