@@ -2,8 +2,9 @@
 
 A guard is a comparison, a condition that returns early, a `not`, a number that something is compared with, or a member
 of a tuple of questions, rules or controls. `python tests/benchmarks/mutants.py --count 20` breaks 20 of the 200 that a
-fixed seed draws. A mutant that no test kills is printed with its line; what it would do to a user is for a reader to
-judge.
+fixed seed draws. The copy holds each of them behind a switch, so that one run of the tests tells which test reaches
+which guard: only those run where it is broken. A mutant that no test kills is printed with its line; what it would do
+to a user is for a reader to judge.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import ast
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +43,43 @@ _TURNED = {
     ast.In: "not in",
     ast.NotIn: "in",
 }
-_LONGEST = 1800  # seconds of one command of pytest: a mutant may loop for ever
+_IMPORTED = ("torch", "torch._dynamo", "pytest", "hypothesis", "syrupy", "click", "rich", "pydantic", "jinja2")
+_FUTURE = b"from __future__ import annotations"
+_SWITCH = '''
+"""Says which guard is broken, and notes which test reaches which guard."""
+
+import os
+import sys
+
+BROKEN = int(os.environ.get("MUTANT", "-1"))
+_log = os.environ.get("MUTANT_LOG")
+_reached = set()
+
+
+def is_broken(number):
+    if _log:
+        # a guard of a module or of a class is reached when that is imported, by whichever test comes first
+        in_function = sys._getframe(1).f_code.co_flags & 1
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0] if in_function else ""
+        if (number, test) not in _reached:
+            _reached.add((number, test))
+            with open(_log, "a") as file:
+                file.write(f"{number}\\t{test}\\n")
+    return number == BROKEN
+'''
+
+
+_REPORT = '''
+"""Writes down every test that passes, and how many seconds it takes."""
+
+import os
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open("passed.txt", "a") as file:
+            file.write(f"{report.nodeid}\\t{report.duration}\\n")
+'''
 
 
 class Mutant(NamedTuple):
@@ -76,7 +118,16 @@ def _mutants_of(path: Path) -> Iterator[Mutant]:
 
     for node in ast.walk(ast.parse(source)):
         for broken, text, kind in _break(node):
-            yield mutant(broken, text, kind)
+            found = mutant(broken, text, kind)
+            if _is(source[found.start : found.stop], broken):  # Python 3.11 does not say where a part of an f-string is
+                yield found
+
+
+def _is(source: bytes, node: ast.expr) -> bool:
+    try:
+        return ast.dump(ast.parse(b"(%s)" % source, mode="eval").body) == ast.dump(node)
+    except SyntaxError:
+        return False
 
 
 def _break(node: ast.AST) -> Iterator[tuple[ast.expr, str, str]]:
@@ -104,64 +155,135 @@ def _break_comparison(node: ast.Compare) -> Iterator[tuple[ast.expr, str, str]]:
         yield limit, f"(100 * {limit.id})", "moved"
 
 
-def draw(count: int) -> list[Mutant]:
-    """Returns the first mutants of the seed's order; of each line one at most."""
+def draw(seed: int, rooms: Sequence[str]) -> list[Mutant]:
+    """Returns the mutants in the seed's order; of each line one at most."""
     by_line = {(mutant.file, mutant.line): mutant for mutant in find_mutants()}
     mutants = sorted(by_line.values())
-    random.Random(SEED).shuffle(mutants)
-    return mutants[: min(count, NUMBER)]
+    random.Random(seed).shuffle(mutants)
+    return [mutant for mutant in mutants if mutant.file.removeprefix("gaverify/").startswith(tuple(rooms))]
 
 
-def survives(mutant: Mutant, copy: Path, workers: int) -> bool:
-    """Whether all default tests pass with a guard broken; those of its own room come first, which are the quickest."""
-    path = copy / mutant.file
-    source = path.read_bytes()
-    path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.stop :])
-    room = Path(mutant.file).parts[1]
-    try:
-        # a text that does not compile is no mutant that a test has to see
-        compile(path.read_bytes(), str(path), "exec")
-        unit, corpus = f"tests/unit/{room}", ["tests/corpus"]
-        for tests in ([unit], corpus, ["tests", f"--ignore={unit}", "--ignore=tests/corpus"]):
-            if not _pass(copy, tests, workers):
-                return False
-        return True
-    except SyntaxError:
-        return False
-    finally:
-        path.write_bytes(source)
+def plant(mutants: Sequence[Mutant], copy: Path) -> None:
+    """Puts each guard of the copy behind its switch, on the line where it stands."""
+    (copy / "mutant_switch.py").write_text(_SWITCH, encoding="utf-8")
+    (copy / "mutant_report.py").write_text(_REPORT, encoding="utf-8")
+    for file in {mutant.file for mutant in mutants}:
+        source = (copy / file).read_bytes()
+        here = [(number, mutant) for number, mutant in enumerate(mutants) if mutant.file == file]
+        end = len(source)  # two guards may lie one in the other: that which begins first is left as it is
+        for number, mutant in sorted(here, key=lambda each: each[1].start, reverse=True):
+            if mutant.stop <= end:
+                right = source[mutant.start : mutant.stop]
+                switched = b"(%s if _is_broken(%d) else %s)" % (mutant.text.encode(), number, right)
+                source = source[: mutant.start] + switched + source[mutant.stop :]
+                end = mutant.start
+        assert _FUTURE in source, f"{file} does not begin with {_FUTURE.decode()}"
+        source = source.replace(_FUTURE, _FUTURE + b"; from mutant_switch import is_broken as _is_broken", 1)
+        compile(source, file, "exec")
+        (copy / file).write_bytes(source)
 
 
-def _pass(copy: Path, tests: list[str], workers: int) -> bool:
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", str(workers), *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    try:
-        ended = subprocess.run(words, cwd=copy, env=environment, capture_output=True, timeout=_LONGEST)
-    except subprocess.TimeoutExpired:
-        return False
-    return ended.returncode == 0
+def environment(copy: Path, **more: str) -> dict[str, str]:
+    """Returns what the tests of the copy need to find it."""
+    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **more}
+
+
+def reach(copy: Path, tests: Sequence[str], workers: int) -> tuple[dict[int, set[str]], dict[str, float]]:
+    """Runs the tests once; returns which reach each guard ("" for an import), and the seconds of those that pass."""
+    log = copy / "reached.txt"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutant_report"]
+    words += ["-n", str(workers), *tests]
+    subprocess.run(words, cwd=copy, env=environment(copy, MUTANT_LOG=str(log)), stdout=subprocess.DEVNULL)
+    rows = (line.rsplit("\t", 1) for line in (copy / "passed.txt").read_text(encoding="utf-8").splitlines())
+    seconds = {test: float(took) for test, took in rows}
+    reached: dict[int, set[str]] = defaultdict(set)
+    for line in log.read_text(encoding="utf-8").splitlines():
+        number, _, test = line.partition("\t")
+        reached[int(number)].add(test)
+    return reached, seconds
+
+
+def rounds_of(reached: set[str], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """Yields what has to pass for a guard to survive: the quickest tests that reach it, the others, and their files.
+
+    Whole files come last, since tests share what one of them made, and all of them where an import reaches the guard.
+    Tests that fail with nothing broken, such as those of the sources' texts, are left out.
+    """
+    ordered = sorted(reached & set(seconds), key=lambda test: (seconds[test], test))
+    files = {test.partition("::")[0] for test in ordered}
+    yield ordered[:30]
+    yield ordered[30:]
+    yield [test for test in seconds if "" in reached or test.partition("::")[0] in files]
+
+
+def survives(number: int, copy: Path, reached: set[str], seconds: dict[str, float]) -> tuple[bool, float]:
+    """Whether every round of tests passes with a guard broken, and the seconds that this took."""
+    started = time.monotonic()
+    survived = all(
+        _pass(number, copy, tests, 60 + 4 * sum(seconds[test] for test in tests))
+        for tests in rounds_of(reached, seconds)
+        if tests
+    )
+    return survived, time.monotonic() - started
+
+
+def _pass(number: int, copy: Path, tests: list[str], limit: float) -> bool:
+    """Runs tests in a fork of this process, which has imported torch and pytest, and nothing of the copy.
+
+    A mutant may loop for ever: one whose tests take longer than `limit` seconds dies.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            os.setsid()
+            os.chdir(copy)
+            os.environ.update(environment(copy, MUTANT=str(number)))
+            sys.path.insert(0, str(copy))
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nothing, stream)
+            pytest = import_module("pytest")
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
 
 
 def main() -> None:
     """Breaks the guards one by one and prints who survives."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=NUMBER, help=f"how many of the {NUMBER} (default: all)")
+    parser.add_argument("--count", type=int, default=NUMBER, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="how many to leave out before them")
-    parser.add_argument("--workers", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the order in which they are drawn")
+    parser.add_argument("--room", action="append", help=f"a folder of gaverify (default: {', '.join(ROOMS)})")
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="the tests that have to see them (default: all)")
     options = parser.parse_args()
-    mutants = draw(options.first + options.count)[options.first :]
-    survivors = []
+    mutants = draw(options.seed, options.room or ROOMS)[options.first :][: options.count]
+    for name in _IMPORTED:
+        import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "*.egg-info", ".*_cache"))
-        for number, mutant in enumerate(mutants, 1):
-            started = time.monotonic()
-            if survives(mutant, copy, options.workers):
-                survivors.append(mutant)
-            took = time.monotonic() - started
-            fate = "SURVIVES" if survivors and survivors[-1] is mutant else "dies"
-            print(f"{number}/{len(mutants)} {fate} after {took:.0f} s: {mutant}", flush=True)
-    print(f"{len(mutants) - len(survivors)} of {len(mutants)} die")
+        plant(mutants, copy)
+        reached, seconds = reach(copy, options.tests, options.workers)
+        print(f"{len(seconds)} tests pass; {len(reached)} of {len(mutants)} guards are reached", flush=True)
+        with ProcessPoolExecutor(options.workers, mp_context=get_context("fork")) as pool:
+            fates = [pool.submit(survives, at, copy, reached[at], seconds) for at in range(len(mutants))]
+            for mutant, fate in zip(mutants, fates, strict=True):
+                survived, took = fate.result()
+                print(f"{'SURVIVES' if survived else 'dies'} after {took:.0f} s: {mutant}", flush=True)
+    survivors = sum(fate.result()[0] for fate in fates)
+    print(f"{len(mutants) - survivors} of {len(mutants)} die")
 
 
 if __name__ == "__main__":
