@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import textwrap
 
 import pytest
 from recorded_loops import FILE, HEAD, LOOP, context_of, finding_of
 
 from gaverify.patches import apply, propose
 
-
-def changes_of(text: str, code: str, **values: object) -> list[list[str]]:
-    """The lines that each proposal takes away and puts in."""
-    context = context_of(text)
-    patches = list(propose([finding_of(code, **values)], context))
-    for patch in patches:
-        assert set(apply(patch, {FILE: text})) == {FILE}
-    lines = [patch.diff.splitlines() for patch in patches]
-    return [[line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")] for diff in lines]
+RIGHT = HEAD + LOOP
+STEP, CLIP = "        optimizer.step()\n", "        clip_grad_norm_(model.parameters(), 1.0)\n"
+CLEAR, SCHEDULE = "        optimizer.zero_grad()\n", "        scheduler.step()\n"
+TEST, LOSS = "    if (i + 1) % accumulation_steps == 0:\n", "    loss = criterion(model(x), y) / accumulation_steps"
+UPDATE, UNSCALE = "        scaler.update()\n", "        scaler.unscale_(optimizer)\n"
+BACKWARD = "    loss.backward()\n"
+CLIP_IF = f"        if args.clip:\n    {CLIP}"
 
 
-def changed(*pairs: tuple[str, str], loop: str = LOOP) -> str:
+def repairs(text: str, code: str, **values: object) -> list[str]:
+    """The text after each patch that is proposed."""
+    patches = list(propose([finding_of(code, **values)], context_of(text)))
+    return [apply(patch, {FILE: text})[FILE] for patch in patches]
+
+
+def changed(*pairs: tuple[str, str], text: str = RIGHT) -> str:
     for before, after in pairs:
-        assert before in loop, before
-        loop = loop.replace(before, after)
-    return HEAD + loop
+        assert before in text, before
+        text = text.replace(before, after)
+    return text
 
 
 @pytest.mark.parametrize(
@@ -45,280 +49,142 @@ def changed(*pairs: tuple[str, str], loop: str = LOOP) -> str:
 )
 def test_loss_is_divided(differentiated: str, repaired: str) -> None:
     text = changed((" / accumulation_steps  #", "  #"), ("loss.backward()", differentiated))
-    assert changes_of(text, "GAV201", factor=4.0)[0] == [f"-    {differentiated}", f"+    {repaired}"]
+    assert repairs(text, "GAV201", factor=4.0)[0] == changed((differentiated, repaired), text=text)
 
 
 def test_number_of_micro_batches_is_explained_where_it_has_no_name() -> None:
-    text = changed((" / accumulation_steps  #", "  #"), ("accumulation_steps", "4")).removeprefix(HEAD)
-    line = "+    (loss / 4).backward()  # 4 = micro-batches per update"
-    assert changes_of(text, "GAV201", factor=4.0)[0] == ["-    loss.backward()", line]
+    text = changed((" / accumulation_steps  #", "  #"), (HEAD, ""), ("accumulation_steps", "4"))
+    line = "    (loss / 4).backward()  # 4 = micro-batches per update\n"
+    assert repairs(text, "GAV201", factor=4.0)[0] == changed((BACKWARD, line), text=text)
 
 
 @pytest.mark.parametrize(
     ("line", "repaired"),
     [
-        ("    (loss / accumulation_steps).backward()", "    loss.backward()"),
-        ("    loss /= accumulation_steps\n    loss.backward()", "    loss.backward()"),
-        ("    loss = loss / accumulation_steps\n    loss.backward()", "    loss.backward()"),
-        ("    loss.div_(accumulation_steps)\n    loss.backward()", "    loss.backward()"),
-        ("    scaler.scale(loss / accumulation_steps).backward()", "    scaler.scale(loss).backward()"),
-        ("    (loss * (1 / accumulation_steps)).backward()", "    (loss).backward()"),
+        ("    (loss / accumulation_steps).backward()\n", BACKWARD),
+        ("    loss /= accumulation_steps\n    loss.backward()\n", BACKWARD),
+        ("    loss = loss / accumulation_steps\n    loss.backward()\n", BACKWARD),
+        ("    loss.div_(accumulation_steps)\n    loss.backward()\n", BACKWARD),
+        ("    scaler.scale(loss / accumulation_steps).backward()\n", "    scaler.scale(loss).backward()\n"),
+        ("    (loss * (1 / accumulation_steps)).backward()\n", "    (loss).backward()\n"),
     ],
 )
 def test_second_division_is_removed(line: str, repaired: str) -> None:
-    text = changed(("    loss.backward()", line))
-    wanted = changed(("    loss.backward()", repaired))
-    context = context_of(text)
-    results = [apply(patch, {FILE: text})[FILE] for patch in propose([finding_of("GAV201", factor=0.25)], context)]
-    assert wanted in results
+    assert changed((BACKWARD, repaired)) in repairs(changed((BACKWARD, line)), "GAV201", factor=0.25)
 
 
 @pytest.mark.parametrize(
-    "test",
-    ["i % accumulation_steps == 0", "i % accumulation_steps == 1", "i % accumulation_steps == 0 and i > 0"],
-)
-def test_boundary_counts_the_rounds_that_are_over(test: str) -> None:
-    right = "    if (i + 1) % accumulation_steps == 0:"
-    text = changed(("(i + 1) % accumulation_steps == 0", test))
-    assert [f"-    if {test}:", f"+{right}"] in changes_of(text, "GAV601")[:2]
-
-
-def test_boundary_of_a_count_from_one() -> None:
-    text = changed(("enumerate(loader)", "enumerate(loader, start=1)"))
-    wanted = ["-    if (i + 1) % accumulation_steps == 0:", "+    if i % accumulation_steps == 0:"]
-    assert changes_of(text, "GAV601")[0] == wanted
-
-
-def test_boundary_that_skips_rounds() -> None:
-    loop = LOOP.replace(
-        "    if (i + 1) % accumulation_steps == 0:", "    if i % accumulation_steps != 0:\n        continue"
-    )
-    loop = loop.replace("        clip", "    clip").replace("        opt", "    opt").replace("        sch", "    sch")
-    wanted = ["-    if i % accumulation_steps != 0:", "+    if (i + 1) % accumulation_steps != 0:"]
-    assert changes_of(HEAD + loop, "GAV601")[0] == wanted
-
-
-STEP, CLIP = "        optimizer.step()\n", "        clip_grad_norm_(model.parameters(), 1.0)\n"
-CLEAR, SCHEDULE = "        optimizer.zero_grad()\n", "        scheduler.step()\n"
-TEST = "    if (i + 1) % accumulation_steps == 0:\n"
-
-
-def test_step_goes_into_the_test_behind_the_clipping() -> None:
-    text = changed((STEP, ""), (TEST, "    optimizer.step()\n" + TEST))
-    assert changes_of(text, "GAV601")[0] == ["-    optimizer.step()", "+        optimizer.step()"]
-    repaired = apply(next(propose([finding_of("GAV601")], context_of(text))), {FILE: text})[FILE]
-    assert repaired == changed()
-
-
-def test_loop_without_a_test_gets_one_and_a_count() -> None:
-    loop = HEAD + "for x, y in loader:\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
-    assert changes_of(loop, "GAV603")[0] == [
-        "-for x, y in loader:",
-        "-    optimizer.zero_grad()",
-        "+for i, (x, y) in enumerate(loader):",
-        "-    optimizer.step()",
-        "+    if (i + 1) % accumulation_steps == 0:",
-        "+        optimizer.step()",
-        "+        optimizer.zero_grad()",
-    ]
-
-
-def test_clearing_goes_behind_the_step() -> None:
-    text = changed((CLEAR, ""), ("    loss = c", "    optimizer.zero_grad()\n    loss = c"))
-    wanted = ["-    optimizer.zero_grad()", "+        optimizer.zero_grad()"]
-    assert changes_of(text, "GAV603")[0] == wanted
-
-
-def test_second_clearing_is_removed() -> None:
-    text = changed(("    loss = c", "    model.zero_grad()\n    loss = c"))
-    assert changes_of(text, "GAV603")[0] == ["-    model.zero_grad()"]
-
-
-@pytest.mark.parametrize(
-    ("step", "clearing"),
+    ("before", "after", "factor"),
     [
-        ("        optimizer.step()\n", "        optimizer.zero_grad()"),
-        ("        scaler.step(optimizer)\n        scaler.update()\n", "        optimizer.zero_grad()"),
+        ("criterion(model(x), y) * accumulation_steps", "criterion(model(x), y) / accumulation_steps", 16.0),
+        ("(criterion(model(x), y)) * accumulation_steps", "(criterion(model(x), y)) / accumulation_steps", 16.0),
+        ("criterion(model(x), y) / k ** 2", "criterion(model(x), y) / k", 0.25),
+        ("criterion(model(x), y) / (k * 2)", "criterion(model(x), y) / (k)", 0.25),
+        ("criterion(model(x), y) / max(k - 1, 1)", "criterion(model(x), y) / k", 0.25),
     ],
 )
-def test_missing_clearing_is_added(step: str, clearing: str) -> None:
-    text = changed((CLEAR, ""), (STEP, step))
-    assert changes_of(text, "GAV602")[0] == [f"+{clearing}"]
-    repaired = apply(next(propose([finding_of("GAV602")], context_of(text))), {FILE: text})[FILE]
-    assert step + clearing in repaired
+def test_divisor_becomes_the_number_of_micro_batches(before: str, after: str, factor: float) -> None:
+    right = "criterion(model(x), y) / accumulation_steps"
+    proposed = repairs(changed((right, before)), "GAV201", factor=factor)
+    assert changed((right, after)) in (proposed[:1] if factor > 1 else proposed)
 
 
-def test_clipping_goes_before_the_step() -> None:
-    text = changed((CLIP, ""), (TEST, "    clip_grad_norm_(model.parameters(), 1.0)\n" + TEST))
-    repaired = apply(next(propose([finding_of("GAV606")], context_of(text))), {FILE: text})[FILE]
-    assert repaired == changed()
+def test_term_that_is_not_divided() -> None:
+    text = changed((LOSS, LOSS + " + 2 * p"))
+    assert repairs(text, "GAV201", factor=4.0, term=2)[0] == changed((LOSS, LOSS + " + 2 * p / accumulation_steps"))
 
 
-def test_clipping_moves_with_its_test_and_its_scaler() -> None:
-    early = "    scaler.unscale_(optimizer)\n    if args.clip:\n        clip_grad_norm_(model.parameters(), 1.0)\n"
-    text = changed((CLIP, ""), (TEST, early + TEST))
-    moved = "".join(f"    {line}\n" for line in early.splitlines())
-    repaired = apply(next(propose([finding_of("GAV606")], context_of(text))), {FILE: text})[FILE]
-    assert repaired == changed((CLIP, moved))
+FROM_ONE = changed(("enumerate(loader)", "enumerate(loader, start=1)"))
+BEHIND = "    if i % accumulation_steps != 0:\n        continue\n"
+SKIPPING = changed((TEST, BEHIND), *((line, line[4:]) for line in (CLIP, STEP, SCHEDULE, CLEAR)))
 
 
-def test_schedule_goes_behind_the_step() -> None:
-    text = changed((SCHEDULE, ""), (TEST, "    scheduler.step()\n" + TEST))
-    repaired = apply(next(propose([finding_of("GAV607")], context_of(text))), {FILE: text})[FILE]
-    assert repaired == changed()
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        (RIGHT, "if i % accumulation_steps == 0:", TEST[4:-1]),
+        (RIGHT, "if i % accumulation_steps == 1:", TEST[4:-1]),
+        (RIGHT, "if i % accumulation_steps == 0 and i > 0:", TEST[4:-1]),
+        (RIGHT, "if i % accumulation_steps:", "if (i + 1) % accumulation_steps:"),
+        (RIGHT, "if count > accumulation_steps:", "if count == accumulation_steps:"),
+        (FROM_ONE, TEST[4:-1], "if i % accumulation_steps == 0:"),
+        (SKIPPING, "if i % accumulation_steps != 0:", "if (i + 1) % accumulation_steps != 0:"),
+    ],
+)
+def test_boundary_counts_the_rounds_that_are_over(text: str, wrong: str, right: str) -> None:
+    if wrong not in text:
+        text = changed((TEST, f"    {wrong}\n"), text=text)
+    assert changed((wrong, right), text=text) in repairs(text, "GAV601")[:2]
+
+
+def earlier(*lines: str) -> list[tuple[str, str]]:
+    """Moves lines of the update before its test."""
+    return [*((line, "") for line in lines), (TEST, textwrap.indent(textwrap.dedent("".join(lines)), "    ") + TEST)]
+
+
+SCALED = changed((STEP, "        scaler.step(optimizer)\n" + UPDATE), (CLIP, UNSCALE + CLIP))
+UNSCALED = changed((CLIP, UNSCALE + CLIP_IF))
+NEVER_CLEARED = changed((UPDATE + SCHEDULE + CLEAR, UPDATE), text=SCALED)
+SCALED_EARLY = changed((UPDATE, ""), (UNSCALE, ""), (TEST, UNSCALE[4:] + TEST), text=SCALED) + UPDATE[4:]
+CLEARED_AT_ONCE = changed((CLEAR, ""), (STEP, STEP + CLEAR))
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong", "right"),
+    [
+        ("GAV601", changed(*earlier(STEP)), RIGHT),
+        ("GAV602", changed((CLEAR, "")), CLEARED_AT_ONCE),
+        ("GAV602", NEVER_CLEARED, NEVER_CLEARED + CLEAR),
+        ("GAV603", changed((CLEAR, ""), (LOSS, CLEAR[4:] + LOSS)), CLEARED_AT_ONCE),
+        ("GAV603", changed((LOSS, "    model.zero_grad()\n" + LOSS)), RIGHT),
+        ("GAV606", changed(*earlier(CLIP)), RIGHT),
+        ("GAV606", changed(*earlier(UNSCALE, CLIP_IF), text=UNSCALED), UNSCALED),
+        ("GAV607", changed(*earlier(SCHEDULE)), RIGHT),
+        ("GAV608", SCALED_EARLY, SCALED),
+        ("GAV609", f"{RIGHT}    updates += 1  # decay\n", f"{RIGHT}        updates += 1  # decay\n"),
+    ],
+)
+def test_call_of_every_micro_batch_moves_to_the_update(code: str, wrong: str, right: str) -> None:
+    assert repairs(wrong, code)[0] == right
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("GAV607", SCHEDULE + SCHEDULE.replace("scheduler", "other_scheduler")),
+        ("GAV603", CLEAR.replace("optimizer", "net") + CLEAR),
+    ],
+    ids=["schedules", "clearings"],
+)
+def test_two_calls_of_every_micro_batch_move_at_once(code: str, calls: str) -> None:
+    start, beside = f"{HEAD}for i, (x, y) in enumerate(loader):\n", textwrap.indent(textwrap.dedent(calls), "    ")
+    text = start + (BACKWARD + TEST + STEP + beside if code == "GAV607" else beside + BACKWARD + TEST + STEP)
+    assert start + BACKWARD + TEST + STEP + calls in repairs(text, code)
 
 
 def test_short_window_is_stepped_and_divided_by_its_size() -> None:
-    assert changes_of(changed(), "GAV604")[0] == [
-        "-    loss = criterion(model(x), y) / accumulation_steps  # 'the mean'",
-        "+    loss = criterion(model(x), y) / min(accumulation_steps, len(loader) - i // accumulation_steps * "
-        "accumulation_steps)  # 'the mean'",
-        "-    if (i + 1) % accumulation_steps == 0:",
-        "+    if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):",
-    ]
+    size = "min(accumulation_steps, len(loader) - i // accumulation_steps * accumulation_steps)"
+    wanted = changed(("/ accumulation_steps  #", f"/ {size}  #"), (" == 0:", " == 0 or i + 1 == len(loader):"))
+    assert repairs(RIGHT, "GAV604")[0] == wanted
 
 
 def test_unknown_shapes_get_no_proposal() -> None:
     text = "engine = Engine(model)\nengine.fit(loader)\n"
     for code in ("GAV201", "GAV601", "GAV602", "GAV603", "GAV604", "GAV605", "GAV606", "GAV607", "GAV608", "GAV999"):
-        assert changes_of(text, code, factor=4.0) == []
+        assert repairs(text, code, factor=4.0) == []
 
 
-def test_line_ends_of_windows_are_kept(tmp_path: Path) -> None:
+def test_line_ends_of_windows_are_kept() -> None:
     text = changed((CLEAR, "")).replace("\n", "\r\n")
-    patch = next(propose([finding_of("GAV602")], context_of(text)))
-    assert apply(patch, {FILE: text})[FILE].count("\r\n") == text.count("\r\n") + 1
+    assert repairs(text, "GAV602")[0].count("\r\n") == text.count("\r\n") + 1
 
 
-INNER = """accumulation_steps = 4
-for batch, answers in loader:
-    for x, y in zip(batch.split(2), answers.split(2)):
-        loss = F.cross_entropy(model(x), y.view(-1)) / accumulation_steps
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+# Loops of other forms; each line that changes is a pair.
 
-
-def test_parts_of_a_batch_count_by_their_share_of_its_targets() -> None:
-    assert changes_of(INNER, "GAV202")[0] == [
-        "-        loss = F.cross_entropy(model(x), y.view(-1)) / accumulation_steps",
-        "+        loss = F.cross_entropy(model(x), y.view(-1)) * (y != -100).sum() / (answers != -100).sum()",
-    ]
-
-
-def test_index_that_the_loss_ignores_is_counted() -> None:
-    text = INNER.replace("y.view(-1))", "y.view(-1), ignore_index=PAD)")
-    assert "(y != PAD).sum() / (answers != PAD).sum()" in changes_of(text, "GAV202")[0][1]
-
-
-def test_slices_of_a_batch_count_by_their_share_of_its_samples() -> None:
-    cut = "for start in range(0, len(batch), 3):\n        x, y = batch[start : start + 3], answers[start : start + 3]"
-    text = INNER.replace("for x, y in zip(batch.split(2), answers.split(2)):", cut)
-    proposed = [lines[1] for lines in changes_of(text, "GAV202")]
-    assert any(line.endswith("* len(y) / len(answers)") for line in proposed)
-
-
-def test_list_of_micro_batches_counts_each_of_them() -> None:
-    text = INNER.replace("for batch, answers in loader", "for batches in loader")
-    text = text.replace("for x, y in zip(batch.split(2), answers.split(2))", "for micro in batches")
-    text = text.replace("model(x), y.view(-1)", "model(micro), micro['labels']")
-    total = "sum((micro['labels'] != -100).sum() for micro in batches)"
-    assert changes_of(text, "GAV202")[0][1].endswith(f"* (micro['labels'] != -100).sum() / {total}")
-
-
-def test_gradient_is_divided_at_the_step_where_the_total_is_not_known_before() -> None:
-    text = changed(("criterion(model(x), y)", "F.cross_entropy(model(x), y)"))
-    assert changes_of(text, "GAV202")[0] == [
-        "+window_targets = 0",
-        "-    loss = F.cross_entropy(model(x), y) / accumulation_steps  # 'the mean'",
-        "-    loss.backward()",
-        "+    loss = F.cross_entropy(model(x), y)  # 'the mean'",
-        "+    (loss * (y != -100).sum()).backward()",
-        "+    window_targets += (y != -100).sum()",
-        "+        for group in optimizer.param_groups:",
-        '+            for parameter in group["params"]:',
-        "+                if parameter.grad is not None:",
-        "+                    parameter.grad /= window_targets",
-        "+        window_targets = 0",
-    ]
-
-
-def test_trainer_counts_the_items_of_all_micro_batches() -> None:
-    text = """class MyTrainer(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = F.cross_entropy(model(inputs), inputs["labels"])
-        return loss
-"""
-    line = '+        loss = F.cross_entropy(model(inputs), inputs["labels"], reduction="sum") / num_items_in_batch'
-    assert changes_of(text, "GAV202")[0][1] == line
-
-
-ACCELERATED = """accelerator = Accelerator(ARGUMENTS)
-for x, y in loader:
-    with accelerator.accumulate(model):
-        accelerator.backward(criterion(model(x), y))
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("", "gradient_accumulation_steps=accumulation_steps"),
-        ("cpu=True", "cpu=True, gradient_accumulation_steps=accumulation_steps"),
-        ("gradient_accumulation_steps=1", "gradient_accumulation_steps=accumulation_steps"),
-    ],
-)
-def test_accelerator_is_told_the_number_of_micro_batches(arguments: str, told: str) -> None:
-    text = HEAD + ACCELERATED.replace("ARGUMENTS", arguments)
-    assert changes_of(text, "GAV601")[0][1] == f"+accelerator = Accelerator({told})"
-
-
-def test_clipping_waits_for_the_accelerator() -> None:
-    clip = "        clip_grad_norm_(model.parameters(), 1.0)"
-    text = HEAD + ACCELERATED.replace("ARGUMENTS", "gradient_accumulation_steps=accumulation_steps")
-    assert changes_of(text, "GAV606")[0] == [f"-{clip}", "+        if accelerator.sync_gradients:", f"+    {clip}"]
-
-
-def test_batch_norm_is_replaced_behind_the_last_assignment_of_the_model() -> None:
-    text = "import torch\n\nnet = Net()\nnet = net.cuda()\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-    (patch,) = propose([finding_of("GAV101")], context_of(text))
-    assert patch.unsafe
-    assert apply(patch, {FILE: text})[FILE] == text.replace(
-        "import torch\n", "import torch\nfrom gaverify.remedies import convert_batch_norm\n"
-    ).replace("net.cuda()\n", "net.cuda()\nnet = convert_batch_norm(net)\n")
-
-
-def test_term_that_is_not_divided() -> None:
-    text = changed(
-        ("criterion(model(x), y) / accumulation_steps", "criterion(model(x), y) / accumulation_steps + 2 * p")
-    )
-    line = "+    loss = criterion(model(x), y) / accumulation_steps + 2 * p / accumulation_steps  # 'the mean'"
-    assert changes_of(text, "GAV201", factor=4.0, term=2)[0][1] == line
-
-
-@pytest.mark.parametrize(
-    ("test", "right"),
-    [
-        ("if i % accumulation_steps:", "if (i + 1) % accumulation_steps:"),
-        ("if count > accumulation_steps:", "if count == accumulation_steps:"),
-    ],
-)
-def test_other_tests_of_a_boundary(test: str, right: str) -> None:
-    text = changed(("if (i + 1) % accumulation_steps == 0:", test))
-    assert changes_of(text, "GAV601")[0] == [f"-    {test}", f"+    {right}"]
-
-
-def test_clearing_joins_a_step_on_one_line() -> None:
-    text = HEAD + "for i, x in enumerate(loader):\n    model(x).backward()\n    if (i + 1) % 4 == 0: optimizer.step()\n"
-    assert changes_of(text, "GAV602")[0][1] == "+    if (i + 1) % 4 == 0: optimizer.step(); optimizer.zero_grad()"
-
-
-def test_update_in_a_function_is_called_where_a_window_ends() -> None:
-    text = """class Loop:
+SIMPLE = "for x, y in loader:\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+LATE = f"{HEAD}for i, (x, y) in enumerate(loader):\n{BACKWARD}{TEST}        print(i)\n{STEP[4:]}{CLEAR[4:]}"
+ON_A_LINE = "for i, x in enumerate(loader):\n    model(x).backward()\n    if (i + 1) % 4 == 0: optimizer.step()\n"
+IN_A_METHOD = """class Loop:
     def one(self, at, batch, accumulation_steps):
         (model(batch) / accumulation_steps).backward()
         self.update()
@@ -331,122 +197,7 @@ def test_update_in_a_function_is_called_where_a_window_ends() -> None:
         for i, batch in enumerate(loader):
             self.one(i, batch, 4)
 """
-    assert changes_of(text, "GAV601")[0] == [
-        "-        self.update()",
-        "+        if (at + 1) % accumulation_steps == 0:",
-        "+            self.update()",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("layer", "wanted"),
-    [
-        ("nn.BatchNorm1d(16)", "nn.GroupNorm(4, 16)"),
-        ("torch.nn.BatchNorm2d(width, eps=1e-3, momentum=0.05)", "torch.nn.GroupNorm(1, width, eps=1e-3)"),
-        ("nn.BatchNorm2d(num_features=256, affine=False)", "nn.GroupNorm(32, 256, affine=False)"),
-        ("nn.BatchNorm1d(3)", "nn.GroupNorm(1, 3)"),
-    ],
-)
-def test_layer_with_batch_statistics_becomes_one_of_groups(layer: str, wanted: str) -> None:
-    patch = next(propose([finding_of("GAV101")], context_of(f"norm = {layer}  # keeps scale\n")))
-    assert patch.unsafe
-    assert f"+norm = {wanted}  # keeps scale" in patch.diff.splitlines()
-
-
-@pytest.mark.parametrize("layer", ["BatchNorm1d(16)", "nn.BatchNorm1d(*sizes)", "nn.BatchNorm1d(**settings)"])
-def test_layer_whose_channels_or_package_are_not_in_the_text_stays(layer: str) -> None:
-    assert not list(propose([finding_of("GAV101")], context_of(f"first = nn.BatchNorm1d(8)\nnorm = {layer}\n")))
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("criterion(model(x), y) * accumulation_steps", "criterion(model(x), y) / accumulation_steps"),
-        ("(criterion(model(x), y)) * accumulation_steps", "(criterion(model(x), y)) / accumulation_steps"),
-    ],
-)
-def test_loss_is_divided_where_it_is_multiplied(before: str, after: str) -> None:
-    text = changed(("criterion(model(x), y) / accumulation_steps", before))
-    assert changes_of(text, "GAV201", factor=16.0)[0][1] == f"+    loss = {after}  # 'the mean'"
-
-
-@pytest.mark.parametrize("divisor", ["k ** 2", "(k * 2)", "max(k - 1, 1)"])
-def test_divisor_that_is_made_of_the_number_of_micro_batches(divisor: str) -> None:
-    text = changed(("criterion(model(x), y) / accumulation_steps", f"criterion(model(x), y) / {divisor}"))
-    wanted = "criterion(model(x), y) / (k)" if divisor.startswith("(") else "criterion(model(x), y) / k"
-    proposed = [line for lines in changes_of(text, "GAV201", factor=0.25) for line in lines]
-    assert f"+    loss = {wanted}  # 'the mean'" in proposed
-
-
-def test_counter_behind_a_setting_counts_updates() -> None:
-    line = "updates += 1  # for the decay"
-    text = f"{changed()}    {line}\n"
-    assert changes_of(text, "GAV609")[0] == [f"-    {line}", f"+        {line}"]
-
-
-def test_update_behind_a_test_goes_into_it() -> None:
-    text = (
-        HEAD
-        + """for i, (x, y) in enumerate(loader):
-    loss.backward()
-    if (i + 1) % accumulation_steps == 0:
-        print(i)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    )
-    wanted = ["-    optimizer.step()", "-    optimizer.zero_grad()"]
-    wanted += ["+        optimizer.step()", "+        optimizer.zero_grad()"]
-    assert changes_of(text, "GAV601")[0] == wanted
-
-
-def test_scaler_is_used_once_per_update_around_the_clipping() -> None:
-    scaled = changed((STEP, "        scaler.step(optimizer)\n        scaler.update()\n"))
-    right = scaled.replace(CLIP, f"        scaler.unscale_(optimizer)\n{CLIP}")
-    update, unscale = "        scaler.update()\n", "        scaler.unscale_(optimizer)\n"
-    wrong = right.replace(update, "").replace(unscale, "").replace(TEST, unscale[4:] + TEST) + update[4:]
-    patch = next(propose([finding_of("GAV608")], context_of(wrong)))
-    assert apply(patch, {FILE: wrong})[FILE] == right
-
-
-def test_option_that_nothing_uses_yet_is_the_name_of_k() -> None:
-    head = "parser.add_argument('--grad-accum', type=int)\nargs = parser.parse_args()\n"
-    text = head + "for x, y in loader:\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-    assert "+    if (i + 1) % args.grad_accum == 0:" in changes_of(text, "GAV601")[0]
-
-
-def test_update_is_not_moved_behind_an_epoch() -> None:
-    text = HEAD + "for epoch in range(3):\n    for x in loader:\n        loss.backward()\n        optimizer.step()\n"
-    lines = [line for lines in changes_of(text, "GAV601") for line in lines]
-    assert "+        if (i + 1) % accumulation_steps == 0:" in lines
-    assert "+    optimizer.step()" not in lines
-
-
-def test_micro_batch_without_targets_is_summed() -> None:
-    line = '+        loss = F.cross_entropy(model(x), y.view(-1), reduction="sum") / (answers != -100).sum()'
-    assert changes_of(INNER, "GAV203")[0][1] == line
-
-
-@pytest.mark.parametrize(
-    ("code", "calls"),
-    [
-        ("GAV607", ["scheduler.step()", "other_scheduler.step()"]),
-        ("GAV603", ["net.zero_grad()", "optimizer.zero_grad()"]),
-    ],
-)
-def test_two_calls_of_every_micro_batch_move_at_once(code: str, calls: list[str]) -> None:
-    test = "    if (i + 1) % accumulation_steps == 0:\n        optimizer.step()\n"
-    beside = "".join(f"    {call}\n" for call in calls)
-    first, last = (beside, "") if code == "GAV603" else ("", beside)
-    text = f"{HEAD}for i, (x, y) in enumerate(loader):\n{first}    loss.backward()\n{test}{last}"
-    moved = "".join(f"        {call}\n" for call in calls)
-    wanted = text.replace(beside, "").replace(test, test + moved)
-    patches = propose([finding_of(code)], context_of(text))
-    assert wanted in [apply(patch, {FILE: text})[FILE] for patch in patches]
-
-
-def test_end_of_a_window_may_be_handed_to_a_function() -> None:
-    text = """def one(batch, is_last):
+IN_A_FUNCTION = """def one(batch, is_last):
     optimizer.zero_grad()
     model(batch).backward()
     if is_last:
@@ -455,4 +206,132 @@ def test_end_of_a_window_may_be_handed_to_a_function() -> None:
 for i, batch in enumerate(loader):
     one(batch, is_last=(i + 1) % 4 == 0)
 """
-    assert changes_of(text, "GAV603")[0] == ["-    optimizer.zero_grad()", "+        optimizer.zero_grad()"]
+INNER = """accumulation_steps = 4
+for batch, answers in loader:
+    for x, y in zip(batch.split(2), answers.split(2)):
+        loss = F.cross_entropy(model(x), y.view(-1)) / accumulation_steps
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LISTED = changed(
+    ("for batch, answers in loader", "for batches in loader"),
+    ("for x, y in zip(batch.split(2), answers.split(2))", "for micro in batches"),
+    ("model(x), y.view(-1)", "model(micro), micro['labels']"),
+    text=INNER,
+)
+TRAINER = """class MyTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = F.cross_entropy(model(inputs), inputs["labels"])
+        return loss
+"""
+ACCELERATED = """accumulation_steps = 4
+accelerator = Accelerator()
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(criterion(model(x), y))
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TOLD = "gradient_accumulation_steps=accumulation_steps"
+ASSIGNED = "import torch\n\nnet = Net()\nnet = net.cuda()\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+
+
+def given(code: str, text: str, *pairs: tuple[str, str]) -> tuple[str, str, str]:
+    return code, text, changed(*pairs, text=text)
+
+
+def accelerated(arguments: str) -> str:
+    return changed(("Accelerator()", f"Accelerator({arguments})"), text=ACCELERATED)
+
+
+COUNTED = "for i, (x, y) in enumerate(loader)"
+METHOD, AT_THE_END = "        self.update()\n", "        if (at + 1) % accumulation_steps == 0:\n"
+SHARE = "(micro['labels'] != -100).sum() / sum((micro['labels'] != -100).sum() for micro in batches)"
+PADDED = changed(("y.view(-1))", "y.view(-1), ignore_index=PAD)"), text=INNER)
+SUMMED = 'y.view(-1), reduction="sum") / (answers != -100).sum()'
+CONVERTED = "import torch\nfrom gaverify.remedies import convert_batch_norm\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "wanted"),
+    [
+        given("GAV603", HEAD + SIMPLE, (SIMPLE[:18], COUNTED), (CLEAR[4:], ""), (STEP[4:], TEST + STEP + CLEAR)),
+        given("GAV601", LATE, (STEP[4:] + CLEAR[4:], STEP + CLEAR)),
+        given("GAV602", ON_A_LINE, ("optimizer.step()", "optimizer.step(); optimizer.zero_grad()")),
+        given("GAV601", IN_A_METHOD, (METHOD, f"{AT_THE_END}    {METHOD}")),
+        given("GAV603", IN_A_FUNCTION, (CLEAR[4:], ""), (STEP, STEP + CLEAR)),
+        given("GAV202", INNER, ("/ accumulation_steps", "* (y != -100).sum() / (answers != -100).sum()")),
+        given("GAV202", PADDED, ("/ accumulation_steps", "* (y != PAD).sum() / (answers != PAD).sum()")),
+        given("GAV202", LISTED, ("/ accumulation_steps", f"* {SHARE}")),
+        given("GAV203", INNER, ("y.view(-1)) / accumulation_steps", SUMMED)),
+        given("GAV202", TRAINER, ('["labels"])', '["labels"], reduction="sum") / num_items_in_batch')),
+        given("GAV601", ACCELERATED, ("Accelerator()", f"Accelerator({TOLD})")),
+        given("GAV601", accelerated("cpu=True"), ("cpu=True", f"cpu=True, {TOLD}")),
+        given("GAV601", accelerated("gradient_accumulation_steps=1"), ("gradient_accumulation_steps=1", TOLD)),
+        given("GAV606", accelerated(TOLD), (CLIP, f"        if accelerator.sync_gradients:\n    {CLIP}")),
+        given(
+            "GAV101", ASSIGNED, ("import torch\n", CONVERTED), ("cuda()\n", "cuda()\nnet = convert_batch_norm(net)\n")
+        ),
+    ],
+)
+def test_loops_of_other_forms(code: str, text: str, wanted: str) -> None:
+    assert repairs(text, code)[0] == wanted
+
+
+def test_slices_of_a_batch_count_by_their_share_of_its_samples() -> None:
+    cut = "for start in range(0, len(batch), 3):\n        x, y = batch[start : start + 3], answers[start : start + 3]"
+    text = changed(("for x, y in zip(batch.split(2), answers.split(2)):", cut), text=INNER)
+    assert changed(("/ accumulation_steps", "* len(y) / len(answers)"), text=text) in repairs(text, "GAV202")
+
+
+def test_gradient_is_divided_at_the_step_where_the_total_is_not_known_before() -> None:
+    cross_entropy = "    loss = F.cross_entropy(model(x), y)"
+    text = changed((LOSS, f"{cross_entropy} / accumulation_steps"))
+    assert repairs(text, "GAV202")[0] == changed(
+        ("for i, ", "window_targets = 0\nfor i, "),
+        (f"{cross_entropy} / accumulation_steps", cross_entropy),
+        (BACKWARD, "    (loss * (y != -100).sum()).backward()\n    window_targets += (y != -100).sum()\n"),
+        (
+            CLIP,
+            "        for group in optimizer.param_groups:\n"
+            '            for parameter in group["params"]:\n'
+            "                if parameter.grad is not None:\n"
+            f"                    parameter.grad /= window_targets\n        window_targets = 0\n{CLIP}",
+        ),
+        text=text,
+    )
+
+
+def test_option_that_nothing_uses_yet_is_the_name_of_k() -> None:
+    head = "parser.add_argument('--grad-accum', type=int)\nargs = parser.parse_args()\n"
+    assert "    if (i + 1) % args.grad_accum == 0:" in repairs(head + SIMPLE, "GAV601")[0].splitlines()
+
+
+def test_update_is_not_moved_behind_an_epoch() -> None:
+    text = HEAD + "for epoch in range(3):\n    for x in loader:\n        loss.backward()\n        optimizer.step()\n"
+    proposed = [line for repaired in repairs(text, "GAV601") for line in repaired.splitlines()]
+    assert "        if (i + 1) % accumulation_steps == 0:" in proposed
+    assert "    optimizer.step()" not in proposed
+
+
+@pytest.mark.parametrize(
+    ("layer", "wanted"),
+    [
+        ("nn.BatchNorm1d(16)", ["nn.GroupNorm(4, 16)"]),
+        ("torch.nn.BatchNorm2d(width, eps=1e-3, momentum=0.05)", ["torch.nn.GroupNorm(1, width, eps=1e-3)"]),
+        ("nn.BatchNorm2d(num_features=256, affine=False)", ["nn.GroupNorm(32, 256, affine=False)"]),
+        ("nn.BatchNorm1d(3)", ["nn.GroupNorm(1, 3)"]),
+        ("BatchNorm1d(16)", []),
+        ("nn.BatchNorm1d(*sizes)", []),
+        ("nn.BatchNorm1d(**settings)", []),
+    ],
+)
+def test_layer_with_batch_statistics_becomes_one_of_groups(layer: str, wanted: list[str]) -> None:
+    """Where the number of channels and the package stand in the text."""
+    patches = list(propose([finding_of("GAV101")], context_of(f"norm = {layer}  # keeps scale\n")))
+    assert all(patch.unsafe for patch in patches)
+    assert [line for patch in patches[:1] for line in patch.diff.splitlines() if line[:2] == "+n"] == [
+        f"+norm = {each}  # keeps scale" for each in wanted
+    ]
