@@ -5,15 +5,17 @@ What is heard of the float64 control is what a run of its own would show; where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import problems_coupling
 import problems_weights
 import pytest
 import torch
-from forwards import begun, forwards_of
-from problems import fault_codes, story
+from forwards import begun, experiment_of, forwards_of
+from problems import Net, fault_codes, squared_error, story
 from torch import nn
 
 import gaverify
@@ -72,10 +74,6 @@ def matching(full: list[Described], first: list[Described], second: list[Describ
     return Matching(trace(*full, **options), [trace(*first, **options), trace(*second, **options)], AGREE)
 
 
-def dependence(matched: Matching) -> Dependence:
-    return Dependence(matched, foreign=False, shares=HALVES, agree=AGREE)
-
-
 def doubled(values: list[float]) -> list[Described]:
     """Every sample on its own: twice its value, and the mean of that."""
     twice = [2 * value for value in values]
@@ -110,45 +108,38 @@ def turned(values: list[float], *, combine: bool) -> list[Described]:
     ]
 
 
+def squared_mean(values: list[float]) -> list[Described]:
+    mean = sum(values) / len(values)
+    return [("input", (), values, "rows"), ("mean", (0,), [mean], "global"), ("mul", (1,), [mean**2], "global")]
+
+
 VALUES = [1.0, 2.0, 4.0, 8.0]
 
 
-def test_samples_on_their_own_bring_no_difference_about() -> None:
-    found = matching(doubled(VALUES), doubled(VALUES[:2]), doubled(VALUES[2:]))
-    assert list(dependence(found).origins()) == []
-    assert found.tainted == [False, False, True]  # a mean of other samples is another number, and no fault
-
-
-def test_the_step_that_gives_the_mean_back_is_the_origin() -> None:
-    found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]), inside="sub")
-    assert list(dependence(found).origins()) == [2]
-    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
-    assert (suspect.kind, suspect.operation.name, suspect.culprit.name) == ("rows", "sub", "mean")
-    assert (suspect.samples, suspect.in_model) == (4, True)
-
-
-def test_the_same_step_outside_of_modules_lies_in_the_loss() -> None:
-    found = matching(centred(VALUES), centred(VALUES[:2]), centred(VALUES[2:]))
-    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
-    assert not suspect.in_model
-
-
-def test_rows_in_another_order_are_the_same_rows() -> None:
-    parts = [turned(VALUES[:2], combine=False), turned(VALUES[2:], combine=False)]
-    found = matching(turned(VALUES, combine=False), *parts)
-    assert found.permuted[1]
-    assert list(dependence(found).origins()) == []
-
-
-@pytest.mark.parametrize(("inside", "opened"), [("input", ()), ("flip", (0,))])
-def test_what_combines_rows_in_another_order_is_the_origin(inside: str, opened: tuple[int, ...]) -> None:
-    """A cached gradient cuts no module that hands the rows out in another order."""
-    parts = [turned(VALUES[:2], combine=True), turned(VALUES[2:], combine=True)]
-    found = matching(turned(VALUES, combine=True), *parts, inside=inside)
-    assert found.permuted[:3] == [False, True, False]
-    assert list(dependence(found).origins()) == [2]
-    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
-    assert suspect.calls == opened
+@pytest.mark.parametrize(
+    ("make", "inside", "found"),
+    [
+        (doubled, "mul", []),
+        (partial(turned, combine=False), "flip", []),
+        (centred, "sub", [("rows", "sub", "mean", 4, True, (0,))]),
+        (centred, "input", [("rows", "sub", "mean", 4, False, ())]),
+        (squared_mean, "input", [("non-additive", "mul", "mul", 4, False, ())]),
+        (partial(turned, combine=True), "input", [("rows", "add", "add", 4, False, ())]),
+        # a cached gradient cuts no module that hands the rows out in another order
+        (partial(turned, combine=True), "flip", [("rows", "add", "add", 4, False, (0,))]),
+    ],
+)
+def test_the_step_where_samples_meet_is_the_suspect(
+    make: Callable[[list[float]], list[Described]], inside: str, found: list[tuple[object, ...]]
+) -> None:
+    matched = matching(make(VALUES), make(VALUES[:2]), make(VALUES[2:]), inside=inside)
+    dependence = Dependence(matched, foreign=False, shares=HALVES, agree=AGREE)
+    suspects = SuspectFinder(matched, dependence, 4).find_suspects(HALVES, AGREE, False)
+    assert [
+        (each.kind, each.operation.name, each.culprit.name, each.samples, each.in_model, each.calls)
+        for each in suspects
+    ] == found
+    assert list(dependence.origins()) == [2 for kind, *_ in found if kind == "rows"]
 
 
 def test_one_changed_row_is_no_other_order() -> None:
@@ -157,17 +148,6 @@ def test_one_changed_row_is_no_other_order() -> None:
     found = matching(turned(VALUES, combine=False), changed, turned(VALUES[2:], combine=False))
     assert not found.permuted[1]
     assert found.differs(1)
-
-
-def test_a_product_of_means_is_no_sum_over_samples() -> None:
-    def product(values: list[float]) -> list[Described]:
-        mean = sum(values) / len(values)
-        return [("input", (), values, "rows"), ("mean", (0,), [mean], "global"), ("mul", (1,), [mean**2], "global")]
-
-    found = matching(product(VALUES), product(VALUES[:2]), product(VALUES[2:]))
-    assert found.additive(1, HALVES) < AGREE < found.additive(2, HALVES)
-    (suspect,) = SuspectFinder(found, dependence(found), 4).find_suspects(HALVES, AGREE, False)
-    assert (suspect.kind, suspect.operation.name) == ("non-additive", "mul")
 
 
 def test_operations_that_not_all_traces_hold_are_strays() -> None:
@@ -207,6 +187,11 @@ def test_what_is_large_is_squashed_whatever_lies_beside_it() -> None:
     small, large = prints((2e3, 0.5), (0.5, 0.5)), prints((2e3, 0.5), (0.5, 1e9))
     torch.testing.assert_close(small[0], large[0])
     assert not torch.allclose(small[0], prints((4e3, 0.5), (0.5, 0.5))[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "at", "fold"), [((3, 2), 0, 2), ((7, 2), 0, 2), ((4,), 1, 1), ((), 0, 2)], ids=str)
+def test_a_result_without_whole_samples_has_no_fingerprint(shape: tuple[int, ...], at: int, fold: int) -> None:
+    assert described(torch.ones(shape), SampleLayout((SampleDimension(at, fold),))).prints is None
 
 
 def test_what_no_operation_made_has_no_moments() -> None:
@@ -255,77 +240,69 @@ def read_and_maybe_halved(reading: str, halved: bool) -> OperationTrace:
 
 
 def test_a_branch_that_falls_otherwise_is_another_way() -> None:
-    read = "_local_scalar_dense"
-    assert takes_other_branch(read_and_maybe_halved(read, False), read_and_maybe_halved(read, True))
-    assert takes_other_branch(read_and_maybe_halved(read, True), read_and_maybe_halved(read, False))
-    assert not takes_other_branch(read_and_maybe_halved(read, True), read_and_maybe_halved(read, True))
-    assert not takes_other_branch(read_and_maybe_halved("neg", False), read_and_maybe_halved("neg", True)), (
-        "nothing read"
-    )
-
-
-def test_a_loop_over_more_samples_goes_the_same_way() -> None:
-    full, part = (read_and_maybe_halved("_local_scalar_dense", True) for _ in range(2))
-    full.add(replace(full.steps[3], inputs=(3,)))
-    full.loss = 4
-    assert not takes_other_branch(full, part)
+    plain, halved = (read_and_maybe_halved("_local_scalar_dense", each) for each in (False, True))
+    assert takes_other_branch(plain, halved) and takes_other_branch(halved, plain)
+    assert not takes_other_branch(halved, halved)
+    unread = [read_and_maybe_halved("neg", each) for each in (False, True)]
+    assert not takes_other_branch(*unread)
+    longer = read_and_maybe_halved("_local_scalar_dense", True)
+    longer.add(replace(longer.steps[3], inputs=(3,)))
+    longer.loss = 4
+    assert not takes_other_branch(longer, halved), "a loop over more samples goes the same way"
 
 
 # --- How far each module's outputs are apart between the full batch and the micro-batches ----------------------------
 
 
-def differences(model: nn.Module, **options: object) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
-    problem = Problem(model, lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]), (inputs, targets))
-    verdict = verify(problem, steps=4, **options)  # type: ignore[arg-type]
-    return {module.module: module.difference for module in verdict.modules}
-
-
-def net(middle: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), middle, nn.ReLU(), nn.Linear(5, 1))
-
-
-def test_values_part_at_the_batch_norm_and_stay_apart() -> None:
-    found = differences(net(nn.BatchNorm1d(5)))
-    assert list(found) == ["0", "1", "2", "3"]
-    assert found["0"] == 0 and min(found["1"], found["2"], found["3"]) > 1e-3
-
-
-def test_forwards_that_agree_differ_nowhere() -> None:
-    model = net(nn.Identity())
+def unit_gradients(middle: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 5), middle, nn.ReLU(), nn.Linear(5, 1))
     model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
-    found = differences(model)
-    assert found and set(found.values()) == {0.0}
+    return model
 
 
-def test_no_search_no_modules() -> None:
-    assert differences(net(nn.LayerNorm(5))) == {}
-    assert differences(net(nn.BatchNorm1d(5)), diagnose=False) == {}
-
-
-def test_state_that_only_micro_batches_change_is_heard() -> None:
-    """A watch of the full batch alone would not see it."""
-
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result = self.layer(x) * self.scale
-            if len(x) < 16:
-                self.scale = self.scale + 1.0
-            return result
-
+@pytest.mark.parametrize(
+    ("middle", "options", "differing"),
+    [
+        (nn.BatchNorm1d(5), {}, [False, True, True, True]),
+        (nn.Identity(), {}, [False, False, False, False]),
+        (nn.BatchNorm1d(5), {"diagnose": False}, []),
+    ],
+    ids=["values part at the layer", "forwards agree", "no search"],
+)
+def test_modules_are_listed_with_how_far_their_outputs_are_apart(
+    middle: nn.Module, options: dict[str, Any], differing: list[bool]
+) -> None:
     torch.manual_seed(0)
-    problem = Problem(Late(), lambda model, x: model(x).square().mean(), torch.randn(16, 6))
-    verdict = gaverify.verify(problem, steps=4)
-    assert fault_codes(verdict) == {"GAV401"}
-    (finding,) = [finding for finding in verdict.findings if finding.code == "GAV401"]
-    assert "scale" in finding.summary
+    problem = Problem(unit_gradients(middle), squared_error, (torch.randn(8, 6), torch.randn(8, 1)))
+    verdict = verify(problem, steps=4, **options)
+    assert verdict.outcome is gaverify.Outcome.DIVERGENT
+    assert [each.difference > 1e-3 for each in verdict.modules] == differing
+    assert all(each.difference == 0 or each.difference > 1e-3 for each in verdict.modules)
+
+
+def scale_and_grow(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Changes its state in micro-batches alone: a watch of the full batch would not see it."""
+    result = net.layer(x) * net.scale
+    if len(x) < 16:
+        net.scale = net.scale + 1.0
+    return result
+
+
+def read_statistics(net: Any, x: torch.Tensor) -> torch.Tensor:
+    moved = net.layer(x - net.norm.running_mean)
+    net.norm(x)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"), [(scale_and_grow, "scale"), (read_statistics, "norm.running_mean")], ids=["late", "read"]
+)
+def test_state_that_the_next_micro_batch_reads_is_heard(forward: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model = Net(forward, layer=nn.Linear(6, 1), norm=nn.BatchNorm1d(6), scale=nn.Buffer(torch.ones(())))
+    verdict = verify(model, lambda model, x: model(x).square().mean(), torch.randn(16, 6), steps=4)
+    (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert finding.code == "GAV401" and name in finding.summary, story(verdict)
 
 
 def test_statistics_that_are_only_kept_for_evaluation_are_no_state_that_is_tried() -> None:
@@ -345,35 +322,6 @@ def test_a_diagnosis_reads_the_sketches_of_the_runs_that_decided(exact: bool) ->
     assert verdict.outcome is gaverify.Outcome.EQUIVALENT and len(forwards) == (10 if exact else 5)
 
 
-def test_statistics_that_are_read_are_state() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            moved = self.layer(x - self.norm.running_mean)
-            self.norm(x)
-            return moved
-
-    torch.manual_seed(0)
-    problem = Problem(Reading(), lambda model, x: model(x).square().mean(), torch.randn(16, 6))
-    verdict = gaverify.verify(problem, steps=4)
-    assert fault_codes(verdict) == {"GAV401"}
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """What of an experiment says how a batch is cut and weighted."""
-
-    sizes: tuple[int, ...]
-    weighting: object
-
-    @property
-    def steps(self) -> int:
-        return len(self.sizes)
-
-
 @pytest.mark.parametrize(
     ("weighting", "merged"),
     [
@@ -385,35 +333,29 @@ class _Cut:
     ],
 )
 def test_neighbouring_micro_batches_are_merged_with_their_weights(weighting: object, merged: object) -> None:
-    cut: Any = proof._merge_micro_batches(_Cut((3, 3, 3, 3, 1), weighting), 2)  # type: ignore[arg-type]
+    cut = proof._merge_micro_batches(experiment_of(nn.Linear(2, 1), sizes=(3, 3, 3, 3, 1), weighting=weighting), 2)
     assert cut.sizes == (6, 7)
     assert cut.weighting == (merged if isinstance(merged, str) else pytest.approx(merged))
 
 
 def test_micro_batches_that_a_function_weights_are_not_merged() -> None:
     with pytest.raises(ControlFailed, match="not known"):
-        proof._merge_micro_batches(_Cut((3, 3, 3, 3), len), 2)  # type: ignore[arg-type]
+        proof._merge_micro_batches(experiment_of(nn.Linear(2, 1), sizes=(3, 3, 3, 3), weighting=len), 2)
 
 
-class _Replaces(nn.Module):
-    """Replaces an attribute in each forward, and writes to tensors that may lie where the replaced one lay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.memory = torch.ones(3)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        outputs = self.layer(rows) * self.memory.mean()
-        self.memory = self.memory * 0.9
-        for scratch in [torch.empty(3) for _ in range(400)]:
-            scratch.fill_(0.5)
-        return outputs
+def replace_memory(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Replaces an attribute, and writes to tensors that may lie where the replaced one lay."""
+    outputs = net.layer(rows) * net.memory.mean()
+    net.memory = net.memory * 0.9
+    for scratch in [torch.empty(3) for _ in range(400)]:
+        scratch.fill_(0.5)
+    return outputs
 
 
 def test_a_tensor_at_the_address_of_replaced_state_is_another() -> None:
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    verdict = verify(_Replaces(), lambda model, rows: model(rows).square().mean(), batch, steps=4)
+    torch.manual_seed(0)
+    model = Net(replace_memory, layer=nn.Linear(4, 4), memory=torch.ones(3))
+    verdict = verify(model, lambda model, rows: model(rows).square().mean(), torch.randn(8, 4), steps=4)
     (finding,) = verdict.findings
     assert finding.code == "GAV403", story(verdict)
     assert "`memory` is written by `assignment`" in finding.evidence[0].statement
