@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from forwards import experiment_of
+from problems import Net, cross_entropy
 
 import gaverify
 from gaverify.passes.experiment import Experiment
@@ -70,16 +71,10 @@ def test_nothing_trained_is_overwritten() -> None:
     assert weight.requires_grad
 
 
-class _Centred(torch.nn.Module):
-    """Hands out samples without their mean, and their own sums beside them."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x - x.mean(0), x.sum(1)
-
-
 def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> None:
     samples = torch.arange(8.0, device="cpu").reshape(4, 2).requires_grad_()
-    module = _Centred()
+    # samples without their mean, and their own sums beside them
+    module = Net(lambda _, x: (x - x.mean(0), x.sum(1)))
     probe = PinnedOutputs(halves(layer=module), "layer", positions=(0,))
     whole = (samples - samples.mean(0)).detach()
     for k, part in ((None, slice(0, 4)), (0, slice(0, 2)), (1, slice(2, 4))):
@@ -92,22 +87,11 @@ def test_outputs_that_are_held_are_rows_of_the_full_batch_and_others_live() -> N
         module(samples[:2])
 
 
-class _Sums(torch.nn.Module):
-    """Sums of the first entries of each row; the others are padding."""
-
-    def __init__(self, counted: int) -> None:
-        super().__init__()
-        self.counted = counted
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, : self.counted].sum(1)
-
-
 @pytest.mark.parametrize("counted", [2, 3])
 def test_inputs_get_the_full_batch_s_gradients_without_padding_that_none_came_back_to(counted: int) -> None:
     full = torch.arange(12.0, device="cpu").reshape(4, 3).requires_grad_()
     part = full[:2, :2].detach().clone().requires_grad_()
-    module = _Sums(counted)
+    module = Net(lambda _, rows: rows[:, :counted].sum(1))  # the other entries are padding
     probe = PinnedOutputs(halves(layer=module), "layer", with_gradients=True)
     with probe.around(None):
         module(full).square().sum().backward()
@@ -169,46 +153,26 @@ def mixed(h: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_norm_is_one_wherever_it_is_written(mix: Callable[[torch.Tensor], torch.Tensor], code: str) -> None:
-    class Net(torch.nn.Module):
-        """Written in the forward of the model itself, between layers of its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(torch.relu(mix(self.first(x))))
-
     torch.manual_seed(0)
-    batch = torch.randn(16, 6), torch.randint(4, (16,))
-    before = Net()
-    kept = {name: value.clone() for name, value in before.state_dict().items()}
-    verdict = gaverify.verify(before, lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]), batch, steps=4)
-    assert [(finding.code, finding.proven) for finding in verdict.findings if finding.severity == "fault"] == [
-        (code, True)
-    ]
-    assert all(torch.equal(value, kept[name]) for name, value in before.state_dict().items())
+    parts = {"first": torch.nn.Linear(6, 8), "last": torch.nn.Linear(8, 4)}
+    model = Net(lambda net, x: net.last(torch.relu(mix(net.first(x)))), **parts)
+    verdict = gaverify.verify(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))), steps=4)
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [(code, True)]
 
 
 # --- State that holds itself -----------------------------------------------------------------------------------------
 
 
-class Ring(torch.nn.Module):
-    """Counts its forwards, and keeps a list that holds itself and the counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = torch.nn.Linear(4, 1), 0
-        self.kept: list[Any] = []
-        self.kept.append(self.kept)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.kept.append(torch.tensor(self.calls))
-        return self.layer(x) * self.calls
+def count_forwards(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.calls += 1
+    net.kept.append(torch.tensor(net.calls))
+    return net.layer(x) * net.calls
 
 
 def test_state_that_holds_itself_is_told_apart_by_the_tensors_in_it() -> None:
     torch.manual_seed(0)
-    verdict = gaverify.verify(Ring(), lambda model, x: model(x).square().mean(), torch.randn(8, 4))
+    ring: list[Any] = []
+    ring.append(ring)
+    model = Net(count_forwards, layer=torch.nn.Linear(4, 1), calls=0, kept=ring)
+    verdict = gaverify.verify(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4))
     assert [(finding.code, finding.proven) for finding in verdict.findings] == [("GAV403", True)], str(verdict)
