@@ -181,7 +181,9 @@ def test_first_samples_are_like_the_whole_or_there_are_none(
     assert ("a part of the batch: 4 samples" in begun(problem, **options)[1]) is is_looked_at
 
 
-@pytest.mark.parametrize("name", ("A01", "A11", "B01", "B02", "B11", "D03", "C02", "A08", "hard-examples"))
+@pytest.mark.parametrize(
+    "name", ("A01", "A11", "B01", "B02", "B11", "D03", "C02", "A08", "hard-examples", "constant-beside-backward")
+)
 def test_a_part_finds_what_the_whole_finds(name: str) -> None:
     case: Case = _CASES[name]
     # A08: two samples of four in a micro-batch lie in a convolution as its channels could
