@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -204,16 +204,14 @@ def reach(copy: Path, tests: Sequence[str], workers: int) -> tuple[dict[int, set
 
 
 def rounds_of(reached: set[str], seconds: dict[str, float]) -> Iterator[list[str]]:
-    """Yields what has to pass for a guard to survive: the quickest tests that reach it, the others, and their files.
+    """Yields what has to pass for a guard to survive: the quickest tests that reach it, and the others.
 
-    Whole files come last, since tests share what one of them made, and all of them where an import reaches the guard.
-    Tests that fail with nothing broken, such as those of the sources' texts, are left out.
+    Those are all tests where an import reaches the guard. Tests that fail with nothing broken, such as those of the
+    sources' texts, are left out.
     """
-    ordered = sorted(reached & set(seconds), key=lambda test: (seconds[test], test))
-    files = {test.partition("::")[0] for test in ordered}
+    ordered = sorted(set(seconds) if "" in reached else reached & set(seconds), key=lambda test: (seconds[test], test))
     yield ordered[:30]
     yield ordered[30:]
-    yield [test for test in seconds if "" in reached or test.partition("::")[0] in files]
 
 
 def survives(number: int, copy: Path, reached: set[str], seconds: dict[str, float]) -> tuple[bool, float]:
@@ -278,10 +276,10 @@ def main() -> None:
         reached, seconds = reach(copy, options.tests, options.workers)
         print(f"{len(seconds)} tests pass; {len(reached)} of {len(mutants)} guards are reached", flush=True)
         with ProcessPoolExecutor(options.workers, mp_context=get_context("fork")) as pool:
-            fates = [pool.submit(survives, at, copy, reached[at], seconds) for at in range(len(mutants))]
-            for mutant, fate in zip(mutants, fates, strict=True):
+            fates = {pool.submit(survives, at, copy, reached[at], seconds): at for at in range(len(mutants))}
+            for fate in as_completed(fates):
                 survived, took = fate.result()
-                print(f"{'SURVIVES' if survived else 'dies'} after {took:.0f} s: {mutant}", flush=True)
+                print(f"{'SURVIVES' if survived else 'dies'} after {took:.0f} s: {mutants[fates[fate]]}", flush=True)
     survivors = sum(fate.result()[0] for fate in fates)
     print(f"{len(mutants) - survivors} of {len(mutants)} die")
 
