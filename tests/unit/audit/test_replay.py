@@ -28,6 +28,7 @@ from gaverify.records.audit import Calls, Record, RowCheck, SettingDifference, S
 from gaverify.records.comparison import comparison_of
 from gaverify.records.events import Backward, Event, Forward, Step, ZeroGrad, ledger_of
 from gaverify.records.experiment import WeightFit
+from gaverify.records.findings import Finding
 from gaverify.records.outcomes import Method, Outcome, ParameterComparison
 from gaverify.records.windows import Window, common_rounds, number_steps, rounds_of, windows_of
 from gaverify.rules import findings_for
@@ -152,22 +153,20 @@ def replayed(
 _ORIGINAL = DataLoader.__iter__
 
 
+def shuffled(size: int, seed: int, count: int = 12, workers: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(list(range(count)), size, shuffle=True, generator=generator, num_workers=workers)
+
+
 class TestLoaders:
     @pytest.mark.parametrize("workers", [0, 1])
     def test_another_order_becomes_the_same(self, tmp_path: Path, workers: int) -> None:
-        data = list(range(12))
-        full = DataLoader(data, 6, shuffle=True, generator=torch.Generator().manual_seed(1), num_workers=workers)
-        order = [value for batch in _ORIGINAL(full) for value in batch.tolist()]
-        full = DataLoader(data, 6, shuffle=True, generator=torch.Generator().manual_seed(1), num_workers=workers)
-        other = DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(2), num_workers=workers)
-        given = replayed(tmp_path, full, other, 3)
+        order = [value for batch in _ORIGINAL(shuffled(6, 1)) for value in batch.tolist()]
+        given = replayed(tmp_path, shuffled(6, 1, workers=workers), shuffled(2, 2, workers=workers), 3)
         assert given == [order[at : at + 2] for at in range(0, 12, 2)]
 
     def test_each_pass_is_its_own(self, tmp_path: Path) -> None:
-        generator = torch.Generator().manual_seed(1)
-        full = DataLoader(list(range(4)), 4, shuffle=True, generator=generator)
-        other = DataLoader(list(range(4)), 2)
-        given = replayed(tmp_path, full, other, 2, passes=2)
+        given = replayed(tmp_path, shuffled(4, 1, count=4), DataLoader(list(range(4)), 2), 2, passes=2)
         assert [sorted(a + b) for a, b in zip(given[::2], given[1::2], strict=True)] == [[0, 1, 2, 3]] * 2
         assert given[:2] != given[2:]
 
@@ -218,11 +217,10 @@ class TestRaggedLabels:
             inputs[at, 1 : length + 1] = row[: longest - 1]
         return input_rows((), {"decoder_input_ids": inputs, "labels": labels})
 
-    def test_both_runs_saw_the_same(self) -> None:
-        assert check_rows([self._rows(5, 3, 7, 4)], [self._rows(5, 3), self._rows(7, 4)]).same
-
-    def test_another_label_is_another_sample(self) -> None:
-        assert not check_rows([self._rows(5, 3, 7, 4)], [self._rows(5, 3), self._rows(7, 4, seed=1)]).same
+    @pytest.mark.parametrize(("seed", "same"), [(0, True), (1, False)])
+    def test_another_label_is_another_sample(self, seed: int, same: bool) -> None:
+        parts = [self._rows(5, 3), self._rows(7, 4, seed=seed)]
+        assert check_rows([self._rows(5, 3, 7, 4)], parts).same is same
 
 
 TOUCHED: dict[str, tuple[int, ...]] = {"F": (0,), "G": (1,), "B": (0, 1), "f": ()}
@@ -291,49 +289,43 @@ def update(number: int = 1, **fields: Any) -> UpdateComparison:
     return update_of(number, **{"outcome": Outcome.EQUIVALENT, "parameters": (row,), **values, **fields})
 
 
-def found(compared: UpdateComparison, text: str = "FFFF1 FFFF1") -> list[str]:
+def findings_of(text: str, *updates: UpdateComparison, full: str = "F1 F1") -> list[Finding]:
     events = loop(text)
-    record = Record(Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (compared,))
-    return [finding.code for finding in findings_for(comparison_of(record)) if finding.code == "GAV609"]
+    calls = Calls(windows_of(events), ledger_of(events), windows_of(loop(full)))
+    return [*findings_for(comparison_of(Record(calls, updates)))]
+
+
+def found(compared: UpdateComparison) -> list[Finding]:
+    return [finding for finding in findings_of("FFFF1 FFFF1", compared) if finding.code == "GAV609"]
 
 
 class TestSettings:
     RATE = SettingDifference(0, 0, "lr", 0.1, 0.09)
 
-    def test_another_rate_at_the_same_update_is_a_finding(self) -> None:
-        assert found(update(settings=(self.RATE,))) == ["GAV609"]
-
     def test_numbers_are_shown_with_the_digits_that_differ(self) -> None:
-        near = SettingDifference(0, 0, "lr", 0.01, 0.0100002)
-        events = loop("FFFF1 FFFF1")
-        known = Record(
-            Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(near,)),)
-        )
-        finding = next(found for found in findings_for(comparison_of(known)) if found.code == "GAV609")
+        (finding,) = found(update(settings=(SettingDifference(0, 0, "lr", 0.01, 0.0100002),)))
         assert "`lr` 0.0100002, in the full-batch run 0.01" in finding.evidence[0].statement
 
     def test_a_setting_of_another_rank_is_told_as_its(self) -> None:
-        events, other = loop("FFFF1 FFFF1"), SettingDifference(0, 0, "lr", 0.1, 0.2, rank=1)
-        known = Record(
-            Calls(windows_of(events), ledger_of(events), windows_of(loop("F1 F1"))), (update(settings=(other,)),)
-        )
-        finding = next(found for found in findings_for(comparison_of(known)) if found.code == "GAV609")
+        (finding,) = found(update(settings=(SettingDifference(0, 0, "lr", 0.1, 0.2, rank=1),)))
         assert "`lr` 0.2 in rank 1, in the full-batch run 0.1" in finding.evidence[0].statement
         assert "every rank" in finding.remedy
 
-    def test_equal_settings_are_none(self) -> None:
-        assert found(update()) == []
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"settings": (RATE,), "judged": False},
+            {"settings": (RATE,), "takes_factor": True},  # S12: the sum is K times too large, the rate K times lower
+            {"stages": (StageComparison(Stage.CHANGE, Outcome.EQUIVALENT, 0.75, 0.25),)},
+        ],
+        ids=["equal", "not judged", "takes the factor out", "the same change"],
+    )
+    def test_settings_that_are_right(self, fields: dict[str, Any]) -> None:
+        assert found(update(**fields)) == []
 
-    def test_runs_that_started_apart_tell_nothing(self) -> None:
-        assert found(update(settings=(self.RATE,), judged=False)) == []
-
-    def test_a_rate_that_takes_the_gradients_factor_out_is_meant(self) -> None:
-        """S12: the sum is K times too large and the rate K times lower."""
-        assert found(update(settings=(self.RATE,), takes_factor=True)) == []
-
-    @pytest.mark.parametrize(("outcome", "codes"), [(Outcome.DIVERGENT, ["GAV609"]), (Outcome.EQUIVALENT, [])])
-    def test_a_step_that_makes_something_else_of_the_same_gradient(self, outcome: Outcome, codes: list[str]) -> None:
-        assert found(update(stages=(StageComparison(Stage.CHANGE, outcome, 0.75, 0.25),))) == codes
+    def test_a_step_that_makes_something_else_of_the_same_gradient(self) -> None:
+        assert found(update(stages=(StageComparison(Stage.CHANGE, Outcome.DIVERGENT, 0.75, 0.25),)))
 
 
 class TestMicroBatchesThatDropOut:
@@ -343,9 +335,7 @@ class TestMicroBatchesThatDropOut:
     def test_a_pass_that_the_first_window_left_out_is_none_that_the_second_has_too_many(
         self, text: str, codes: list[str]
     ) -> None:
-        events = loop(text)
-        record = Record(Calls(windows_of(events), ledger_of(events)))
-        assert [finding.code for finding in findings_for(comparison_of(record))] == codes
+        assert [finding.code for finding in findings_of(text, full="")] == codes
 
     @pytest.mark.parametrize(
         ("text", "residual", "codes"),
@@ -358,9 +348,7 @@ class TestMicroBatchesThatDropOut:
         row = update().parameters[0]._replace(outcome=Outcome.DIVERGENT, difference_norm=0.4)
         fit = WeightFit((1.0, 1.2, 0.8), residual, used=(1.0,) * 3, factor=0.9, factor_residual=0.4)
         differs = update(fit=fit, outcome=Outcome.DIVERGENT, parameters=(row,))
-        events, whole = loop(text), loop("F1y")
-        record = Record(Calls(windows_of(events), ledger_of(events), windows_of(whole)), (differs,))
-        assert [finding.code for finding in findings_for(comparison_of(record))] == codes
+        assert [finding.code for finding in findings_of(text, differs, full="F1y")] == codes
 
 
 @pytest.mark.parametrize(
