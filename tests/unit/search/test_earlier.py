@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import problems_coupling
-import problems_weights
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,24 +61,13 @@ def test_nothing_is_held_against_a_gradient_that_tells_nothing(value: float) -> 
     assert not earlier_of(a=torch.full((3,), value, dtype=torch.float64)).comparable
 
 
-def proven(verdict: gaverify.Verdict) -> set[str]:
-    return {finding.code for finding in verdict.findings if finding.proven}
-
-
-def test_weights_are_tried_without_another_full_batch() -> None:
-    """The control follows the runs in both precisions; weights that fit exactly show that the model repeats itself."""
-    verdict, forwards = forwards_of(problems_weights.mean_loss(), steps=4, weighting="none")
-    assert fault_codes(verdict) == proven(verdict) == {"GAV201"}
-    assert [samples for _, samples in forwards][:15] == [16, 4, 4, 4, 4, 16, 4, 4, 4, 4, 4, 4, 4, 4, 16]
-
-
 @pytest.mark.parametrize(
     ("build", "code", "runs"),
     [(problems_coupling.contrastive, "GAV103", 13), (problems_coupling.hand_written_batch_norm, "GAV101", 15)],
 )
 def test_a_repair_is_tried_without_another_full_batch(build: Callable[[], Problem], code: str, runs: int) -> None:
     verdict, forwards = forwards_of(build(), steps=4)
-    assert fault_codes(verdict) == proven(verdict) == {code}
+    assert [(f.code, f.proven) for f in verdict.findings if f.severity == "fault"] == [(code, True)]
     assert sum(samples == 16 for _, samples in forwards) == runs
 
 

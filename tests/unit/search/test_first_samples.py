@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from gaverify.cli import main
 from gaverify.errors import ProblemError
 from gaverify.passes import dispatch
 from gaverify.passes.isolation import ModelState
-from gaverify.records.comparison import Repeatability
+from gaverify.records.comparison import Comparison, Repeatability
 from gaverify.records.experiment import ControlKind, ControlRun
 from gaverify.records.outcomes import Method
 from gaverify.search import confirming, operations, proof
@@ -323,7 +324,12 @@ def test_many_things_are_halved() -> None:
 
 CONTROL = ControlRun("with the weights that fit", 1e-9, True, kind=ControlKind.RESULT_PINNED)
 FOUND = measured.divergent(weight_remedy=CONTROL, cleared=True, left=1e-9)
-NOT_ALONE = replace(FOUND, forward=replace(FOUND.forward, causes=(measured.cause(control=CONTROL),)))
+
+
+def with_control(run: ControlRun | None) -> Comparison:
+    return replace(FOUND, window=replace(FOUND.window, remedy=run))
+
+
 DOUBTFUL = {
     "something is left": replace(FOUND, cleared=False),
     "forwards that do not repeat": replace(FOUND, repeatability=Repeatability(1e-5, 0.0)),
@@ -331,11 +337,9 @@ DOUBTFUL = {
     "nobody asked whether they repeat": replace(FOUND, repeatability=None),
     "draws that matter": replace(FOUND, draws=replace(FOUND.draws, control=CONTROL)),
     "gradients that a forward clears": replace(FOUND, backward=replace(FOUND.backward, kept=CONTROL)),
-    "two causes": NOT_ALONE,
-    "a control that leaves something": replace(
-        FOUND, window=replace(FOUND.window, remedy=replace(CONTROL, rounding=False))
-    ),
-    "a control that failed": replace(FOUND, window=replace(FOUND.window, remedy=None, failure="no room")),
+    "two causes": replace(FOUND, forward=replace(FOUND.forward, causes=(measured.cause(control=CONTROL),))),
+    "a control that leaves something": with_control(replace(CONTROL, rounding=False)),
+    "a control that failed": with_control(None),
 }
 
 
@@ -452,32 +456,16 @@ class Raising(torch.autograd.Function):
         raise TypeError("in the user's backward")
 
 
-def _in_forward(model: nn.Module, batch: Any) -> torch.Tensor:
-    raise TypeError("in the user's loss")
-
-
-def _in_a_kernel(model: nn.Module, batch: Any) -> torch.Tensor:
-    return squared_error(model, (batch[0], batch[1].view(-1, 7)))
-
-
-def _in_a_draw(model: nn.Module, batch: Any) -> torch.Tensor:
-    return squared_error(model, batch) * torch.randint(5, 2, (1,))
-
-
-def _in_python_s_generator(model: nn.Module, batch: Any) -> torch.Tensor:
-    import random
-
-    return squared_error(model, batch) * random.choice([])
-
-
-def _in_backward(model: nn.Module, batch: Any) -> torch.Tensor:
-    return Raising.apply(squared_error(model, batch))
-
-
 @pytest.mark.parametrize(
     "loss",
-    [_in_forward, _in_a_kernel, _in_a_draw, _in_python_s_generator, _in_backward],
-    ids=lambda loss: loss.__name__,
+    [
+        lambda model, batch: squared_error(model, batch["no key"]),
+        lambda model, batch: squared_error(model, (batch[0], batch[1].view(-1, 7))),
+        lambda model, batch: squared_error(model, batch) * torch.randint(5, 2, (1,)),
+        lambda model, batch: squared_error(model, batch) * random.choice([]),
+        lambda model, batch: Raising.apply(squared_error(model, batch)),
+    ],
+    ids=["the loss", "a kernel", "a draw", "Python's generator", "the backward"],
 )
 def test_what_the_users_code_raises_is_told(loss: Any) -> None:
     batch = torch.randn(16, 6), torch.randn(16, 4)
