@@ -1,7 +1,6 @@
 """What a verdict, and the search for a cause, cost on models that others wrote: against the two bare passes.
 
     python tests/benchmarks/bench_device.py [--device cpu|cuda] [--dtype bfloat16] [--autocast bfloat16] [--only NAME …]
-    python tests/benchmarks/bench_device.py --questions [--only NAME …]     where the passes of a diagnosis go
 
 The architectures are those of `transformers`, from a config and with random weights, their losses their own. Some
 diverge as they are (padding, BatchNorm, pairs, a sum); then the row holds the whole diagnosis. On a CPU: processor time
@@ -15,11 +14,8 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
-from traceback import extract_stack
 from typing import Any
-from unittest.mock import patch
 
 import measuring
 import torch
@@ -27,10 +23,8 @@ import transformers as hf
 
 import gaverify
 from gaverify import Problem
-from gaverify.passes import gradients
 from gaverify.passes.batching import fresh
 from gaverify.passes.precision import DTYPES
-from gaverify.passes.user_code import loss_of
 
 STEPS, ROWS, TOKENS, SIDE, CLASSES = measuring.STEPS, 8, 64, 64, 10
 _TEXT = {"vocab_size": 2000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -154,42 +148,6 @@ def _measured(run: Callable[[], object], device: str) -> tuple[float, int]:
     return time.perf_counter() - started, torch.cuda.max_memory_allocated()
 
 
-def _asking() -> str:
-    """Which question the pass that begins now is made for, told by the functions that are running."""
-    names = [(*Path(frame.filename).with_suffix("").parts[-2:], frame.name) for frame in extract_stack()]
-    inside = [(room, module, function) for room, module, function in names if room in ("search", "verdict")]
-    asked = [
-        module for room, module, function in inside if room == "search" and function.startswith(("ask", "confirmed"))
-    ]
-    where = "part: " if ("search", "first_samples", "examine_first_samples") in inside else "whole: "
-    control = " in float64" if any(function == "run_in_float64" for _, _, function in inside) else ""
-    return where + (asked[-1] if asked else "passes" + control)
-
-
-def questions(name: str, device: str, dtype: str | None, autocast: str | None) -> None:
-    """Prints what each question of one model's diagnosis runs, in batches of the whole size, and what that takes."""
-    problem, spent = problem_of(name, device, dtype), dict[str, list[float]]()
-    measuring.bare(problem, autocast)
-    bare = _measured(lambda: measuring.bare(problem, autocast), device)[0]
-    now: list[Any] = ["", time.process_time()]
-
-    def noted(experiment: Any, batch: Any, where: str) -> torch.Tensor:
-        for question, rows in ((now[0], 0), (_asking(), len(next(iter(batch.values()))))):
-            found = spent.setdefault(question, [0.0, 0.0])
-            found[0] += rows / ROWS
-            if not rows:
-                found[1] += time.process_time() - now[1]
-        now[:] = [question, time.process_time()]
-        return loss_of(experiment, batch, where)
-
-    with patch.object(gradients, "loss_of", noted):
-        verified(problem, autocast)
-    spent[now[0]][1] += time.process_time() - now[1]
-    for question, (batches, seconds) in list(spent.items())[1:]:
-        figure = f"{batches:.2f} batches, {seconds / bare:.1f} × time"
-        measuring.show(f"{name}: {question}", figure, "-")
-
-
 def row(name: str, device: str, dtype: str | None, autocast: str | None) -> float:
     """Prints what one model costs; returns its ratio."""
     problem = problem_of(name, device, dtype)
@@ -216,13 +174,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--autocast", choices=["bfloat16", "float16"])
     parser.add_argument("--only", nargs="*", default=list(MODELS))
-    parser.add_argument("--questions", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.questions:
-        for name in options.only:
-            questions(name, options.device, options.dtype, options.autocast)
-        return
     ratios = sorted(row(name, options.device, options.dtype, options.autocast) for name in options.only)
     at = {"median": median(ratios), "95 %": ratios[int(0.95 * (len(ratios) - 1))], "worst": ratios[-1]}
     for word, ratio in at.items():

@@ -22,16 +22,6 @@ _HIGH_WATER = (
 )
 
 
-def language_model(padding: str = "counted"):  # type: ignore[no-untyped-def]
-    """Returns a causal language model of 29.4 million parameters in float32, with dropout, as a `Problem`."""
-    import torch
-
-    from gaverify.zoo import causal_lm
-
-    torch.manual_seed(0)
-    return causal_lm.build(batch_size=8, vocab=8000, width=512, depth=8, heads=8, context=128, padding=padding)
-
-
 def bare(problem: Any, autocast: str | None = None) -> None:
     """The full batch and the micro-batches as a user would run them, with one clone of the gradients."""
     import torch
