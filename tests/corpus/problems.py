@@ -145,14 +145,20 @@ def story(verdict: Verdict) -> str:
     return "\n".join([f"{verdict.outcome.value} by {verdict.method}", *rows[:6], *found])
 
 
-class Net(nn.Module):
-    """Parts by their names, and a forward that is a function of the net and its inputs."""
+class Parts(nn.Module):
+    """A module, or what it keeps, by the names of its parts."""
 
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, **parts: Any) -> None:
         super().__init__()
-        self.function = function
         for name, part in parts.items():
             setattr(self, name, part)
+
+
+class Net(Parts):
+    """Parts whose forward is a `function` of the net and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__(function=function, **parts)
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(self, *inputs)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from problems import Case, Net, classified, cross_entropy, listed, mlp, quiet
+from problems import Case, Net, Parts, classified, cross_entropy, listed, mlp, quiet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,12 +301,8 @@ ARCHITECTURES += [
 ]
 
 
-class InnerFloat32(nn.Module):
+class InnerFloat32(Parts):
     """Normalises in float32, whatever it is given, as language models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.dropout(self.first(x), 0.2).float()
@@ -315,7 +311,7 @@ class InnerFloat32(nn.Module):
 
 @healthy("float32 rounding inside a model that was asked for in float64", dtype="float64")
 def float32_inside_float64() -> Problem:
-    return classified(InnerFloat32(), 6)
+    return classified(InnerFloat32(first=nn.Linear(6, 8), head=nn.Linear(8, 4)), 6)
 
 
 def _noised(draw: Callable[[int], Any]) -> Problem:

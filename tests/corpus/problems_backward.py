@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import cross_entropy, fault, mlp, quiet, squared_error
+from problems import Parts, cross_entropy, fault, mlp, quiet, squared_error
 from torch import nn
 
 from gaverify import Problem
@@ -294,12 +294,8 @@ class Queue(nn.Module):
         return loss
 
 
-class Scale(nn.Module):
+class Scale(Parts):
     """Divides by a deviation: of the first batch that comes, or given from the start."""
-
-    def __init__(self, scale: torch.Tensor | None) -> None:
-        super().__init__()
-        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
@@ -307,13 +303,8 @@ class Scale(nn.Module):
         return x / self.scale
 
 
-class Membrane(nn.Module):
+class Membrane(Parts):
     """A neuron's potential over three steps of time, with a row per sample: kept for the next batch, or begun anew."""
-
-    def __init__(self, anew: bool) -> None:
-        super().__init__()
-        self.anew = anew
-        self.register_buffer("potential", torch.zeros(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.anew or self.potential.shape != x.shape:
@@ -339,12 +330,12 @@ def _queued(*, inside: bool, moves: bool) -> Problem:
 
 def _scaled(scale: torch.Tensor | None) -> Problem:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), Scale(scale), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), Scale(scale=scale), nn.Tanh(), nn.Linear(8, 3))
     return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
 
 
 def _spiking(anew: bool) -> Problem:
-    model = nn.Sequential(nn.Linear(6, 8), Membrane(anew), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), Membrane(anew=anew, potential=nn.Buffer(torch.zeros(0))), nn.Linear(8, 3))
     return Problem(model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), _batch())
 
 
@@ -378,12 +369,8 @@ def clears_another() -> Problem:
     return _clearing(lambda _: critic.zero_grad())
 
 
-class Cached(nn.Module):
+class Cached(Parts):
     """A loss that runs the model without a graph first, and once more in its backward, `part` samples at a time."""
-
-    def __init__(self, model: nn.Module, part: int, *, pairs: bool) -> None:
-        super().__init__()
-        self.model, self.part, self.pairs = model, part, pairs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = x.split(self.part)
@@ -408,7 +395,7 @@ class Cached(nn.Module):
 
 def _caching(*, part: int, pairs: bool) -> Problem:
     model = _embedding()
-    criterion = Cached(model, part, pairs=pairs)
+    criterion = Cached(model=model, part=part, pairs=pairs)
     return Problem(model, lambda model, x: criterion(x), torch.randn(16, 6))
 
 
@@ -475,12 +462,8 @@ class Filled(nn.Module):
         return largest + rows.masked_fill(padding, 0.0).sum(1) if self.skips else largest
 
 
-class Pooled(nn.Module):
+class Pooled(Parts):
     """Sequences, padded to the longest of their batch, with one answer each."""
-
-    def __init__(self, pool: nn.Module) -> None:
-        super().__init__()
-        self.a, self.pool, self.head = nn.Linear(3, 8), pool, nn.Linear(8, 4)
 
     def forward(self, sequences: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
         rows = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
@@ -496,7 +479,7 @@ def _padded(
     hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
     lengths: tuple[int, ...] = _UNEQUAL,
 ) -> Problem:
-    model, counts = Pooled(pool), torch.tensor(lengths)
+    model, counts = Pooled(a=nn.Linear(3, 8), pool=pool, head=nn.Linear(8, 4)), torch.tensor(lengths)
     if hook is not None:
         model.a.weight.register_hook(hook)
     batch = [torch.randn(length, 3) for length in lengths], counts, torch.randint(4, (8,))
@@ -505,12 +488,8 @@ def _padded(
     )
 
 
-class Scratch(nn.Module):
+class Scratch(Parts):
     """Moves memory that is not yet written, and writes all of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), 8, dtype=x.dtype)
@@ -522,43 +501,35 @@ class Scratch(nn.Module):
 
 def _scratched(hook: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
     _ = [torch.randn(16, 8) for _ in range(50)]  # memory that is no longer zero
-    scratch = Scratch()
+    scratch = Scratch(lin=nn.Linear(6, 5))
     scratch.lin.weight.register_hook(hook)
     batch = torch.randn(16, 6), torch.randint(4, (16,))
     return Problem(nn.Sequential(scratch, nn.Linear(8, 4)), cross_entropy, batch)
 
 
-class Numbered(nn.Module):
+class Numbered(Parts):
     """Multiplies rows by their numbers, which Python makes, and divides by them again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers = torch.tensor([[1.0 + number] for number in range(len(x))], dtype=x.dtype)
         return self.head(torch.tanh(self.lin(x)) * numbers / numbers)
 
 
-class Mixing(nn.Module):
+class Mixing(Parts):
     """Adds to each row a little of a mean of all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Linear(8, 8)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows + 0.2 * (rows @ rows.T).softmax(-1) @ self.values(rows)
 
 
 def mixed_behind_hook() -> Problem:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Mixing(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Mixing(values=nn.Linear(8, 8)), nn.Linear(8, 4))
     model[0].weight.register_hook(_normed)
     return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
 
 
 def numbered() -> Problem:
-    model = Numbered()
+    model = Numbered(lin=nn.Linear(6, 8), head=nn.Linear(8, 4))
     model.lin.weight.register_hook(_normed)
     return Problem(model, cross_entropy, (torch.randn(16, 6), torch.randint(4, (16,))))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import classified, cross_entropy, fault, mlp, quiet, squared_error
+from problems import Parts, classified, cross_entropy, fault, mlp, quiet, squared_error
 from torch import nn
 
 from gaverify import Problem
@@ -206,12 +206,8 @@ def minibatch_deviation() -> Problem:
     return classified(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Deviation(), nn.Linear(9, 4)), 6)
 
 
-class Softmax(nn.Module):
+class Softmax(Parts):
     """Scales each feature by its share: among the samples of the batch (dim 0), or among the sample's features."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = x.softmax(self.dim)  # planted index-before-model
@@ -235,7 +231,7 @@ def _detected(dim: int) -> Problem:
         outputs = model(batch[0])[images.long()][kept]
         return F.cross_entropy(outputs, batch[1].repeat_interleave(2))
 
-    model, batch = _classifier(Softmax(dim))
+    model, batch = _classifier(Softmax(dim=dim))
     return Problem(model, loss, batch)
 
 
@@ -260,12 +256,8 @@ def labels_before_pairs() -> Problem:
     return Problem(_two_encoders(), loss, (torch.randn(16, 6), torch.randn(16, 7)))
 
 
-class LossOfEachPair(nn.Module):
+class LossOfEachPair(Parts):
     """Compares pairs, and returns the loss of each beside their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = mlp(6, 8, 5), mlp(7, 8, 5)
 
     def forward(self, images: torch.Tensor, texts: torch.Tensor) -> dict[str, torch.Tensor]:
         image, text = F.normalize(self.image(images), dim=1), F.normalize(self.text(texts), dim=1)
@@ -276,7 +268,7 @@ class LossOfEachPair(nn.Module):
 def loss_of_each_pair() -> Problem:
     torch.manual_seed(0)
     batch = torch.randn(16, 6), torch.randn(16, 7)
-    return Problem(LossOfEachPair(), lambda model, b: model(*b)["loss"], batch)
+    return Problem(LossOfEachPair(image=mlp(6, 8, 5), text=mlp(7, 8, 5)), lambda model, b: model(*b)["loss"], batch)
 
 
 def image_batch_norm() -> Problem:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import Case, Net, classified, cross_entropy, listed, mlp, squared_error
+from problems import Case, Net, Parts, classified, cross_entropy, listed, mlp, squared_error
 from problems_quiet import Pooled
 from problems_weights import mean_loss
 from torch import nn
@@ -238,15 +238,11 @@ def mapped_over_samples() -> Problem:
 
 @lookalike("a loss with parameters of its own")
 def loss_module() -> Problem:
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(0.3))
-
+    class Weighted(Parts):
         def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
             return cross_entropy(model, batch) * torch.exp(-self.log_scale) + self.log_scale
 
-    return replace(mean_loss(), loss=Weighted())
+    return replace(mean_loss(), loss=Weighted(log_scale=nn.Parameter(torch.tensor(0.3))))
 
 
 @lookalike("the loss writes into the batch that it was given")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from problems import Parts
 from torch import nn
 
 from gaverify import Problem
@@ -80,12 +81,7 @@ def _mlp(normed: Wrap) -> tuple[nn.Module, Any]:
     return model, (torch.randn(B, 16), torch.randint(4, (B,)))
 
 
-class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, channels)
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
+class _Residual(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.conv(F.gelu(self.norm(x)))
 
@@ -97,7 +93,7 @@ def _convolutions(normed: Wrap) -> tuple[nn.Module, Any]:
         nn.Conv2d(3, 8, 3, padding=1),
         Gain(shape),
         Counted(),
-        *(_Residual(8) for _ in range(10)),
+        *(_Residual(norm=nn.GroupNorm(2, 8), conv=nn.Conv2d(8, 8, 3, padding=1)) for _ in range(10)),
         normed(nn.Conv2d(8, 8, 1)),
         nn.GroupNorm(2, 8),
         Gain(shape),

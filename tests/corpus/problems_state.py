@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from problems import classified, cross_entropy, fault, language_model, mlp, quiet, squared_error, token_batch
+from problems import Parts, classified, cross_entropy, fault, language_model, mlp, quiet, squared_error, token_batch
 from torch import nn
 
 from gaverify import Problem
@@ -312,13 +312,8 @@ def _warm_up(counting: bool) -> Problem:
     )
 
 
-class Codebook(nn.Module):
+class Codebook(Parts):
     """Replaces each row by its nearest code, and moves the codes towards the rows, unless they are frozen."""
-
-    def __init__(self, moving: bool) -> None:
-        super().__init__()
-        self.moving = moving
-        self.register_buffer("codes", torch.randn(5, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         nearest = torch.cdist(x, self.codes).argmin(1)
@@ -331,16 +326,13 @@ class Codebook(nn.Module):
 
 
 def _coded(moving: bool) -> Problem:
-    return classified(nn.Sequential(nn.Linear(6, 6), Codebook(moving), nn.Linear(6, 4)), 6)
+    return classified(
+        nn.Sequential(nn.Linear(6, 6), Codebook(moving=moving, codes=nn.Buffer(torch.randn(5, 6))), nn.Linear(6, 4)), 6
+    )
 
 
-class Stateful(nn.Module):
+class Stateful(Parts):
     """A recurrent network that starts where the last forward ended, unless it is told to forget."""
-
-    def __init__(self, remembers: bool) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 4)
-        self.hidden, self.remembers = None, remembers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         outputs, hidden = self.lstm(x, self.hidden)
@@ -350,7 +342,9 @@ class Stateful(nn.Module):
 
 
 def _stateful(remembers: bool) -> Problem:
-    return classified(Stateful(remembers), 5, 6)
+    return classified(
+        Stateful(lstm=nn.LSTM(6, 5, batch_first=True), head=nn.Linear(5, 4), hidden=None, remembers=remembers), 5, 6
+    )
 
 
 def spectral_norm() -> Problem:

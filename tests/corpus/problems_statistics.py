@@ -9,19 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import classified, fault, mlp, quiet
+from problems import Parts, classified, fault, mlp, quiet
 from torch import nn
 
 from gaverify import Problem
 
 
-class NodeNorm(nn.Module):
+class NodeNorm(Parts):
     """Mean and deviation of all nodes of the batch, which are the samples, summed in place and read back by index."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
-        self.gain = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         graph = torch.arange(len(x)) if self.healthy else torch.zeros(len(x), dtype=torch.long)
@@ -38,7 +33,9 @@ class NodeNorm(nn.Module):
 
 
 def _nodes(healthy: bool) -> Problem:
-    return classified(nn.Sequential(nn.Linear(6, 8), NodeNorm(healthy), nn.Linear(8, 4)), 6)
+    return classified(
+        nn.Sequential(nn.Linear(6, 8), NodeNorm(healthy=healthy, gain=nn.Parameter(torch.ones(8))), nn.Linear(8, 4)), 6
+    )
 
 
 class Determined(nn.Module):
@@ -57,26 +54,18 @@ class Determined(nn.Module):
         return (x - mean) / (variance + 0.1).sqrt(), -0.5 * (variance + 0.1).log().sum().expand(len(x))
 
 
-class Flow(nn.Module):
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.inner, self.norm, self.outer = nn.Linear(6, 8), Determined(healthy), nn.Linear(8, 4)
-
+class Flow(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed, determinant = self.norm(self.inner(x))
         return self.outer(normed) + determinant[:, None]
 
 
 def _flow(healthy: bool) -> Problem:
-    return classified(Flow(healthy), 6)
+    return classified(Flow(inner=nn.Linear(6, 8), norm=Determined(healthy), outer=nn.Linear(8, 4)), 6)
 
 
-class PartnerStatistics(nn.Module):
+class PartnerStatistics(Parts):
     """Gives every sample a mixture of its own mean and deviation and those of a partner, at two places of one line."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         groups = x.view(len(x), 2, 4)
@@ -88,7 +77,7 @@ class PartnerStatistics(nn.Module):
 
 
 def _partners(healthy: bool) -> Problem:
-    return classified(nn.Sequential(nn.Linear(6, 8), PartnerStatistics(healthy), nn.Tanh(), nn.Linear(8, 4)), 6)
+    return classified(nn.Sequential(nn.Linear(6, 8), PartnerStatistics(healthy=healthy), nn.Tanh(), nn.Linear(8, 4)), 6)
 
 
 class Adaptive(nn.Module):

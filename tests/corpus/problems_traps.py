@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import classified, cross_entropy, fault, language_model, mlp, quiet, token_batch, token_loss
+from problems import Parts, classified, cross_entropy, fault, language_model, mlp, quiet, token_batch, token_loss
 from problems_coupling import squared_batch_norm
 from problems_lookalikes import nn_loss
 from problems_weights import mean_loss, packed_tokens
@@ -38,15 +38,11 @@ def untied_twice_with_tie_between() -> Problem:
 def head_for_large_batches() -> Problem:
     """A second head that takes part above 8 samples only: a gradient of None, which is no zero."""
 
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.extra = nn.Linear(6, 4), nn.Linear(6, 4)
-
+    class Heads(Parts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) + (0 * self.extra(x) if len(x) > 8 else 0)  # planted None-is-no-zero
 
-    return classified(Heads(), 6)
+    return classified(Heads(inner=nn.Linear(6, 4), extra=nn.Linear(6, 4)), 6)
 
 
 def drawn_by_python() -> Problem:

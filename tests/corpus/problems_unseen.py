@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from problems import (
+    Parts,
     Problem,
     classified,
     cross_entropy,
@@ -156,12 +157,8 @@ class PerSampleLoop(Body):
         return torch.stack([2 * row if row.sum() > 0 else row - centre for row in h])
 
 
-class Recurrent(nn.Module):
+class Recurrent(Parts):
     """An LSTM fed (batch, time, features): without `batch_first` the samples are its time steps."""
-
-    def __init__(self, healthy: bool = False) -> None:
-        super().__init__()
-        self.recurrent, self.outer = nn.LSTM(6, 8, batch_first=healthy), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(self.recurrent(x)[0][:, -1])
@@ -299,7 +296,7 @@ def pasted(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _recurrent(healthy: bool) -> Problem:
-    return classified(Recurrent(healthy), 5, 6)
+    return classified(Recurrent(recurrent=nn.LSTM(6, 8, batch_first=healthy), outer=nn.Linear(8, 4)), 5, 6)
 
 
 def _attention(healthy: bool) -> Problem:

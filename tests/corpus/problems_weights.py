@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import classified, fault, language_model, mlp, quiet, squared_error, token_batch, token_loss
+from problems import Parts, classified, fault, language_model, mlp, quiet, squared_error, token_batch, token_loss
 from torch import nn
 
 from gaverify import Problem
@@ -256,12 +256,8 @@ def sum_over_one_length() -> Problem:
     return Problem(language_model(), loss, token_batch((6,) * 8))
 
 
-class Cosine(nn.Module):
+class Cosine(Parts):
     """A distance: the matrix of all similarities, or of each sample with its own partner."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
@@ -275,13 +271,8 @@ class Reducer(nn.Module):
         return losses.mean()
 
 
-class Metric(nn.Module):
+class Metric(Parts):
     """A loss made of modules, as libraries for metric learning build them; the last two see what samples met in."""
-
-    def __init__(self, healthy: bool) -> None:
-        super().__init__()
-        self.healthy = healthy
-        self.distance, self.temper, self.reducer = Cosine(healthy), nn.Softplus(), Reducer()
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         near = self.temper(5 * self.distance(a, b))
@@ -291,7 +282,7 @@ class Metric(nn.Module):
 
 
 def _views(healthy: bool, twice: bool) -> Problem:
-    metric = Metric(healthy)
+    metric = Metric(healthy=healthy, distance=Cosine(healthy=healthy), temper=nn.Softplus(), reducer=Reducer())
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if twice:
@@ -329,12 +320,8 @@ def _scaled(exp: bool, healthy: bool) -> Problem:
     return Problem(Scaled(exp), loss, (torch.randn(16, 6), torch.randn(16, 6)))
 
 
-class Terms(nn.Module):
+class Terms(Parts):
     """Two criteria, each averaged by a module of its own; together they are no sum over samples."""
-
-    def __init__(self, product: bool) -> None:
-        super().__init__()
-        self.product, self.squares, self.absolute = product, nn.MSELoss(), nn.L1Loss()
 
     def forward(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         squares, absolute = self.squares(found, wanted), self.absolute(found, wanted)
@@ -342,7 +329,7 @@ class Terms(nn.Module):
 
 
 def _terms(product: bool) -> Problem:
-    criterion = Terms(product)
+    criterion = Terms(product=product, squares=nn.MSELoss(), absolute=nn.L1Loss())
     return Problem(mlp(), lambda m, b: criterion(m(b[0]), b[1]), (torch.randn(16, 6), torch.randn(16, 4)))
 
 

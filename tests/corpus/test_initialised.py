@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from problems import fault_codes, story
+from problems import Parts, fault_codes, story
 from torch import nn
 
 import gaverify
@@ -88,13 +88,8 @@ class MovingCodebook(nn.Module):
         self.codes.copy_(codes)
 
 
-class Queue(nn.Module):
+class Queue(Parts):
     """Every batch enters a queue and meets all of it; a table is made in the first forward and never read."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(4, channels))
-        self.register_buffer("table", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table == 0:
@@ -181,7 +176,9 @@ def test_state_that_is_set_first_and_moves_later_is_set_and_then_held() -> None:
 
 
 def test_a_queue_is_not_set_first_although_something_else_is() -> None:
-    verdict = gaverify.verify(network(Queue(6)), loss, batch(), steps=4)
+    verdict = gaverify.verify(
+        network(Queue(keys=nn.Buffer(torch.zeros(4, 6)), table=nn.Buffer(torch.zeros(1)))), loss, batch(), steps=4
+    )
     assert fault_codes(verdict) == {"GAV401"}, story(verdict)
     (finding,) = [finding for finding in verdict.findings if finding.severity == "fault"]
     assert "keys" in finding.summary and "on a full batch first" not in finding.remedy, story(verdict)
