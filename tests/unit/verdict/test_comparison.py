@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from forwards import experiment_of
-from problems import fault_codes, story
+from forwards import begun, experiment_of
+from problems import Net, Problem, fault_codes, story
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -302,16 +302,15 @@ def test_a_control_that_reads_it_alone_is_no_fault_of_gaverify() -> None:
 # --- A kernel without float64 may return what the memory held: such a control decides nothing ------------------------
 
 
-class Kernel(nn.Module):
-    """Gives numbers in float32, and none in float64."""
+def broken_in_float64(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.inner(x).tanh()
+    return y * math.nan if y.dtype is torch.float64 else y
 
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.inner, self.broken = nn.Linear(6, 3, device="cpu"), broken
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x).tanh()
-        return y * float("nan") if self.broken and y.dtype is torch.float64 else y
+def missing_in_float64(net: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is torch.float64:
+        raise NotImplementedError("no float64")
+    return net.inner(x).tanh() * (1.01 if len(x) == 8 else 1.0)
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -323,7 +322,8 @@ def test_a_control_without_numbers_decides_nothing(broken: bool) -> None:
         values, mask = batch
         return (model(values).square().mean(1) * mask).sum() / mask.sum()
 
-    verdict = gaverify.verify(Kernel(broken), loss, batch, steps=4)
+    forward = broken_in_float64 if broken else lambda net, x: net.inner(x).tanh()
+    verdict = gaverify.verify(Net(forward, inner=nn.Linear(6, 3)), loss, batch, steps=4)
     assert verdict.outcome is Outcome.DIVERGENT and fault_codes(verdict) == {"GAV202"}, story(verdict)
     assert not any(finding.code == "GAV503" for finding in verdict.findings), story(verdict)
     assert ("some kernel has no float64" in verdict.control_failure) is broken
@@ -344,20 +344,10 @@ def test_the_unit_is_that_of_the_coarsest_arithmetic_autocast_included(
 
 def test_the_noise_of_moved_weights_is_measured_and_undone() -> None:
     """Three runs near the weights say how much the gradient of a kernel without float64 may differ."""
-
-    class Single(Kernel):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.dtype is torch.float64:
-                raise NotImplementedError("no float64")
-            return super().forward(x) * (1.01 if len(x) == 8 else 1.0)
-
     torch.manual_seed(0)
-    model = Single(False)
+    model = Net(missing_in_float64, inner=nn.Linear(6, 3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    told: list[str] = []
-    verdict = gaverify.verify(
-        model, squared, torch.randn(8, 6), steps=4, exact=True, progress=lambda what, *_: told.append(what)
-    )
+    verdict, told = begun(Problem(model, squared, torch.randn(8, 6)), steps=4, exact=True)
     assert verdict.method == Method.NOISE_FLOOR, story(verdict)
     assert verdict.outcome is Outcome.DIVERGENT, story(verdict)
     assert [what for what in told if "noise" in what] == [f"noise floor: run {run} of 3" for run in (1, 2, 3)]
