@@ -190,36 +190,47 @@ class TestLines:
         yield
         torch.autograd.set_detect_anomaly(False)
 
+    @staticmethod
+    def _rows(count: int) -> torch.Tensor:
+        return SAMPLES[:count].clone().requires_grad_().exp()
+
+    @staticmethod
+    def _line_of(text: str) -> int:
+        return Path(__file__).read_text(encoding="utf-8").splitlines().index(f"        {text}") + 1
+
     def test_a_mean_over_the_batch_and_a_matrix_of_rows(self) -> None:
-        x = SAMPLES[:5].clone().requires_grad_().exp()
+        x = self._rows(5)
         mean = x.mean(0)
         away = x - mean
         matrix = away @ away.T
         found = meetings([matrix.logsumexp(1).sum().grad_fn], {x.grad_fn}, {5})
-        first = Path(__file__).read_text(encoding="utf-8").splitlines().index("        mean = x.mean(0)") + 1
-        assert [line for _, line in found] == [first, first + 2]
+        assert [line for _, line in found] == [
+            self._line_of("mean = x.mean(0)"),
+            self._line_of("matrix = away @ away.T"),
+        ]
 
     def test_as_many_rows_as_features_may_meet(self) -> None:
         """Only the lines of a larger batch tell: these are wanted to be among them."""
-        x = SAMPLES[:6].clone().requires_grad_().exp()
+        x = self._rows(6)
         matrix = x @ x.T
         roots = [matrix.logsumexp(1).sum().grad_fn]
         assert not meetings(roots, {x.grad_fn}, {6})
-        first = Path(__file__).read_text(encoding="utf-8").splitlines().index("        matrix = x @ x.T") + 1
-        assert first in {line for _, line in meetings(roots, {x.grad_fn}, {6}, may_meet=True)}
+        assert self._line_of("matrix = x @ x.T") in {
+            line for _, line in meetings(roots, {x.grad_fn}, {6}, may_meet=True)
+        }
 
     def test_a_number_that_is_given_back_to_the_rows(self) -> None:
-        x = SAMPLES[:5].clone().requires_grad_().exp()
+        x = self._rows(5)
         assert len(meetings([(x - x.mean()).square().sum().grad_fn], {x.grad_fn}, {5})) == 1
 
     def test_rows_that_stay_apart_do_not_meet(self) -> None:
-        x = SAMPLES[:5].clone().requires_grad_().exp()
+        x = self._rows(5)
         loss = F.cross_entropy(x @ x[0].detach().diag(), torch.arange(5, device="cpu"), reduction="none").mean()
         assert not meetings([loss.grad_fn], {x.grad_fn}, {5})
 
 
 UNIT = 2.0**-24
-SAMPLES_COUPLING = torch.arange(16 * 6, dtype=torch.float32, device="cpu").square().sin().reshape(16, 6)
+SINGLE = SAMPLES.float()
 CoupledLoss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -259,10 +270,10 @@ def pairs(middle: nn.Module, loss: CoupledLoss = each_of, rest: CoupledLoss | No
     """The pairs of a full batch of 16 and 4 micro-batches; `rest` is the micro-batches' loss where that is another."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), middle, nn.ReLU(inplace=True), nn.Linear(8, 4))
-    (whole,) = listened(model, (SAMPLES_COUPLING,), loss)
+    (whole,) = listened(model, (SINGLE,), loss)
     if isinstance(middle, Counting):
         middle.calls = 0
-    parts = listened(model, SAMPLES_COUPLING.split(4), rest or loss)
+    parts = listened(model, SINGLE.split(4), rest or loss)
     return [(whole, part, range(4 * at, 4 * at + 4)) for at, part in enumerate(parts)]
 
 
@@ -270,7 +281,7 @@ def test_a_model_that_is_given_what_another_made_is_another_model() -> None:
     """Modules of the same path, of which the first model's agree for every micro-batch."""
     models = nn.Sequential(nn.Linear(6, 8)), nn.Sequential(Pooling())
     outputs = Outputs(nullcontext)
-    for piece in (SAMPLES_COUPLING, *SAMPLES_COUPLING.split(4)):
+    for piece in (SINGLE, *SINGLE.split(4)):
         for model in models:
             with outputs.listening(model, (piece,), {}):
                 piece = model(piece)
@@ -298,8 +309,8 @@ class Leaving(nn.Module):
 def test_a_loss_takes_what_a_module_leaves_behind_from_its_code(taken: bool, inside: list[str]) -> None:
     model = nn.Sequential(nn.Linear(6, 8), Leaving(), nn.Linear(8, 4))
     outputs = Outputs(nullcontext)
-    with outputs.listening(model, (SAMPLES_COUPLING,), {}):
-        result = model(SAMPLES_COUPLING)
+    with outputs.listening(model, (SINGLE,), {}):
+        result = model(SINGLE)
     found = outputs.inside(result.square().sum() + (model[1].left if taken else 0.0))
     assert found == inside
     assert list(levels(outputs.forwards, found)) == [(SCRIPT,), *([("1",)] if taken else [])]
@@ -315,11 +326,6 @@ def test_statistics_of_the_batch_are_found_in_their_module(middle: nn.Module) ->
     assert not agree(found, UNIT)
 
 
-def test_a_module_that_mixes_samples_keeps_no_statistics() -> None:
-    suspect = first_module(pairs(Pooling()), UNIT)
-    assert suspect is not None and (suspect.operation.module, suspect.statistics) == ("1", False)
-
-
 @pytest.mark.parametrize("middle", [nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.BatchNorm1d(8).eval()])
 def test_modules_that_look_at_one_sample_agree(middle: nn.Module) -> None:
     found = pairs(middle)
@@ -331,32 +337,24 @@ def test_a_module_that_counts_its_calls_does_not_couple() -> None:
     """Its first call is the full batch's; the others differ by what was before them."""
     found = pairs(Counting())
     assert first_module(found, UNIT) is None and not agree(found, UNIT)
-
-
-def test_the_first_call_on_every_rank_has_to_agree() -> None:
-    """What differs for the first micro-batch of another rank was not left behind by a micro-batch before it."""
-    found = pairs(Counting())
     for _, part, _ in found[2:]:
         part["rank"] = 1
-    assert first_module(found, UNIT) is not None
+    assert first_module(found, UNIT) is not None, "before another rank's first micro-batch there was none"
 
 
 def test_a_loss_that_compares_samples_gives_back_something_else() -> None:
-    found = pairs(nn.GroupNorm(2, 8), contrastive)
+    norm = nn.GroupNorm(2, 8)
+    assert loss_difference(pairs(norm, each_of, lambda result: each_of(result) / 7), UNIT) == 0.0, "a factor is none"
+    found = pairs(norm, contrastive)
     assert first_module(found, UNIT) is None and agree(found, UNIT)
     assert loss_difference(found, UNIT) > 0.01
-
-
-def test_a_factor_is_no_coupling() -> None:
-    found = pairs(nn.GroupNorm(2, 8), each_of, lambda result: each_of(result) / 7)
-    assert loss_difference(found, UNIT) == 0.0
 
 
 @pytest.mark.parametrize(("loss", "feels"), [(each_of, False), (contrastive, True)])
 def test_only_a_coupled_loss_depends_on_other_rows_of_the_batch(loss: CoupledLoss, feels: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    plain, moved = (listened(model, (SAMPLES_COUPLING,), loss, rest) for rest in ((), (SCRIPT,)))
+    plain, moved = (listened(model, (SINGLE,), loss, rest) for rest in ((), (SCRIPT,)))
     assert depends_on_other_rows(plain, moved, UNIT) == feels
 
 
@@ -369,7 +367,7 @@ def test_a_term_that_is_not_divided_parts_and_feels_nothing() -> None:
     assert loss_difference(pairs(nn.GroupNorm(2, 8), each_of, other), UNIT) > 0.01
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    plain, moved = (listened(model, (SAMPLES_COUPLING,), other, rest) for rest in ((), (SCRIPT,)))
+    plain, moved = (listened(model, (SINGLE,), other, rest) for rest in ((), (SCRIPT,)))
     assert not depends_on_other_rows(plain, moved, UNIT)
 
 
@@ -386,7 +384,7 @@ def test_a_cause_in_a_loop_is_proven_by_its_control_alone(left: float) -> None:
 
 def test_what_no_control_held_is_suspected() -> None:
     suspect = first_module(pairs(Pooling()), UNIT)
-    assert suspect is not None
+    assert suspect is not None and (suspect.operation.module, suspect.statistics) == ("1", False)
     loss = replace(suspect, in_model=False)
     controls = ControlResults(coupling=(Cause(suspect, None), Cause(loss, None)))
     facts = comparison_of(Record(controls=controls))

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,36 +64,31 @@ class TestCarriedState:
                 state.end_step("0-1")
         return model, tuple(value.name for value in state.describe())
 
-    def folders(self, folder: Path) -> tuple[Path, Path]:
+    def both(self, folder: Path, **accumulated: Any) -> tuple[Served, Served, tuple[str, ...]]:
+        """The model of a full-batch run, that of another run after it, and what differed."""
         for name in ("full", "accumulated"):
             (folder / name).mkdir()
-        return folder / "full", folder / "accumulated"
+        reference = self.run(folder / "full", None, scale=1.0)[0]
+        return reference, *self.run(folder / "accumulated", folder / "full", **{"scale": 1.0, **accumulated})
 
     def test_running_statistics_become_those_of_the_full_batch(self, tmp_path: Path) -> None:
-        full, accumulated = self.folders(tmp_path)
-        reference = self.run(full, None, scale=1.0)[0]
-        model, differing = self.run(accumulated, full, scale=3.0)
+        reference, model, differing = self.both(tmp_path, scale=3.0)
         assert torch.equal(model.norm.running_var, reference.norm.running_var) and not differing
 
     def test_what_the_script_makes_is_compared_and_stays(self, tmp_path: Path) -> None:
-        full, accumulated = self.folders(tmp_path)
-        self.run(full, None, scale=1.0)
-        model, differing = self.run(accumulated, full, scale=1.0, factor=3.0)
+        _, model, differing = self.both(tmp_path, factor=3.0)
         assert differing == ("bias", "temperature", "recent")
         assert model.bias.tolist() == [3.0, 3.0] and model.temperature == 6.0
 
     def test_a_control_sets_what_it_names(self, tmp_path: Path) -> None:
-        full, accumulated = self.folders(tmp_path)
-        self.run(full, None, scale=1.0)
-        model, differing = self.run(accumulated, full, scale=1.0, factor=3.0, aligned=("bias", "recent"))
+        _, model, differing = self.both(tmp_path, factor=3.0, aligned=("bias", "recent"))
         assert model.bias.tolist() == [1.0, 1.0] and model.temperature == 6.0
         assert model.recent == deque([1.0], maxlen=4) and model.recent.maxlen == 4
         assert len(differing) == 3
 
     def test_only_what_changes_is_written(self, tmp_path: Path) -> None:
-        full, _ = self.folders(tmp_path)
-        self.run(full, None, scale=1.0)
-        changed, by_script = torch.load(full / "state-0-1.pt", weights_only=True)
+        self.run(tmp_path, None, scale=1.0)
+        changed, by_script = torch.load(tmp_path / "state-0-1.pt", weights_only=True)
         assert "0:norm.running_mean" in changed and "0:norm.weight" not in changed
         assert by_script == ["0:bias", "0:recent", "0:temperature"]
 

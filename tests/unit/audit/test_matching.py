@@ -157,9 +157,6 @@ class TestNumbersWithinABatch:
         assert not check_rows([graphs(0, 4)], [whole]).same
 
 
-SAMPLES_ORDERING = torch.arange(48.0, device="cpu").reshape(8, 6).sin()
-
-
 @dataclass
 class Fed:
     """A run that fed these rows, and the runs of its ranks."""
@@ -173,11 +170,11 @@ class Fed:
 
 @pytest.mark.parametrize(
     ("second", "order"),
-    [(SAMPLES_ORDERING[1:4:2], ("turns",)), (SAMPLES_ORDERING[2:4], ("blocks",)), (SAMPLES_ORDERING[2:4] + 1, ())],
+    [(SAMPLES[1:4:2], ("turns",)), (SAMPLES[2:4], ("blocks",)), (SAMPLES[2:4] + 1, ())],
 )
 def test_rows_tell_the_order(second: torch.Tensor, order: tuple[str, ...]) -> None:
-    ranks = Fed([SAMPLES_ORDERING[:2]]), Fed([second])
-    assert possible_orders(Fed([SAMPLES_ORDERING]), Fed([], ranks), has_same_rows=True) == order  # type: ignore[arg-type]
+    ranks = Fed([SAMPLES[:2]]), Fed([second])
+    assert possible_orders(Fed([SAMPLES]), Fed([], ranks), has_same_rows=True) == order  # type: ignore[arg-type]
 
 
 def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
@@ -185,29 +182,25 @@ def test_rows_with_draws_among_them_tell_it_once_they_are_replayed() -> None:
 
 
 class TestEndsInParameters:
-    def test_one_that_counts_nothing_does_too(self) -> None:
-        assert ends_in_parameters([nn.Linear(2, 1)(torch.ones(3, 2, device="cpu")).sum() * 0.0])
+    INPUTS = torch.ones(3, 2, device="cpu", requires_grad=True)
 
-    def test_a_parameter_itself_does(self) -> None:
+    def test_parameters_and_what_hides_them_do(self) -> None:
+        assert ends_in_parameters([nn.Linear(2, 1)(self.INPUTS.detach()).sum() * 0.0])  # one that counts nothing
         assert ends_in_parameters((nn.Parameter(torch.ones((), device="cpu")),))
-
-    def test_weights_that_a_call_was_given_do_not(self) -> None:
-        model = nn.Linear(2, 1)
-        weights = {name: weight.detach().requires_grad_() for name, weight in model.named_parameters()}
-        assert not ends_in_parameters(functional_call(model, weights, (torch.ones(3, 2, device="cpu"),)).sum())
-
-    def test_weights_made_of_parameters_do(self) -> None:
-        model = nn.Linear(2, 1)
-        weights = {name: weight - 0.1 for name, weight in model.named_parameters()}
-        assert ends_in_parameters(functional_call(model, weights, (torch.ones(3, 2, device="cpu"),)).sum())
+        assert ends_in_parameters(checkpoint(nn.Linear(2, 1), self.INPUTS, use_reentrant=True).sum())
 
     def test_inputs_do_not(self) -> None:
-        model = nn.Linear(2, 1).requires_grad_(False)
-        assert not ends_in_parameters(model(torch.ones(3, 2, device="cpu", requires_grad=True)).sum())
+        assert not ends_in_parameters(nn.Linear(2, 1).requires_grad_(False)(self.INPUTS).sum())
 
-    def test_a_function_that_hides_parameters_counts_as_one_that_does(self) -> None:
-        inputs = torch.ones(3, 2, device="cpu", requires_grad=True)
-        assert ends_in_parameters(checkpoint(nn.Linear(2, 1), inputs, use_reentrant=True).sum())
+    @pytest.mark.parametrize("made_of_parameters", [True, False])
+    def test_weights_that_a_call_is_given_do_where_they_are_made_of_parameters(self, made_of_parameters: bool) -> None:
+        model = nn.Linear(2, 1)
+        weights = {
+            name: weight - 0.1 if made_of_parameters else weight.detach().requires_grad_()
+            for name, weight in model.named_parameters()
+        }
+        result = functional_call(model, weights, (self.INPUTS.detach(),)).sum()
+        assert ends_in_parameters(result) is made_of_parameters
 
 
 class TestNames:
@@ -221,8 +214,7 @@ class TestNames:
 
         outer = Noted()
         outer.inner = model
-        weights = {name: weight.detach().clone() for name, weight in outer.named_parameters()}
-        weights = {name: weight.requires_grad_() for name, weight in weights.items()}
+        weights = {name: weight.detach().clone().requires_grad_() for name, weight in outer.named_parameters()}
         functional_call(outer, weights, (torch.ones(1, 2, device="cpu"),))
         outer(torch.ones(1, 2, device="cpu"))
         assert found == [True, True]

@@ -102,27 +102,27 @@ def test_what_the_weights_do_not_tell_is_left_to_the_noise_floor(apart: float, r
     assert decide_by_weights(made, fit(rest), U) is made
 
 
-def test_float32_is_left_to_the_noise_floor() -> None:
-    made = rows(1e-8)
-    assert decide_by_weights(made, fit(1e-8), 2.0**-24) is made
+SPOILT = [
+    row("spoilt", math.nan if why.missing else 0.5, math.nan, why)
+    for why in (NotCompared.MISSING_IN_ACCUMULATED, NotCompared.NOT_FINITE_IN_ACCUMULATED)
+]
 
 
-def test_no_fit_or_one_with_as_many_weights_as_numbers_decides_nothing() -> None:
-    made = rows(0.25)
-    assert decide_by_weights(made, None, U) is made
-    assert decide_by_weights(made, replace(fit(0.02), vacuous=True), U) is made
-
-
-@pytest.mark.parametrize("why", [NotCompared.MISSING_IN_ACCUMULATED, NotCompared.NOT_FINITE_IN_ACCUMULATED])
-def test_a_gradient_that_is_not_there_or_no_number_is_no_question_of_weights(why: NotCompared) -> None:
-    spoilt = row("spoilt", math.nan if why.missing else 0.5, math.nan, why)
-    made = ComparedRows((*rows(0.01).parameters, spoilt), 0.6)
-    assert decide_by_weights(made, fit(0.01), U) is made
-
-
-def test_a_gradient_of_zeros_is_left_as_it_is() -> None:
-    made = ComparedRows((row("zero", 0.0, 0.0),), 0.0)
-    assert decide_by_weights(made, fit(0.0), U) is made
+@pytest.mark.parametrize(
+    ("made", "weights", "unit"),
+    [
+        (rows(1e-8), fit(1e-8), 2.0**-24),
+        (rows(0.25), None, U),
+        (rows(0.25), replace(fit(0.02), vacuous=True), U),
+        *((ComparedRows((*rows(0.01).parameters, spoilt), 0.6), fit(0.01), U) for spoilt in SPOILT),
+        (ComparedRows((row("zero", 0.0, 0.0),), 0.0), fit(0.0), U),
+    ],
+    ids=["float32", "no fit", "as many weights as numbers", "not there", "no number", "zeros"],
+)
+def test_what_is_no_question_of_weights_is_left_as_it_is(
+    made: ComparedRows, weights: WeightFit | None, unit: float
+) -> None:
+    assert decide_by_weights(made, weights, unit) is made
 
 
 STEP, BACKWARD, MOVED = Step(1), Backward(1), WeightsMoved(1, optimizers=(0,))
@@ -138,10 +138,10 @@ def check(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> Non
         check_updates(Child(job), RecordedRun("full", Path(folder), 0.0))
 
 
-def said(*events: Event, launcher: tuple[str, ...] = (), **closing: Any) -> str:
+def said(*events: Event, **closing: Any) -> str:
     """What is said of a run with these events, empty where it trained."""
     try:
-        check(*events, launcher=launcher, **closing)
+        check(*events, **closing)
     except ProblemError as error:
         return str(error)
     return ""
@@ -167,17 +167,10 @@ def test_processes_of_a_launcher_are_recorded() -> None:
     assert "--launcher" not in said(launcher=("python",), unseen=UnseenCalls(processes=2))
 
 
-def test_backward_passes_without_a_step_ask_for_other_arguments() -> None:
+def test_passes_or_steps_alone_ask_for_other_arguments() -> None:
     assert "backward passes, but no optimizer step; give arguments" in said(BACKWARD, unseen=UnseenCalls(processes=2))
-
-
-def test_steps_without_gradients_ask_for_other_arguments() -> None:
     assert said(STEP).endswith("give arguments with which it trains for at least one update")
-
-
-def test_a_run_that_trained_is_quiet() -> None:
-    assert said(BACKWARD, STEP) == ""
-    assert said(STEP, had_gradients=True) == ""
+    assert said(BACKWARD, STEP) == said(STEP, had_gradients=True) == "", "it trained"
 
 
 @pytest.mark.parametrize(
