@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,29 +226,24 @@ def test_a_full_batch_that_stands_alone_beside_ranks_is_a_group_of_one(
     assert (request.ranks_of("full"), request.ranks_of("accumulated")) == (full, accumulated)
 
 
-def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drawn", [range(20), ()], ids=["another", "none"])
+def test_a_port_that_is_taken_is_left_alone(monkeypatch: pytest.MonkeyPatch, drawn: Sequence[int]) -> None:
     with socket.socket() as taken:
         port = free_port()
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        numbers = iter([port - 10_000, 7])
-        monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: next(numbers, 8))
-        assert free_port() != port
+        numbers = iter([port - 10_000, *drawn])
+        monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: next(numbers, port - 10_000))
+        if drawn:
+            assert free_port() != port
+        else:
+            with pytest.raises(ProblemError, match=r"no free port on 127\.0\.0\.1 in 64 attempts"):
+                free_port()
 
 
 def test_ports_are_none_that_the_system_hands_out() -> None:
     """Rank 0 listens seconds later: until then another process is given one of those."""
     assert all(10_000 <= free_port() < 32_768 for _ in range(20))
-
-
-def test_no_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        port = free_port()
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        monkeypatch.setattr("gaverify.audit.launchers.secrets.randbelow", lambda _: port - 10_000)
-        with pytest.raises(ProblemError, match=r"no free port on 127\.0\.0\.1 in 64 attempts"):
-            free_port()
 
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,26 +55,18 @@ def run(**values: str) -> dict[str, Any]:
     code = edits.script(SOURCE.replace("    required: int\n", "").encode(), "train.py")
     assert edits.placed == {name for name, _ in names}
     space: dict[str, Any] = {"__name__": "edited"}
-    import sys
-    import types
-
-    sys.modules["edited"] = types.ModuleType("edited")
+    sys.modules["edited"] = ModuleType("edited")
     exec(code, space)
     return space
 
 
 class TestSource:
-    def test_a_constant(self) -> None:
-        assert run(BATCH="2")["BATCH"] == 2
-        assert run(RATE="1e-3")["RATE"] == 1e-3
-
-    def test_a_default_of_a_dataclass(self) -> None:
-        config = run(Config__batch_size="2", Config__steps="1")["Config"]
-        assert (config().batch_size, config().steps) == (2, 1)
+    def test_constants_defaults_of_a_dataclass_and_entries(self) -> None:
+        words = {"BATCH": "2", "RATE": "1e-3", "Config__batch_size": "2", "Config__steps": "1"}
+        space = run(**words, config__batch="2", config__inner__lr="1", options__batch="3")
+        config = space["Config"]
+        assert (space["BATCH"], space["RATE"], config().batch_size, config().steps) == (2, 1e-3, 2, 1)
         assert config.__dataclass_fields__["steps"].metadata == {"help": "K"}
-
-    def test_an_entry(self) -> None:
-        space = run(config__batch="2", config__inner__lr="1", options__batch="3")
         assert (space["config"], space["options"]) == ({"batch": 2, "inner": {"lr": 1}}, {"batch": 3})
 
     def test_inside_a_function(self) -> None:
@@ -95,16 +88,20 @@ class TestSource:
         with pytest.raises(ProblemError, match="it is 8 in line 3"):
             place_value(ast.parse(SOURCE), "BATCH", "4x", "`--set BATCH=4x`")
 
-    @pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("false", False)])
-    def test_a_switch_takes_the_words_of_toml(self, word: str, value: bool) -> None:
-        tree = ast.parse("FORGOTTEN = True\n")
-        assert place_value(tree, "FORGOTTEN", word) == 1
-        assert ast.unparse(tree) == f"FORGOTTEN = {value}"
-
-    def test_a_text_takes_them_as_text(self) -> None:
-        tree = ast.parse('NAME = "no"\n')
-        assert place_value(tree, "NAME", "true") == 1
-        assert ast.unparse(tree) == "NAME = 'true'"
+    @pytest.mark.parametrize(
+        ("line", "word", "value"),
+        [
+            ("x = True", "true", True),
+            ("x = True", "False", False),
+            ("x = True", "false", False),
+            ("x = ''", "true", "true"),
+        ],
+    )
+    def test_a_switch_takes_the_words_of_toml_and_a_text_takes_them_as_text(
+        self, line: str, word: str, value: object
+    ) -> None:
+        tree = ast.parse(line)
+        assert place_value(tree, "x", word) == 1 and ast.unparse(tree) == f"x = {value!r}"
 
     def test_a_keyword_wherever_something_is_called(self) -> None:
         tree = ast.parse("class C:\n    n: int = 1\nx = f(C(n=2))\ndef main():\n    return data.C(n=3), C()\n")
@@ -147,10 +144,8 @@ class TestBeforeAnythingStarts:
     def test_what_has_a_place_or_lies_elsewhere_is_let_pass(self, name: str) -> None:
         check_values("train.py", False, [(name, "1")])
 
-    def test_a_module_is_left_to_its_run(self) -> None:
+    def test_a_module_and_a_script_that_cannot_be_read_are_left_to_their_run(self) -> None:
         check_values("train", True, [("zzz", "1")])
-
-    def test_a_script_that_cannot_be_read_is_left_to_its_run(self) -> None:
         Path("train.py").write_text("def", encoding="utf-8")
         check_values("train.py", False, [("zzz", "1")])
 
@@ -276,9 +271,9 @@ NAN, ONES = [float("nan"), 1.0], [1.0, 1.0]
     ("before", "now", "alike"),
     [
         (NAN, NAN, True),
-        (NAN, [1.0, 1.0], False),
-        ([1.0, 1.0], NAN, False),
-        ([1.0], [1.0, 1.0], False),
+        (NAN, ONES, False),
+        (ONES, NAN, False),
+        ([1.0], ONES, False),
         (None, NAN, False),
     ],
 )
