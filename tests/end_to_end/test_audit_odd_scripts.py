@@ -224,15 +224,11 @@ class TestTheScriptFails:
         assert "RuntimeError: shape '[3, 5]' is invalid" in result.err.splitlines()[0], "the cause comes first"
 
     @slow
-    def test_a_hang_is_ended(self, script: Path) -> None:
-        started = time.monotonic()
-        refused(audited(script, "time.sleep(600)\n", options=("--timeout", "5")), "5 s", "--timeout")
-        assert time.monotonic() - started < 120
-
-    @slow
     def test_an_endless_loop_that_ignores_sigterm_is_ended(self, script: Path) -> None:
         body = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('stuck')\nwhile True: pass\n"
-        refused(audited(script, body, options=("--timeout", "5")), "--timeout", "stuck")
+        started = time.monotonic()
+        refused(audited(script, body, options=("--timeout", "5")), "5 s", "--timeout", "stuck")
+        assert time.monotonic() - started < 120
 
 
 class TestNothingToCompare:
