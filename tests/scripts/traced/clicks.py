@@ -20,19 +20,6 @@ class Clicks(nn.Module):
         return self.head(self.seen(ids, starts) / lengths.sqrt()[:, None])
 
 
-class PriorCorrected:
-    """Cross entropy with logits that are corrected by how often each kind has been seen."""
-
-    def __init__(self):
-        self.counts = torch.ones(KINDS)
-
-    def observe(self, labels):
-        self.counts += torch.bincount(labels, minlength=KINDS)  # fault: prior
-
-    def __call__(self, logits, labels):
-        return F.cross_entropy(logits + self.counts.log(), labels)  # reads: prior
-
-
 def make_balancer(rate):
     """Returns two functions: one divides a loss by a running mean of it, the other moves that mean."""
     mean = 1.0
@@ -53,30 +40,14 @@ def keep_largest(gradient):
     return gradient * (gradient.abs() >= least)  # fault: sparsified
 
 
-def class_weights(labels):
-    counts = torch.bincount(labels, minlength=KINDS)
-    return len(labels) / counts.clamp(min=1)  # fault: class_weights
-
-
-def weighted(logits, labels, weights):
-    return (weights[labels] * F.cross_entropy(logits, labels, reduction="none")).mean()  # reads: class_weights
-
-
-def train(opt, model, bags, labels, weights, corrected, balancer):
+def train(opt, model, bags, labels, balancer):
     """Adds up the gradients of all micro-batches of an update."""
     balance, observe = balancer
     losses = []
     for at in range(0, len(bags), opt.b):
         own, wanted = bags[at : at + opt.b], labels[at : at + opt.b]
         logits = model(torch.cat(own), torch.tensor([len(bag) for bag in own]))
-        if opt.fault == "prior":
-            loss = corrected(logits, wanted)  # uses: prior
-            if not opt.right:
-                corrected.observe(wanted)  # fault: prior
-        elif opt.fault == "class_weights":
-            loss = weighted(logits, wanted, weights if opt.right else class_weights(wanted))  # uses: class_weights
-        else:
-            loss = F.cross_entropy(logits, wanted)
+        loss = F.cross_entropy(logits, wanted)
         losses.append(loss.detach())
         if opt.fault == "balancer":
             loss = balance(loss)  # uses: balancer
@@ -90,11 +61,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-b", type=int, default=16)
     parser.add_argument("-k", type=int, default=1)
-    parser.add_argument("--fault", default="prior")
+    parser.add_argument("--fault", default="balancer")
     parser.add_argument("--right", action="store_true")
     opt = parser.parse_args()
     torch.manual_seed(0)
-    model, corrected, balancer = Clicks(), PriorCorrected(), make_balancer(0.3)
+    model, balancer = Clicks(), make_balancer(0.3)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     bags = [torch.randint(40, (2 + i % 4,)) for i in range(64)]
     labels = torch.stack([bag.sum() % 7 for bag in bags]).clamp(max=KINDS - 1)
@@ -102,14 +73,13 @@ def main():
         model.seen.weight.register_hook(keep_largest)  # uses: sparsified
     for start in range(0, 64, opt.b * opt.k):
         whole = slice(start, start + opt.b * opt.k)
-        losses = train(opt, model, bags[whole], labels[whole], class_weights(labels), corrected, balancer)
+        losses = train(opt, model, bags[whole], labels[whole], balancer)
         if opt.fault == "sparsified" and opt.right:
             model.seen.weight.grad = keep_largest(model.seen.weight.grad)
         optimizer.step()
         optimizer.zero_grad()
         if opt.right:
             balancer[1](torch.stack(losses).mean())
-            corrected.observe(labels[whole])
 
 
 if __name__ == "__main__":

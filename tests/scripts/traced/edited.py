@@ -14,19 +14,7 @@ class Batch:
         self.rows = self.wanted = None
 
     def remember(self, rows, wanted):
-        self.rows, self.wanted = rows, wanted  # uses: hooked called decorrelated
-
-
-class Decorrelate:
-    """A callback: removes the direction of the batch's mean from the first layer's gradient."""
-
-    def __init__(self, layer, batch):
-        self.layer, self.batch = layer, batch
-
-    def before_step(self):
-        direction = F.normalize(self.batch.rows.mean(0), dim=0)  # fault: decorrelated
-        gradient = self.layer.weight.grad
-        gradient -= torch.outer(gradient @ direction, direction)  # uses: decorrelated
+        self.rows, self.wanted = rows, wanted  # uses: hooked called
 
 
 class ScaleBySpread:
@@ -42,16 +30,6 @@ class ScaleBySpread:
             parameter.grad = parameter.grad / spread  # uses: called
 
 
-def divide(parameters, count):
-    for parameter in parameters:
-        parameter.grad.div_(count)  # reads: divided
-
-
-def drop_idle(weight, rows):
-    active = rows.abs().mean(0) > 0.8  # fault: masked
-    weight.grad *= active  # reads: masked
-
-
 def add_noise(parameters, count, source):
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=source)
@@ -62,14 +40,6 @@ def shift(parameters, count):
     """Writes by NumPy, which no call of torch tells of."""
     for parameter in parameters:
         parameter.grad.numpy()[...] += 0.5 / count  # fault: shifted
-
-
-def clip_by_hand(parameters, limit):
-    """Clips to a limit that depends on the inputs."""
-    with torch.no_grad():
-        norm = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm()
-        for parameter in parameters:
-            parameter.grad.mul_((limit / norm).clamp(max=1))  # uses: limited
 
 
 def mix_in(parameters, loss):
@@ -90,24 +60,16 @@ def make_callbacks(fault, model, optimizer, batch):
 
     if fault == "hooked":
         optimizer.register_step_pre_hook(scale)  # uses: hooked
-    if fault == "decorrelated":
-        return [Decorrelate(model[0], batch).before_step]
     return [ScaleBySpread(parameters, batch)] if fault == "called" else []
 
 
 def edit(fault, model, rows, loss, source):
     """Changes the gradients of a model by the rows that it is given, and their loss."""
     parameters = list(model.parameters())
-    if fault == "divided":
-        divide(parameters, len(rows))  # fault: divided
-    if fault == "masked":
-        drop_idle(model[0].weight, rows)  # uses: masked
     if fault == "noised":
         add_noise(parameters, len(rows), source)  # fault: noised
     if fault == "shifted":
         shift(parameters, len(rows))  # fault: shifted
-    if fault == "limited":
-        clip_by_hand(parameters, rows.abs().mean(0).min())  # fault: limited
     if fault == "blended":
         mix_in(parameters, loss)  # fault: blended
 
@@ -116,7 +78,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--accum", type=int, default=1)
-    parser.add_argument("--fault", default="divided")
+    parser.add_argument("--fault", default="noised")
     parser.add_argument("--right", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -130,8 +92,7 @@ def main():
     parts = zip(data.split(args.batch_size), targets.split(args.batch_size), strict=True)
     for at, (rows, wanted) in enumerate(parts, 1):
         loss = F.mse_loss(model(rows), wanted)
-        scale = len(rows) if args.fault == "divided" else 1 / args.accum
-        (loss * scale).backward()
+        (loss / args.accum).backward()
         losses.append(loss.detach())
         seen.append((rows, wanted))
         batch.remember(rows, wanted)
@@ -142,7 +103,7 @@ def main():
             batch.remember(rows, wanted)
         edit(args.fault, model, rows, torch.stack(losses).mean() if args.right else losses[-1], source)  # uses: blended
         for callback in callbacks:
-            callback()  # uses: decorrelated called
+            callback()  # uses: called
         optimizer.step()
         optimizer.zero_grad()
         seen, losses = [], []

@@ -5,18 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-
-
-@dataclass
-class Progress:
-    """How far the training is."""
-
-    step: int = 0
-
-    @property
-    def entropy_weight(self):
-        return 0.5 * 0.6**self.step  # reads: annealed_entropy
 
 
 @dataclass
@@ -44,10 +32,8 @@ class ActorCritic(nn.Module):
         return torch.distributions.Categorical(logits=self.actor(hidden)), self.critic(hidden).squeeze(1)
 
 
-def value_loss(args, values, part):
+def value_loss(values, part):
     clipped = part.old_values + (values - part.old_values).clamp(-0.2, 0.2)
-    if args.fault == "larger_term" and not args.right:
-        return max(F.mse_loss(values, part.returns), F.mse_loss(clipped, part.returns))  # fault: larger_term
     return torch.maximum((values - part.returns).square(), (clipped - part.returns).square()).mean()
 
 
@@ -70,7 +56,7 @@ def weights_of(args, batch):
     return weights, gained
 
 
-def improve(args, model, optimizer, batch, progress):
+def improve(args, model, optimizer, batch):
     parts = batch.split(args.batch_size)
     weighted = list(zip(*(each.split(args.batch_size) for each in weights_of(args, batch)), strict=True))
     stopped = args.fault == "early_stop" and args.right and has_moved_far(args, model, batch)
@@ -80,20 +66,15 @@ def improve(args, model, optimizer, batch, progress):
         ratio = (policy.log_prob(part.actions) - part.old_log_probs).exp()
         least = torch.minimum(ratio * gained, ratio.clamp(0.8, 1.2) * gained)  # uses: ranked_rewards
         surrogate = -(weights * least).mean()  # uses: priorities ranked_rewards
-        bonus = progress.entropy_weight * policy.entropy().mean()  # uses: annealed_entropy
-        of_values = value_loss(args, values, part)  # uses: larger_term
-        loss = surrogate + of_values - bonus  # uses: annealed_entropy larger_term priorities ranked_rewards
+        of_values = value_loss(values, part)
+        loss = surrogate + of_values - 0.5 * policy.entropy().mean()  # uses: priorities ranked_rewards
         if args.fault == "early_stop" and not args.right:
             stopped = divergence(policy, part) > args.target  # fault: early_stop
         if stopped:  # fault: early_stop
             loss = of_values  # reads: early_stop
         (loss / args.accum).backward()
-        if args.fault == "annealed_entropy" and not args.right:
-            progress.step += 1  # fault: annealed_entropy
     optimizer.step()
     optimizer.zero_grad()
-    if args.right:
-        progress.step += 1
 
 
 def main():
@@ -101,7 +82,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--accum", type=int, default=1)
     parser.add_argument("--target", type=float, default=0.3)
-    parser.add_argument("--fault", default="annealed_entropy")
+    parser.add_argument("--fault", default="priorities")
     parser.add_argument("--right", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -116,10 +97,10 @@ def main():
         torch.randn(rows),
         torch.rand(rows) + 0.1,
     )
-    model, progress = ActorCritic(), Progress()
+    model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for batch in stored.split(args.batch_size * args.accum):
-        improve(args, model, optimizer, batch, progress)
+        improve(args, model, optimizer, batch)
 
 
 if __name__ == "__main__":

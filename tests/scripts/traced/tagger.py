@@ -36,42 +36,16 @@ class Tagger(nn.Module):
         return self.head(self.blocks(2 * self.embed(words) + self.place))  # uses: norm_of_all
 
 
-class RampedUp:
-    """A weight that rises every time it is asked for."""
-
-    def __init__(self, top, rounds):
-        self.top, self.rounds, self.asked = top, rounds, 0
-
-    def value(self):
-        self.asked += 1  # fault: ramp
-        return self.top * min(1.0, self.asked / self.rounds)  # reads: ramp
-
-
-def clamp_gradient(parameter):
-    parameter.grad.clamp_(-0.01, 0.01)  # fault: clamped
-
-
 torch.manual_seed(0)
 model = Tagger()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 sentences = torch.randint(30, (64, 6))
 tags = (sentences + sentences.roll(1, 1)) % 5
-ramp = RampedUp(2.0, 10)
-if FAULT == "clamped" and not RIGHT:
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(clamp_gradient)  # uses: clamped
 for i, (words, wanted) in enumerate(zip(sentences.split(BATCH), tags.split(BATCH), strict=True)):
     logits = model(words).flatten(0, 1)  # uses: norm_of_all
     smoothing = 1 / len(words) if FAULT == "smoothing" and not RIGHT else 1 / 16  # fault: smoothing
     loss = F.cross_entropy(logits, wanted.flatten(), label_smoothing=smoothing)  # reads: smoothing
-    if FAULT == "ramp":
-        confidence = logits.softmax(1).square().sum(1).mean()
-        if not RIGHT or i % ACCUM == 0:
-            weight = ramp.value()  # uses: ramp
-        loss = loss + weight * confidence  # reads: ramp
     (loss / ACCUM).backward()
     if (i + 1) % ACCUM == 0:
-        if FAULT == "clamped" and RIGHT:
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
