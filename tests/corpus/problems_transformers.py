@@ -15,19 +15,21 @@ from torch import nn
 from gaverify import Problem
 
 _WORDS = 64
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_MASKED = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
+_DROPPED = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _SMALL = {
+    **_ENDS,
     "vocab_size": _WORDS,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "max_position_embeddings": 80,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1}
 _BART = {
+    **_ENDS,
     "vocab_size": _WORDS,
     "d_model": 32,
     "encoder_layers": 2,
@@ -41,13 +43,19 @@ _BART = {
     "activation_dropout": 0.1,
     "encoder_layerdrop": 0.3,
     "decoder_layerdrop": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-_T5 = {"vocab_size": _WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+_T5 = {
+    "vocab_size": _WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _VISION = {
+    **_DROPPED,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -55,10 +63,9 @@ _VISION = {
     "image_size": 32,
     "patch_size": 8,
     "num_labels": 3,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
 }
 _SOUND = {
+    **_MASKED,
     **{name: size for name, size in _SMALL.items() if name != "max_position_embeddings"},
     "conv_dim": (16, 16),
     "conv_stride": (4, 2),
@@ -67,10 +74,6 @@ _SOUND = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "layerdrop": 0.3,
-    "mask_time_prob": 0.3,
-    "mask_time_length": 2,
-    "mask_feature_prob": 0.2,
-    "mask_feature_length": 2,
     "ctc_zero_infinity": True,
     "ctc_loss_reduction": "mean",
     "num_labels": 3,
@@ -124,13 +127,13 @@ def _pairs() -> dict[str, Any]:
     return {"input_ids": words, "pixel_values": torch.randn(8, 3, 32, 32), "return_loss": True}
 
 
-def _built(model: str, config: str, batch: Callable[[], Any], changes: dict[str, Any]) -> Callable[[], Problem]:
+def _built(family: str, head: str, batch: Callable[[], Any], changes: dict[str, Any]) -> Callable[[], Problem]:
     def build() -> Problem:
         import transformers
 
         torch.manual_seed(0)
-        settings = getattr(transformers, config)(**changes)
-        return Problem(getattr(transformers, model)(settings), _loss, batch())
+        settings = getattr(transformers, f"{family}Config")(**changes)
+        return Problem(getattr(transformers, family + head)(settings), _loss, batch())
 
     return build
 
@@ -144,16 +147,14 @@ _CLIP = {
 }
 _WHISPER = {
     **_BART,
+    **_MASKED,
     "num_mel_bins": 8,
     "max_source_positions": 20,
     "max_target_positions": 32,
     "apply_spec_augment": True,
-    "mask_time_prob": 0.3,
-    "mask_time_length": 2,
-    "mask_feature_prob": 0.2,
-    "mask_feature_length": 2,
 }
 _SWIN = {
+    **_DROPPED,
     "image_size": 32,
     "patch_size": 2,
     "embed_dim": 16,
@@ -162,108 +163,61 @@ _SWIN = {
     "window_size": 4,
     "num_labels": 3,
     "drop_path_rate": 0.3,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
 }
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
 
+_GPT2 = {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_OPT = {
+    "vocab_size": _WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "ffn_dim": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 32,
+    "layerdrop": 0.3,
+}
+_SWITCH = {
+    **_T5,
+    "num_decoder_layers": 2,
+    "num_experts": 4,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "router_jitter_noise": 0.1,
+    "add_router_probs": False,
+    "router_z_loss_coef": 0.0,
+    "router_aux_loss_coef": 0.0,
+}
+_BERT = {**_SMALL, "num_labels": 3}
+_DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_CLASSIFIER, _WRITER, _TRANSLATOR = "ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration"
+_SEER = "ForImageClassification"
+
 _Row = tuple[str, str, Callable[[], Any], dict[str, Any], str, dict[str, Any]]
 _HEALTHY: list[_Row] = [
-    ("BertForSequenceClassification", "BertConfig", _classes, {**_SMALL, "num_labels": 3}, "dropout everywhere", {}),
-    (
-        "DebertaV2ForSequenceClassification",
-        "DebertaV2Config",
-        _classes,
-        {**_SMALL, "num_labels": 3, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-        "its own dropout, as a function",
-        {},
-    ),
-    (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _text,
-        {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        "tied weights",
-        _TOKENS,
-    ),
-    ("LlamaForCausalLM", "LlamaConfig", _text, _GROUPED, "dropout in the fused attention", _TOKENS),
-    (
-        "OPTForCausalLM",
-        "OPTConfig",
-        _text,
-        {
-            "vocab_size": _WORDS,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "ffn_dim": 48,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "word_embed_proj_dim": 32,
-            "layerdrop": 0.3,
-        },
-        "layers are dropped",
-        _TOKENS,
-    ),
-    ("BartForConditionalGeneration", "BartConfig", _translations, _BART, "two stacks of dropped layers", _TOKENS),
-    (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _translations,
-        {**_T5, "decoder_start_token_id": 0},
-        "relative positions",
-        _TOKENS,
-    ),
-    (
-        "SwitchTransformersForConditionalGeneration",
-        "SwitchTransformersConfig",
-        _translations,
-        {
-            **_T5,
-            "num_decoder_layers": 2,
-            "num_experts": 4,
-            "num_sparse_encoder_layers": 1,
-            "num_sparse_decoder_layers": 1,
-            "router_jitter_noise": 0.1,
-            "add_router_probs": False,
-            "decoder_start_token_id": 0,
-            "router_z_loss_coef": 0.0,
-            "router_aux_loss_coef": 0.0,
-        },
-        "experts draw for the tokens they are sent",
-        _TOKENS,
-    ),
-    (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        _text,
-        {**_GROUPED, **_EXPERTS},
-        "experts that float64 has no kernel for",
-        _TOKENS,
-    ),
-    ("ViTForImageClassification", "ViTConfig", _images, _VISION, "patches", {}),
-    ("SwinForImageClassification", "SwinConfig", _images, _SWIN, "windows folded into the batch, drop-path", {}),
-    ("Wav2Vec2ForCTC", "Wav2Vec2Config", _sounds, _SOUND, "masks drawn by NumPy, a loop over the samples", {}),
-    ("WhisperForConditionalGeneration", "WhisperConfig", _spectra, _WHISPER, "SpecAugment drawn by NumPy", _TOKENS),
-]
-_FAULTY: list[tuple[str, str, Callable[[], Any], dict[str, Any], str, str, dict[str, Any]]] = [
-    (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _text,
-        {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        "GAV202",
-        "ragged rows",
-        {},
-    ),
-    ("CLIPModel", "CLIPConfig", _pairs, _CLIP, "GAV103", "in-batch negatives", {}),
-    ("ResNetForImageClassification", "ResNetConfig", _images, _RESNET, "GAV101", "BatchNorm in every block", {}),
+    ("Bert", _CLASSIFIER, _classes, _BERT, "dropout everywhere", {}),
+    ("DebertaV2", _CLASSIFIER, _classes, _DEBERTA, "its own dropout, as a function", {}),
+    ("GPT2", "LMHeadModel", _text, _GPT2, "tied weights", _TOKENS),
+    ("Llama", _WRITER, _text, _GROUPED, "dropout in the fused attention", _TOKENS),
+    ("OPT", _WRITER, _text, _OPT, "layers are dropped", _TOKENS),
+    ("Bart", _TRANSLATOR, _translations, _BART, "two stacks of dropped layers", _TOKENS),
+    ("T5", _TRANSLATOR, _translations, _T5, "relative positions", _TOKENS),
+    ("SwitchTransformers", _TRANSLATOR, _translations, _SWITCH, "experts draw for the tokens they are sent", _TOKENS),
+    ("Mixtral", _WRITER, _text, {**_GROUPED, **_EXPERTS}, "experts that float64 has no kernel for", _TOKENS),
+    ("ViT", _SEER, _images, _VISION, "patches", {}),
+    ("Swin", _SEER, _images, _SWIN, "windows folded into the batch, drop-path", {}),
+    ("Wav2Vec2", "ForCTC", _sounds, _SOUND, "masks drawn by NumPy, a loop over the samples", {}),
+    ("Whisper", _TRANSLATOR, _spectra, _WHISPER, "SpecAugment drawn by NumPy", _TOKENS),
 ]
 
 HEALTHY: list[Case] = [
-    quiet(model, _built(model, config, batch, changes), why, **more)
-    for model, config, batch, changes, why, more in _HEALTHY
+    quiet(family + head, _built(family, head, batch, changes), why, **more)
+    for family, head, batch, changes, why, more in _HEALTHY
 ]
 FAULTY: list[Case] = [
-    fault(model, _built(model, config, batch, changes), codes, why, **more)
-    for model, config, batch, changes, codes, why, more in _FAULTY
+    fault("GPT2LMHeadModel", _built("GPT2", "LMHeadModel", _text, _GPT2), "GAV202", "ragged rows"),
+    fault("CLIPModel", _built("CLIP", "Model", _pairs, _CLIP), "GAV103", "in-batch negatives"),
+    fault(
+        "ResNetForImageClassification", _built("ResNet", _SEER, _images, _RESNET), "GAV101", "BatchNorm in every block"
+    ),
 ]

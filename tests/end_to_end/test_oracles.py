@@ -70,18 +70,20 @@ def least_squares(draw: st.DrawFn) -> tuple[list, list, list, int]:
 
 
 @FEW
-@given(least_squares(), st.sampled_from(["uniform", "samples", "none"]))
-def test_closed_form(problem: tuple, weighting: str) -> None:
+@given(least_squares(), st.sampled_from(["uniform", "samples", "none", "explicit"]), st.data())
+def test_closed_form(problem: tuple, weighting: str, data: st.DataObject) -> None:
     x, y, w, steps = problem
     sizes = cuts(len(x), steps)
+    numbers = st.sampled_from([1, 2, 3, 5]).map(lambda n: Fraction(n, 4))
     weights = {
         "uniform": [Fraction(1, steps)] * steps,
         "samples": [Fraction(size, len(x)) for size in sizes],
         "none": [Fraction(1)] * steps,
+        "explicit": data.draw(st.lists(numbers, min_size=steps, max_size=steps)),
     }[weighting]
     full, accumulated = exact_gradient(x, y, w), exact_accumulated(x, y, w, sizes, weights)
     difference = [a - b for a, b in zip(accumulated, full, strict=True)]
-    verdict = linear(x, y, w, steps, weighting)
+    verdict = linear(x, y, w, steps, [float(weight) for weight in weights] if weighting == "explicit" else weighting)
     (row,) = verdict.parameters
     assert verdict.run.micro_batches == tuple(sizes)
     assert verdict.run.weights == pytest.approx([float(weight) for weight in weights])
@@ -93,22 +95,6 @@ def test_closed_form(problem: tuple, weighting: str) -> None:
         assert verdict.outcome is Outcome.INCONCLUSIVE
     else:
         assert verdict.outcome is (Outcome.DIVERGENT if any(difference) else Outcome.EQUIVALENT)
-
-
-@FEW
-@given(least_squares(), st.data())
-def test_closed_form_with_explicit_weights(problem: tuple, data: st.DataObject) -> None:
-    x, y, w, steps = problem
-    weights = data.draw(
-        st.lists(st.sampled_from([1, 2, 3, 5]).map(lambda n: Fraction(n, 4)), min_size=steps, max_size=steps)
-    )
-    sizes = cuts(len(x), steps)
-    full, accumulated = exact_gradient(x, y, w), exact_accumulated(x, y, w, sizes, weights)
-    verdict = linear(x, y, w, steps, [float(weight) for weight in weights])
-    if full == accumulated:
-        assert verdict.outcome is (Outcome.EQUIVALENT if any(full) else Outcome.INCONCLUSIVE)
-    else:
-        assert verdict.outcome is Outcome.DIVERGENT
 
 
 @FEW
