@@ -60,7 +60,7 @@ FAULTS = [
     for kind, scripts in {
         "number": {"speller": "forcing", "autoencoder": "warmup"},
         "buffer, queue, closure": {"clicks": "balancer", "autoencoder": "first_rows"},
-        "branch": {"policy": "early_stop", "speller": "long_words"},
+        "branch": {"policy": "early_stop", "autoencoder": "lazy_penalty", "speller": "long_words"},
         "mixing": {"policy": "priorities", "tagger": "norm_of_all"},
         "handed value": {"policy": "ranked_rewards", "tagger": "smoothing"},
         "changed gradient": {"speller": "unit_gradients", "clicks": "sparsified"},

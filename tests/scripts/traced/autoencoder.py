@@ -44,6 +44,13 @@ def divergence(mean, log_variance):
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
 
 
+def is_penalised(args, i):
+    """Whether the sparsity penalty is added: it is in every fourth iteration."""
+    if args.fault == "lazy_penalty":
+        return (i // args.accum if args.right else i) % 4 == 0  # fault: lazy_penalty
+    return False
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -64,6 +71,8 @@ def main():
         rows = standardise(rows)  # uses: first_rows
         found, mean, log_variance = model(rows, drawn)
         loss = F.mse_loss(found, rows) + warmup() * divergence(mean, log_variance)  # uses: warmup
+        if is_penalised(args, i):  # fault: lazy_penalty
+            loss = loss + 2 * mean.abs().mean()  # reads: lazy_penalty
         (loss / args.accum).backward()
         if (i + 1) % args.accum == 0:
             optimizer.step()
