@@ -868,10 +868,6 @@ class TestOutcome:
         same = Record(Calls(windows_of(loop("BSZ", 8)), full_windows=windows_of(loop("BSZ", 8))), (update(steps=1),))
         assert self.outcome(same)[0] is Outcome.INCONCLUSIVE
 
-    def test_events_in_order_are_not_called_equivalent(self) -> None:
-        outcome, reason = self.outcome(record(RIGHT), events_only=True)
-        assert outcome is Outcome.INCONCLUSIVE and "not compared" in reason
-
     @pytest.mark.parametrize(
         ("text", "fields", "code"),
         [
@@ -886,6 +882,7 @@ class TestOutcome:
         found = record(text, full_windows=(), **fields)
         report = answer(found, events_only=True)
         assert report.exit_code == code
+        assert code or "not compared" in report.reason, report.reason
         assert report.outcome is (Outcome.DIVERGENT if code == 1 else Outcome.INCONCLUSIVE)
 
     def test_the_same_arguments_compare_nothing(self) -> None:
@@ -927,11 +924,8 @@ class TestWhatALossCounts:
         found = self.found(divisors=tuple(4 * amount for amount in self.AMOUNTS))
         assert "the numbers that the losses are divided by" in found.evidence[1].statement
         assert found.remedy is not None and "divide by the total over all micro-batches (the count" in found.remedy
-
-    def test_by_other_amounts_it_is_not_named(self) -> None:
-        found = self.found(divisors=(2.0, 2.0, 2.0, 3.0))
-        assert "divided by" not in found.evidence[1].statement
-        assert "0.2759, 0.2069, 0.2414, 0.2759" in found.evidence[1].statement
+        other = self.found(divisors=(2.0, 2.0, 2.0, 3.0)).evidence[1].statement
+        assert "divided by" not in other and "0.2759, 0.2069, 0.2414, 0.2759" in other
 
     @pytest.mark.parametrize(
         ("weights", "fields"),
