@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,6 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `nohup` ignores SIGHUP, for all that it starts; tests send it to processes that must obey.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_unconfigure() -> None:
+    """Removes the folder of what failed last; children that were forked leave it alone, as they run no hooks."""
+    shutil.rmtree(os.environ["GAVERIFY_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,19 +15,12 @@ import profiles
 import pydantic
 import pytest
 import samples
-from documents import records_of
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 import gaverify.report.documents
 from gaverify.errors import SpecError
-from gaverify.records.answers import Answer
-from gaverify.records.audit_report import Audit
 from gaverify.records.experiment import WeightFit
 from gaverify.records.outcomes import Outcome
-from gaverify.records.profile import Profile
 from gaverify.records.ranks import Collective, Engine, RankFacts, RankShares, RankTraffic, Replicas, Traffic
-from gaverify.records.verdict import Verdict
 from gaverify.report import NoAnswer, Report, render
 from gaverify.report.documents import answer_text, report_text, schema_text
 from gaverify.report.documents.reading import answer_of, read_report
@@ -201,23 +194,7 @@ def test_what_is_read_is_what_was_written(answer) -> None:
     assert render([again], "text", show_all=True) == render([answer], "text", show_all=True)
 
 
-_FINITE = st.floats(allow_nan=False, allow_infinity=False)
 # To shrink an answer of 200 fields takes minutes.
-_PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-
-
-@pytest.mark.parametrize("kind", [Verdict, Audit, Profile])
-@settings(deadline=None, max_examples=10, phases=_PHASES, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_an_answer_of_any_content_is_read_back_equal(kind: type[Answer], data: st.DataObject) -> None:
-    answer = data.draw(records_of(kind, _FINITE))
-    assert answer_of(json.loads(answer_text(answer))) == answer
-    text = answer_text(data.draw(records_of(kind, st.floats(allow_infinity=False))))
-    assert answer_text(answer_of(json.loads(text))) == text
-    # An infinity is written as NaN is, so that quotients of it may be other ones afterwards.
-    assert answer_of(json.loads(answer_text(data.draw(records_of(kind, st.floats()))))).kind == answer.kind
-
-
 def test_several_answers_and_errors(tmp_path: Path) -> None:
     file = tmp_path / "all.json"
     file.write_text(render(ANSWERS, "json", errors=[("broken.toml", "no `model`")]))

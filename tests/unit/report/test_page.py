@@ -6,12 +6,12 @@ import html
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import profiles
 import pytest
 import samples
+from documents import Reader
 
 from gaverify.cli import main
 from gaverify.records.answers import Environment
@@ -25,38 +25,7 @@ from gaverify.report.charts import chart_by_outputs, parameters_chart, scale_of
 from gaverify.report.documents import answer_text
 from gaverify.report.documents.reading import answer_of
 from gaverify.report.html import _LIMIT
-from gaverify.report.layout import Layout, cells
-
-VOID = {"meta", "input", "path", "circle", "rect", "tr", "td"}  # and those whose end may be left out
-
-
-class Reader(HTMLParser):
-    """Collects tags and text, and fails where a tag is closed that is not open."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tags.append(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
+from gaverify.report.layout import cells
 
 
 def page(*answers: object, **options: object) -> str:
@@ -82,25 +51,6 @@ def test_verdict_and_cause_come_first_and_the_command_last() -> None:
     ]
     assert places == sorted(places)
     assert "gaverify run x.toml" not in Reader(page(samples.divergent())).text
-
-
-@pytest.mark.parametrize(
-    "name", ["<script>alert(1)</script>", "</script><b>", '"onload="x', "<!--", "{{ 7 * 7 }}", "&lt;"]
-)
-def test_names_are_text(name: str) -> None:
-    rows = (samples.row(name, Outcome.DIVERGENT), samples.row(f"{name}.weight"))
-    finding = replace(
-        samples.batchnorm(),
-        location=Location(name, name, name, 3, Excerpt(3, (name,))),
-        summary=name,
-        remedy=name,
-        evidence=(Evidence(name, name, name),),
-        accepted=name,
-    )
-    verdict = samples.divergent(parameters=rows, findings=(finding,), source=name, command=name)
-    reader = Reader(page(verdict, errors=[(name, name)]))
-    assert name in "".join(reader.texts)
-    assert reader.tags.count("script") == 1 and "b" not in reader.tags and "49" not in reader.text.split()
 
 
 def test_the_culprit_line_stands_in_its_source() -> None:
@@ -262,16 +212,6 @@ def test_the_axis_holds_every_number() -> None:
 def test_the_template_is_shipped() -> None:
     folder = Path(__import__("gaverify.report.html", fromlist=["x"]).__file__).parent / "templates"
     assert {"page.css", "page.js", "page.html.jinja"} <= {file.name for file in folder.iterdir()}
-
-
-NAME = "encoder_transformer_stack_of_the_vision_tower.{}.self_attention_projection_output.weight"
-
-
-@pytest.mark.parametrize("width", [24, 30, 40, 60])
-def test_a_name_is_cut_at_its_left(width: int) -> None:
-    for layout, mark in ((Layout(), "…"), (Layout(ascii_only=True), "...")):
-        text = layout.shorten(NAME.format(3), width)
-        assert cells(text) == width and text.startswith(mark) and NAME.format(3).endswith(text.removeprefix(mark))
 
 
 @pytest.mark.parametrize("width", ["40", "80", "120"])
