@@ -16,9 +16,6 @@ from gaverify.passes.calls import OperationMode
 from gaverify.passes.dispatch import SUMMING, TermSums, _magnitudes
 from gaverify.passes.layouts import leaves, rebuilt
 
-# ---  ----------------------------------------------------------------------------------------------------------------
-
-
 Pair = namedtuple("Pair", "x y")
 
 
@@ -57,11 +54,8 @@ def test_the_reading_with_enough_samples_wins() -> None:
     assert "if it holds 2, give batch_size=2" in other_reading(batch, 6)
     assert other_reading(T(6), 6) == ""
     assert batch_size_of(batch, batch_size=2) == 2
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_two_fields_of_one_sample_or_none_are_no_two_samples(count: int) -> None:
-    assert batch_size_of((T(count), torch.zeros(count, dtype=torch.long)), steps=2) == count
+    for count in (0, 1):  # two fields of one sample, or of none, are no two samples
+        assert batch_size_of((T(count), torch.zeros(count, dtype=torch.long)), steps=2) == count
 
 
 @pytest.mark.parametrize(
@@ -78,18 +72,12 @@ def test_what_has_no_number_of_samples_says_so(batch, sentence: str) -> None:
         batch_size_of(batch)
 
 
-@pytest.mark.parametrize(
-    ("size", "steps", "sizes"),
-    [(8, 4, (2, 2, 2, 2)), (10, 4, (3, 3, 3, 1)), (9, 4, (3, 2, 2, 2)), (5, 5, (1,) * 5), (7, 1, (7,))],
-)
-def test_micro_batches_are_cut_as_a_loader_would(size: int, steps: int, sizes: tuple[int, ...]) -> None:
-    assert micro_batch_sizes(size, steps) == sizes
-
-
-@pytest.mark.parametrize(("size", "steps"), [(4, 5), (4, 0), (0, 1)])
-def test_what_cannot_be_cut_says_so(size: int, steps: int) -> None:
-    with pytest.raises(ProblemError):
-        micro_batch_sizes(size, steps)
+def test_micro_batches_are_cut_as_a_loader_would() -> None:
+    cuts = {(8, 4): (2, 2, 2, 2), (10, 4): (3, 3, 3, 1), (9, 4): (3, 2, 2, 2), (5, 5): (1,) * 5, (7, 1): (7,)}
+    assert {(size, steps): micro_batch_sizes(size, steps) for size, steps in cuts} == cuts
+    for size, steps in ((4, 5), (4, 0), (0, 1)):
+        with pytest.raises(ProblemError):
+            micro_batch_sizes(size, steps)
 
 
 def test_samples_are_taken_and_the_rest_passes_through() -> None:
@@ -102,19 +90,12 @@ def test_samples_are_taken_and_the_rest_passes_through() -> None:
     assert batch["x"].tolist() == list(range(6))
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_samples_of_sparse_tensors(layout: torch.layout) -> None:
-    part = take(torch.eye(6).to_sparse(layout=layout), 2, 4, 6)
-    assert part.layout is layout
-    assert torch.equal(part.to_dense(), torch.eye(6)[2:4])
-
-
-def test_a_list_of_samples_is_sliced() -> None:
+def test_samples_of_sparse_tensors_of_lists_and_by_a_users_split() -> None:
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        part = take(torch.eye(6).to_sparse(layout=layout), 2, 4, 6)
+        assert part.layout is layout and torch.equal(part.to_dense(), torch.eye(6)[2:4])
     samples = [T(2), T(5), T(3)]
     assert take(samples, 1, 3, 3) == samples[1:3]
-
-
-def test_a_users_split_is_asked_instead() -> None:
     assert take("batch", 1, 3, 8, lambda batch, start, stop: (batch, start, stop)) == ("batch", 1, 3)
 
 
@@ -221,20 +202,13 @@ def test_a_sum_of_sums_counts_the_outer_terms_alone_which_are_less() -> None:
     found = sums.of(module.bias.grad)
     assert found is not None
     assert float(found.scale) == pytest.approx(float(upstream.sum((2, 3)).abs().sum(0).norm()), rel=1e-5)
+    weighted = nn.Linear(4, 4)
+    assert summed(weighted, torch.randn(3, 4))[0].of(weighted.weight.grad) is None, "weights are no such sums"
 
 
-def test_weights_are_no_sums_that_are_known() -> None:
-    module = nn.Linear(4, 4)
-    sums, _ = summed(module, torch.randn(3, 4))
-    assert sums.of(module.weight.grad) is None
-
-
-def test_half_precision_does_not_overflow() -> None:
+def test_half_precision_does_not_overflow_and_slices_add_up() -> None:
     found = _magnitudes(torch.full((70000, 2), 10.0, dtype=torch.float16), [0])
     assert torch.equal(found, torch.full((2,), 700000.0))
-
-
-def test_slices_add_up() -> None:
     terms = torch.randn(3, 1 << 20, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(_magnitudes(terms, [1]), terms.abs().sum(1))
     torch.testing.assert_close(_magnitudes(terms, [0, 1]), terms.abs().sum())

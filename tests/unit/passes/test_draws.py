@@ -18,10 +18,7 @@ from torch import nn
 
 import gaverify
 from gaverify import Outcome, Problem
-from gaverify.passes.experiment import Experiment, Placement
-from gaverify.passes.isolation import ModelState
 from gaverify.passes.randomness import Dealer, Dealing, DrawLedger, DrawRecorder, Reading, Recomputing, draw_mode
-from gaverify.passes.randomness.dealing import DrawCounts
 from gaverify.passes.randomness.draws import (
     LOOSE,
     Draw,
@@ -80,55 +77,38 @@ def _in_a_loss(work: Callable[[], Any]) -> Any:
 # --- Micro-batches are dealt the full batch's draws; what cannot be dealt is said, never passed over -----------------
 
 
+@pytest.mark.parametrize("orders", [((0,), (1, 2, 3)), ((0, 2), (3, 1))], ids=["one after the other", "by turns"])
 @pytest.mark.parametrize(
     "draw",
     [
         lambda n: torch.rand(n, 3),
         lambda n: torch.randn(3, n),
+        lambda n: torch.rand(3 * n, 2),  # three rows of each sample
         lambda n: torch.randint(0, 1000, (n,)),
         lambda n: torch.empty(n, 2).normal_(),
         lambda n: torch.empty(n, 2).uniform_(-1, 1),
+        lambda n: torch.empty(n, 2).exponential_(),
+        lambda n: torch.multinomial(torch.ones(n, 5), 2),
         lambda n: torch.bernoulli(torch.full((n, 8), 0.5)),
         lambda n: nn.functional.dropout(torch.ones(n, 8), 0.5),
         lambda n: nn.functional.rrelu(-torch.ones(n, 8), training=True),
     ],
 )
-def test_each_micro_batch_gets_the_rows_of_its_samples(draw) -> None:
+def test_each_micro_batch_gets_the_rows_of_its_samples(draw, orders) -> None:
     whole = []
     torch.manual_seed(0)
     dealing = Dealing(recorded(lambda: whole.append(draw(4))))
-    dim = next(dim for dim, size in enumerate(whole[0].shape) if size == 4)
-    for start, stop in ((0, 1), (1, 4)):
+    dim, fold = next((dim, size // 4) for dim, size in enumerate(whole[0].shape) if size % 4 == 0)
+    start = 0
+    for order in orders:
         torch.manual_seed(99)  # what the micro-batch would draw itself is something else
-        part = dealt(dealing, lambda n=stop - start: draw(n), start, stop)
-        assert torch.equal(part, whole[0].narrow(dim, start, stop - start))
-    assert not dealing.report.is_doubtful
-    assert dealing.report.dealt
-
-
-@pytest.mark.parametrize(
-    ("draw", "dim", "fold"),
-    [
-        (lambda n: torch.rand(n, 3), 0, 1),
-        (lambda n: torch.rand(2, n), 1, 1),
-        (lambda n: torch.rand(3 * n, 2), 0, 3),  # three rows of each sample
-    ],
-)
-def test_ranks_that_take_turns_get_the_rows_of_their_samples(draw, dim: int, fold: int) -> None:
-    whole = []
-    dealing = Dealing(recorded(lambda: whole.append(draw(4))))
-    for at, order in enumerate(((0, 2), (3, 1))):
-        torch.manual_seed(99)
-        part = dealt(dealing, lambda: draw(2), 2 * at, 2 * at + 2, order=order)
+        n, turns = len(order), order if orders[0] == (0, 2) else None
+        part = dealt(dealing, lambda n=n: draw(n), start, start + n, order=turns)
         rows = [sample * fold + row for sample in order for row in range(fold)]
         assert torch.equal(part, whole[0].index_select(dim, torch.tensor(rows)))
-    assert not dealing.report.unaligned and dealing.report.ambiguous == (fold > 1)
-
-
-def test_selected_rows_of_scattered_samples_cannot_be_dealt() -> None:
-    dealing = Dealing(recorded(lambda: torch.rand(3)))  # of the rows of 4 samples: which ones, nobody knows
-    dealt(dealing, lambda: torch.rand(1), 0, 2, order=(0, 2))
-    assert "do not match" in dealing.report.unaligned["rand"]
+        start += n
+    assert not dealing.report.unaligned and dealing.report.dealt
+    assert dealing.report.ambiguous == (fold > 1)
 
 
 def test_the_generator_moves_as_the_users_code_expects() -> None:
@@ -142,45 +122,48 @@ def test_the_generator_moves_as_the_users_code_expects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "micro", "reason"),
+    ("full", "micro", "order", "reason"),
     [
-        (lambda: torch.rand(4), lambda: [torch.rand(2), torch.rand(2)], "more often than"),
-        (lambda: [torch.rand(4), torch.rand(4)], lambda: torch.rand(2), "less often than"),
-        (lambda: torch.rand(4), lambda: torch.randn(2), "` here"),
-        (lambda: torch.randperm(4), lambda: torch.randperm(2), "permutation"),
-        (lambda: torch.empty(4).normal_(0, 3.0), lambda: torch.empty(2).normal_(0, 5.0), "arguments depend"),
-        (lambda: torch.rand(4), lambda: torch.rand(2, 2), "do not match"),
+        (lambda: torch.rand(4), lambda: [torch.rand(2), torch.rand(2)], None, "more often than"),
+        (lambda: [torch.rand(4), torch.rand(4)], lambda: torch.rand(2), None, "less often than"),
+        (lambda: torch.rand(4), lambda: torch.randn(2), None, "` here"),
+        (lambda: torch.randperm(4), lambda: torch.randperm(2), None, "permutation"),
+        (lambda: torch.empty(4).normal_(0, 3.0), lambda: torch.empty(2).normal_(0, 5.0), None, "arguments depend"),
+        (lambda: torch.rand(4), lambda: torch.rand(2, 2), None, "do not match"),
+        (lambda: torch.rand(3), lambda: torch.rand(1), (0, 2), "do not match"),  # of 4 samples: which, nobody knows
     ],
 )
-def test_what_cannot_be_dealt_is_said(full, micro, reason: str) -> None:
+def test_what_cannot_be_dealt_is_said_with_its_line(full, micro, order, reason: str) -> None:
     dealing = Dealing(recorded(full))
-    dealt(dealing, micro, 0, 2)
+    dealt(dealing, micro, 0, 2, order=order)
     assert dealing.report.ambiguous
     assert any(reason in why for why in dealing.report.unaligned.values()), dealing.report.unaligned
+    assert all(file.endswith("test_draws.py") and line for file, line in dealing.report.places.values())
+    assert dealing.report.places or reason == "less often than"
 
 
-def test_a_refused_draw_names_its_line() -> None:
-    dealing = Dealing(recorded(lambda: torch.rand(4)))
-    dealt(dealing, lambda: torch.randn(2), 0, 2)
-    file, line = dealing.report.places["randn"]
-    assert file.endswith("test_draws.py") and line > 0
-
-
-def test_the_second_reading_deals_a_loop_over_samples_by_its_place() -> None:
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), lambda: random.random()], ids=["torch", "python"])
+def test_the_second_reading_deals_a_loop_over_samples_by_its_place(draw: Callable[[], float]) -> None:
+    """Python's draws are made from their samples' states."""
     whole: list[float] = []
 
     def loop(n: int) -> list[float]:
-        whole.extend(numbers := [float(torch.rand(())) for _ in range(n)])
+        whole.extend(numbers := [draw() for _ in range(n)])
         return numbers
 
+    def parts(dealing: Dealing) -> list[float]:
+        numbers = []
+        for start in (0, 2):
+            random.seed(5)  # every micro-batch starts from the state that the full batch started from
+            numbers += dealt(dealing, partial(loop, 2), start, start + 2)
+        return numbers
+
+    random.seed(5)
     ledger = recorded(partial(loop, 4))
     first_reading = Dealing(ledger)
-    for start, stop in ((0, 2), (2, 4)):
-        dealt(first_reading, partial(loop, 2), start, stop)
-    assert first_reading.report.ambiguous, "by order, the second micro-batch was dealt the first one's numbers"
+    assert parts(first_reading) != whole[:4], "by order, the second micro-batch is dealt the first one's numbers"
     second_reading = Dealing(ledger, Reading(by_contents=True, counts=first_reading.report.counts))
-    parts = [dealt(second_reading, partial(loop, 2), start, stop) for start, stop in ((0, 2), (2, 4))]
-    assert [*parts[0], *parts[1]] == whole[:4]
+    assert parts(second_reading) == whole[:4] and second_reading.report.dealt
 
 
 def test_a_recomputation_is_dealt_the_same_rows_again() -> None:
@@ -202,49 +185,7 @@ def test_a_constant_draw_is_the_same_for_every_sample() -> None:
     assert dealt(dealing, lambda: torch.randn(2), 0, 2).tolist() == [1.0, 1.0]
 
 
-def test_the_second_reading_makes_pythons_draws_from_their_samples_states() -> None:
-    def loop(n: int) -> list[float]:
-        whole.extend(numbers := [random.random() for _ in range(n)])
-        return numbers
-
-    whole: list[float] = []
-    random.seed(5)
-    ledger = recorded(partial(loop, 4))
-    counts: DrawCounts = {}
-    for searches in (False, True):
-        dealing = Dealing(ledger, Reading(by_contents=searches, counts=counts))
-        parts = []
-        for start, stop in ((0, 2), (2, 4)):
-            random.seed(5)  # every micro-batch starts from the state that the full batch started from
-            parts += dealt(dealing, partial(loop, 2), start, stop)
-        assert (parts == whole[:4]) is searches
-        counts = dealing.report.counts
-    assert dealing.report.dealt
-
-
 # --- The full batch's draws are kept: which, how often, and with what they were drawn for ----------------------------
-
-
-@pytest.mark.parametrize(
-    ("draw", "operation", "shape"),
-    [
-        (lambda: torch.rand(4, 3), "rand", (4, 3)),
-        (lambda: torch.randn(4, 3), "randn", (4, 3)),
-        (lambda: torch.randint(0, 9, (4,)), "randint", (4,)),
-        (lambda: torch.randperm(4), "randperm", (4,)),
-        (lambda: torch.empty(4, 2).normal_(), "normal", (4, 2)),
-        (lambda: torch.empty(4, 2).exponential_(), "exponential", (4, 2)),
-        (lambda: torch.bernoulli(torch.full((4, 2), 0.5)), "bernoulli", (4, 2)),
-        (lambda: torch.multinomial(torch.ones(4, 5), 2), "multinomial", (4, 2)),
-    ],
-)
-def test_a_draw_is_kept_with_its_result(draw, operation, shape) -> None:
-    results = []
-    torch.manual_seed(0)
-    (kept,) = recorded(lambda: results.append(draw())).draws
-    assert kept.operation == operation
-    assert tuple(kept.value.shape) == shape
-    assert torch.equal(kept.value.to(results[0].dtype), results[0])
 
 
 def test_a_kept_draw_does_not_change_with_the_tensor_it_was_drawn_into() -> None:
@@ -254,10 +195,11 @@ def test_a_kept_draw_does_not_change_with_the_tensor_it_was_drawn_into() -> None
     assert ledger.draws[0].value.any()
 
 
-def test_what_draws_nothing_is_not_kept() -> None:
-    assert recorded(lambda: torch.ones(4, 3).exp()).draws == ()
-    assert recorded(lambda: nn.Dropout(0.0)(torch.ones(4, 3))).draws == ()
-    assert recorded(lambda: nn.Dropout(0.5).eval()(torch.ones(4, 3))).draws == ()
+def test_what_draws_nothing_is_not_kept_and_a_mask_takes_a_byte() -> None:
+    inputs = torch.ones(4, 3, requires_grad=True)
+    for nothing in (torch.exp, nn.Dropout(0.0), nn.Dropout(0.5).eval()):
+        assert recorded(partial(nothing, inputs)).draws == ()
+    assert [draw.value.dtype for draw in recorded(partial(nn.Dropout(0.5), inputs)).draws] == [torch.bool]
 
 
 def test_a_draw_that_a_recomputation_repeats_is_one_draw() -> None:
@@ -269,13 +211,6 @@ def test_a_draw_that_a_recomputation_repeats_is_one_draw() -> None:
 
     assert len(recorded(twice).draws) == 1
     assert len(recorded(lambda: [torch.rand(4), torch.rand(4)]).draws) == 2
-
-
-def test_a_dropout_is_kept_with_the_rows_it_was_drawn_for() -> None:
-    inputs = torch.randn(4, 6, requires_grad=True)
-    (kept,) = recorded(lambda: nn.Dropout(0.5)(inputs)).draws
-    assert kept.value.dtype is torch.bool
-    assert kept.prints is None or kept.prints.shape == (4,)
 
 
 def test_draws_of_python_are_kept_with_their_state() -> None:
@@ -300,26 +235,28 @@ def rows(micro_batch: tuple[int, int], size: int, *shape: int, source: torch.Ten
     return Rows(micro_batch, size, torch.Size(shape), prints, 1e-4)
 
 
-def taken(draw: Draw, wanted: Rows, inner: bool = False) -> list | None:
+@pytest.mark.parametrize(
+    ("draw", "wanted", "inner", "expected"),
+    [
+        (drawn(6), rows((2, 4), 6, 2), False, [2, 3]),
+        (drawn(3, 6), rows((2, 4), 6, 3, 2), False, [[2, 3], [8, 9], [14, 15]]),
+        (drawn(5), rows((2, 4), 6, 5), False, [0, 1, 2, 3, 4]),
+        (drawn(12), rows((2, 4), 6, 4), True, [2, 3, 8, 9]),
+        (drawn(6, 2), rows((2, 4), 6, 2), False, None),
+        (drawn(6), rows((2, 4), 6, 9), False, None),
+    ],
+    ids=["a row per sample", "a column per sample", "the same shape", "batch inside", "other dimensions", "longer"],
+)
+def test_rows_lie_at_their_samples_place(draw: Draw, wanted: Rows, inner: bool, expected: list | None) -> None:
     selection = select_by_position(draw, wanted, inner, GivenRows()).selection
-    return None if selection is None else take_selection(draw.value, selection).tolist()
+    assert (None if selection is None else take_selection(draw.value, selection).tolist()) == expected
 
 
-def test_a_row_per_sample_lies_at_the_samples_place() -> None:
-    assert taken(drawn(6), rows((2, 4), 6, 2)) == [2, 3]
-    assert taken(drawn(3, 6), rows((2, 4), 6, 3, 2)) == [[2, 3], [8, 9], [14, 15]]
-
-
-def test_a_draw_of_the_same_shape_is_repeated() -> None:
-    assert taken(drawn(5), rows((2, 4), 6, 5)) == [0, 1, 2, 3, 4]
-
-
-def test_folded_rows_are_read_with_the_batch_outside_or_inside() -> None:
+def test_the_order_of_a_fold_is_guessed_without_contents() -> None:
     first = select_by_position(drawn(12), rows((0, 2), 6, 4), False, GivenRows())
     second = select_by_position(drawn(12), rows((2, 4), 6, 4), False, first.given)
     assert [position.selection for position in (first, second)] == [[(0, range(4))], [(0, range(4, 8))]]
-    assert taken(drawn(12), rows((2, 4), 6, 4), inner=True) == [2, 3, 8, 9]
-    assert first.guessed, "without contents the fold's order is a guess"
+    assert first.guessed
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -332,11 +269,6 @@ def test_contents_tell_how_rows_are_folded(inner: bool) -> None:
     selection, guessed, _ = select_by_position(draw, wanted, not inner, first.given)
     assert not guessed
     assert have_other_contents(draw, wanted, selection).item() is False
-
-
-def test_shapes_that_do_not_correspond_have_no_rows() -> None:
-    assert select_by_position(drawn(6, 2), rows((2, 4), 6, 2), False, GivenRows()).selection is None
-    assert select_by_position(drawn(6), rows((2, 4), 6, 9), False, GivenRows()).selection is None
 
 
 def test_selected_rows_follow_each_other_and_can_be_withdrawn() -> None:
@@ -373,15 +305,6 @@ def test_equal_rows_are_handed_out_once_each() -> None:
     assert found == [0, 1, 2, 3]
 
 
-def test_rows_at_the_wrong_place_are_in_doubt() -> None:
-    source = torch.randn(6, 9)
-    draw = drawn(6, 9, source=source)
-    here = [(0, range(2, 4))]
-    assert not have_other_contents(draw, rows((2, 4), 6, 2, 9, source=source[2:4]), here)
-    assert have_other_contents(draw, rows((2, 4), 6, 2, 9, source=source[:2]), here)
-    assert have_other_contents(draw, rows((2, 4), 6, 2, 9), here) is None
-
-
 @pytest.mark.parametrize("shape", [(12, 9), (12, 3, 9), (12,)], ids=str)
 def test_rows_that_are_far_nearer_to_their_own_than_to_others_are_rounded(shape: tuple[int, ...]) -> None:
     """Whatever their precision rounds by; rows of other samples are not, and neither are two that were exchanged."""
@@ -393,6 +316,7 @@ def test_rows_that_are_far_nearer_to_their_own_than_to_others_are_rounded(shape:
         draw, wanted = drawn(*shape, source=full), rows((2, 8), 12, *ours.shape, source=ours)
         return bool(have_other_contents(draw, wanted, here)), bool(are_rounded(draw, wanted, here))
 
+    assert told(source, source[2:8]) == (False, True)
     assert told(source, noisy[2:8]) == (True, True)
     assert told(source.bfloat16(), noisy[2:8].double()) == (True, True), "recorded in another precision"
     assert told(source, noisy[[7, 6, 5, 4, 3, 2]]) == (True, False)
@@ -405,18 +329,18 @@ def test_a_pair_of_near_rows_that_was_exchanged_is_no_rounding() -> None:
     """They differ by less than rows do from their neighbours, and by more than the other rows were rounded."""
     source = torch.arange(12.0)
     source[4:6] = torch.tensor([4.0, 4.2])
-    ours = source[2:8] + 1e-3
-    ours[2:4] = ours[2:4].flip(0)
-    draw, wanted, here = drawn(12, source=source), rows((2, 8), 12, 6, source=ours), [(0, range(2, 8))]
-    assert not are_rounded(draw, wanted, here)
-    assert are_rounded(draw, rows((2, 8), 12, 6, source=source[2:8] + 1e-3), here)
+    draw, rounded = drawn(12, source=source), source[2:8] + 1e-3
+    for order, is_rounding in (([0, 1, 3, 2, 4, 5], False), ([0, 1, 2, 3, 4, 5], True)):
+        wanted = rows((2, 8), 12, 6, source=rounded[order])
+        assert bool(are_rounded(draw, wanted, [(0, range(2, 8))])) is is_rounding
 
 
 def test_rows_in_several_dimensions_or_without_contents_do_not_tell_whether_they_are_rounded() -> None:
-    source = torch.randn(6, 9)
+    source, here = torch.randn(6, 9), [(0, range(2, 4))]
     draw, wanted = drawn(6, 9, source=source), rows((2, 4), 6, 2, 9, source=source[2:4])
-    assert are_rounded(draw, wanted, [(0, range(2, 4)), (1, range(3))]) is None
-    assert are_rounded(drawn(6, 9), wanted, [(0, range(2, 4))]) is None
+    assert are_rounded(draw, wanted, [*here, (1, range(3))]) is None
+    assert are_rounded(drawn(6, 9), wanted, here) is None
+    assert have_other_contents(draw, rows((2, 4), 6, 2, 9), here) is None
 
 
 def test_rows_that_rounding_changed_are_the_same_and_others_are_not() -> None:
@@ -498,18 +422,21 @@ def scripted_layer(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.standin._cudnn_rnn(x, 0.5, True)[0]
 
 
-def draw(how: str, x: torch.Tensor) -> torch.Tensor:
-    """A hidden draw, by code that does not let every exception through."""
-    try:
-        return torch.jit.script(scripted_layer)(x) if how == "scripted" else layer(x)
-    except Exception:
-        if how == "scripted":
-            raise
-        return x
-    except BaseException:
-        if how == "bare":
+def catching(kind: type[BaseException]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def defended(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return layer(x)
+        except kind:
             return x
-        raise
+
+    return defended
+
+
+LAYERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": catching(Exception),
+    "scripted": lambda x: torch.jit.script(scripted_layer)(x),
+    "bare": catching(BaseException),
+}
 
 
 @pytest.mark.parametrize(("how", "finished"), [("plain", 1), ("scripted", 1), ("bare", 2)])
@@ -522,20 +449,13 @@ def test_a_recording_ends_at_its_first_hidden_draw_and_is_made_again(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = super().forward(x)
             print("begun")  # a counter would be put back after each pass
-            hidden = draw(how, hidden) if torch.backends.cudnn.enabled else F.dropout(hidden, 0.5)
+            hidden = LAYERS[how](hidden) if torch.backends.cudnn.enabled else F.dropout(hidden, 0.5)
             print("ended")
             return hidden
 
     model = Net(6, 2)
-    experiment = Experiment(
-        problem=Problem(model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 6)),
-        parameters=dict(model.named_parameters()),
-        modules=[model],
-        batch_size=8,
-        sizes=(4, 4),
-        state=ModelState([model]),
-        placement=Placement((torch.device("cpu"),)),
-    )
+    squares = Problem(model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 6))
+    experiment = experiment_of(model, problem=squares, sizes=(4, 4))
     recorded_experiment, full = experiment.record(seed=0)
     printed = capsys.readouterr().out
     assert (printed.count("begun"), printed.count("ended")) == (2, finished)
@@ -554,30 +474,24 @@ def test_hidden_draws_that_no_remedy_shows_are_named_as_that() -> None:
 # --- Packed sequences: time steps of equal contents ------------------------------------------------------------------
 
 
-def _packed(lengths: torch.Tensor, how: str) -> nn.utils.rnn.PackedSequence:
-    steps = torch.ones(len(lengths), int(lengths.max()), 2)
-    if how == "sorted by the user":
-        order = lengths.argsort(descending=True)
-        return nn.utils.rnn.pack_padded_sequence(steps[order], lengths[order], batch_first=True)
-    if how == "time first":
-        return nn.utils.rnn.pack_padded_sequence(steps.transpose(0, 1), lengths, enforce_sorted=False)
-    sorted_before = lengths.sort().values if how == "sorted twice" else lengths
-    return nn.utils.rnn.pack_padded_sequence(steps, sorted_before, batch_first=True, enforce_sorted=False)
-
-
 @pytest.mark.parametrize("how", ["unsorted", "sorted by the user", "time first", "sorted twice"])
 def test_time_steps_of_equal_contents_get_the_draws_of_their_own_samples(how: str) -> None:
     lengths = torch.tensor([2, 5, 1, 4])
 
     def drop(rows: slice) -> torch.Tensor:
-        packed = _packed(lengths[rows], how)
-        padded, _ = nn.utils.rnn.pad_packed_sequence(
-            packed._replace(data=F.dropout(packed.data, 0.5)), batch_first=True
+        counts, steps = lengths[rows], torch.ones(len(lengths[rows]), int(lengths[rows].max()), 2)
+        order = torch.arange(len(counts))
+        if how.startswith("sorted"):
+            order = counts.argsort(descending=how == "sorted by the user")
+        packed = nn.utils.rnn.pack_padded_sequence(
+            steps.transpose(0, 1) if how == "time first" else steps,
+            counts[order],
+            batch_first=how != "time first",
+            enforce_sorted=how == "sorted by the user",
         )
-        places = lengths[rows].argsort(descending=True) if how == "sorted by the user" else torch.arange(len(padded))
-        if how == "sorted twice":
-            places = lengths[rows].argsort()
-        return F.pad(padded, (0, 0, 0, 5 - padded.shape[1]))[places.argsort()]
+        dropped = packed._replace(data=F.dropout(packed.data, 0.5))
+        padded, _ = nn.utils.rnn.pad_packed_sequence(dropped, batch_first=True, total_length=5)
+        return padded[order.argsort()]
 
     full: list[torch.Tensor] = []
     dealing = Dealing(recorded(lambda: full.append(drop(slice(0, 4)))))
