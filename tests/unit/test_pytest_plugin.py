@@ -131,21 +131,6 @@ def test_last_failed_and_durations_are_kept(project: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_junit(project: pytest.Pytester) -> None:
-    run(project, "--gaverify", "configs", "--junitxml", "out.xml")
-    (suite,) = ElementTree.parse(project.path / "out.xml").getroot()
-    assert {key: suite.attrib[key] for key in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "5",
-        "failures": "1",
-        "errors": "2",
-        "skipped": "0",
-    }
-    failure = suite.find(".//failure")
-    assert failure is not None and failure.attrib["message"].startswith("divergent: GAV101 in layer 1; 3 of 6")
-    assert "ghost batch norm" in {p.attrib["value"].rpartition(": ")[2] for p in suite.iter("property")}
-
-
-@pytest.mark.slow
 def test_strict_fails_on_a_stale_entry(project: pytest.Pytester) -> None:
     (project.path / "stale.toml").write_text(SPECS["known"].replace("mlp-batchnorm", "mlp"))
     result = run(project, "--gaverify", "stale.toml")
@@ -156,12 +141,17 @@ def test_strict_fails_on_a_stale_entry(project: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
-def test_xdist(project: pytest.Pytester) -> None:
-    result = run(project, "--gaverify", "configs", "-n", "2")
+def test_xdist_and_junit(project: pytest.Pytester) -> None:
+    result = run(project, "--gaverify", "configs", "-n", "2", "--junitxml", "out.xml")
     result.assert_outcomes(passed=2, failed=1, errors=2)
     text = result.stdout.str()
     assert "DIVERGENT  3 of 6" in text and "ghost batch norm" in text
     assert "FAILED configs/wrong.toml::gaverify - divergent: GAV101 in layer 1; 3 of" in text
+    (suite,) = ElementTree.parse(project.path / "out.xml").getroot()
+    assert [suite.attrib[key] for key in ("tests", "failures", "errors", "skipped")] == ["5", "1", "2", "0"]
+    failure = suite.find(".//failure")
+    assert failure is not None and failure.attrib["message"].startswith("divergent: GAV101 in layer 1; 3 of 6")
+    assert "ghost batch norm" in {p.attrib["value"].rpartition(": ")[2] for p in suite.iter("property")}
 
 
 def test_it_can_be_switched_off(project: pytest.Pytester) -> None:
