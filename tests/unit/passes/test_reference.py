@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from forwards import experiment_of
 from torch import nn
 
 from gaverify.errors import NoMemory
 from gaverify.passes.batching import Problem
 from gaverify.passes.experiment import Experiment, Placement
 from gaverify.passes.gradients import Fitting
-from gaverify.passes.isolation import ModelState
 from gaverify.records.outcomes import Reference
 
 
@@ -24,16 +24,8 @@ def short_of_memory(way: Reference, device: str, failures: int) -> Experiment:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return model(batch).square().mean()
 
-    return Experiment(
-        problem=Problem(model, loss, batch),
-        parameters=dict(model.named_parameters()),
-        modules=[model],
-        batch_size=4,
-        sizes=(2, 2),
-        state=ModelState([model]),
-        placement=Placement((torch.device(device),)),
-        fitting=Fitting(way),
-    )
+    placement = Placement((torch.device(device),))
+    return experiment_of(model, problem=Problem(model, loss, batch), placement=placement, fitting=Fitting(way))
 
 
 def run(experiment: Experiment) -> float:
