@@ -213,6 +213,7 @@ def test_the_seed_decides_and_the_generators_are_restored(folder: Path) -> None:
         ("mine.py:problem:x", "`mine.py:problem:x` names no factory; write `package.module:factory`"),
         (".mine:problem", "`.mine:problem` names no factory"),
         ("./nowhere", "`./nowhere` does not exist; write `file.py:factory`"),
+        ("../nowhere", "`../nowhere` does not exist"),
         ("/etc/passwd", "`/etc/passwd` is no Python file; write `file.py:factory`"),
         ("n" * 300, "there is no built-in `nnn"),
         ("mine.problem", "`mine.problem` has no colon; write `mine:problem`"),
