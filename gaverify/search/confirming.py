@@ -317,7 +317,10 @@ def _prepare_bench(bench: Bench, comparison: Comparison, part_comparison: Compar
 def _scale_fit(comparison: Comparison, part_comparison: Comparison) -> WeightFit | None:
     """The fit of the first samples without its weights, which belong to other micro-batches."""
     fit = part_comparison.window.fit
-    norms = [math.hypot(*(row.reference_norm for row in each.compared.rows)) for each in (part_comparison, comparison)]
+    norms = [
+        math.hypot(*(row.reference_norm for row in each.compared.rows if math.isfinite(row.reference_norm)))
+        for each in (part_comparison, comparison)
+    ]
     # sampling noise falls with the square root of the number of samples
     share = math.sqrt(part_comparison.batch_size / comparison.batch_size) * norms[0] / max(norms[1], TINY)
     return fit and replace(fit, weights=(), noise=fit.noise * share, samples=part_comparison.batch_size)

@@ -97,7 +97,10 @@ def test_what_all_samples_show_is_found_in_a_part_and_confirmed_on_the_whole(
 ) -> None:
     verdict = verified(everywhere, flagged, **options)
     assert (verdict.run.part, verdict.method, fault_codes(verdict)) == (part, method, codes), story(verdict)
-    assert all(finding.proven for finding in verdict.findings if finding.severity == "fault"), story(verdict)
+    faults = [finding for finding in verdict.findings if finding.severity == "fault"]
+    assert all(finding.proven for finding in faults), story(verdict)
+    # a parameter that nothing uses has no norm, and hides no other's
+    assert any(evidence.probe == "harm" for finding in faults for evidence in finding.evidence) is bool(faults)
 
 
 def couple_late(x: torch.Tensor) -> torch.Tensor:
