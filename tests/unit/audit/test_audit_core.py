@@ -547,6 +547,7 @@ class TestWeights:
         small = () if ratio is None else (update(ratio=ratio, fit=without),)
         found = judge(clipped, text="BCBCBCBCSZ", full="BCSZ", unclipped=small)
         assert faults(found) == codes and found[0].proven is proven
+        assert found[0].summary.startswith("gradients are clipped 4 times in update 1, 3 of them before")
 
     @pytest.mark.parametrize(("left", "codes"), [(4.0, ["GAV101", "GAV201"]), (None, ["GAV101"])])
     def test_a_missing_division_beside_samples_that_meet(self, left: float | None, codes: list[str]) -> None:
@@ -712,6 +713,7 @@ class TestTerms:
     def test_a_term_whose_micro_batches_are_weighted_wrongly_is_named(self) -> None:
         found = self.judged(LossTerm(1, 2, self.SHORT), LossTerm(2, 2, fit(), False))
         assert faults(found) == ["GAV202"] and "term 1 of 2" in found[0].summary
+        assert sorted(faults(self.judged(LossTerm(1, 2, self.SHORT), self.WRONG))) == ["GAV201", "GAV202"]
 
     @pytest.mark.parametrize(
         "term",
