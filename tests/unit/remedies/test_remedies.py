@@ -310,6 +310,8 @@ def test_returns_the_loss_and_adds_to_the_gradient() -> None:
     value = step.step(problem.batch)  # the gradient of `full` is still there
     assert not value.requires_grad and value == pytest.approx(problem.full_loss(problem.model, problem.batch).item())
     assert difference(gradients(problem.model), [2 * gradient for gradient in expected]) < 1e-14
+    step.step(problem.batch)  # without the check of the first one
+    assert difference(gradients(problem.model), [3 * gradient for gradient in expected]) < 1e-14
     scaled = problem.cached(scale=lambda loss: loss * 1024)
     assert difference(scaled, [1024 * gradient for gradient in expected]) < 1e-14
 
