@@ -386,7 +386,9 @@ def _annotation(level: str, title: str, message: str, finding: Finding | None, p
 def _command(level: str, fields: dict[str, str], message: str) -> str:
     """A workflow command; what would end a field or the line is written as GitHub's runner decodes it."""
     listed = ",".join(f"{key}={_escape_text(clean(value), True)}" for key, value in fields.items())
-    return f"::{level} {listed}::{_escape_text(message, False)}"
+    # a line break is the one control character that a message has of its own
+    lines = "\n".join(clean(line) for line in message.split("\n"))
+    return f"::{level} {listed}::{_escape_text(lines, False)}"
 
 
 def _escape_text(text: str, field: bool) -> str:

@@ -23,7 +23,6 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from gaverify.records.audit_report import Audit
-from gaverify.records.findings import Acceptance
 from gaverify.records.outcomes import Method, Outcome
 from gaverify.records.patch import Patch
 from gaverify.records.profile import Profile, Seconds
@@ -280,6 +279,5 @@ def squeeze(text: str) -> str:
 @given(verdict=VERDICTS, answer=ANSWERS, name=NAMES)
 def test_every_line_for_github_is_one_command(verdict: Verdict, answer: Any, name: str) -> None:
     command = r"::(error|warning|notice) (file=[^:,]*,line=\d+,)?title=[^:,]*::[^\n]*\n"
-    assert re.fullmatch(f"({command})+", render([answer], "github", errors=[(name, name)]))
-    bare = replace(verdict, outcome=Outcome.DIVERGENT, acceptance=Acceptance(), patch_written="", patch_refused="")
-    assert control_characters(render([bare], "github")) == set()
+    text = render([replace(verdict, outcome=Outcome.DIVERGENT), answer], "github", errors=[(name, name)])
+    assert re.fullmatch(f"({command})+", text) and control_characters(text) == set()
